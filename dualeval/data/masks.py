@@ -41,8 +41,8 @@ _LARGEST = 2**15 - 1  # labels are int16
 class LabelRule:
     """What the numbers in masks stand for."""
 
-    # The label of pixels that do not count; None where all do.
-    ignore: int | None
+    # The labels of pixels that do not count.
+    ignore: tuple[int, ...]
     # Label 0 is no class, and 1 is class 0.
     reduce: bool
     # How many there are; known once the model is made, before anything is read.
@@ -52,18 +52,19 @@ class LabelRule:
         """The class of each pixel, ``NO_LABEL`` for those that do not count."""
         numbers = values.astype(np.int32) - self.reduce
         left_out = numbers == NO_LABEL
-        if self.ignore is not None:
-            left_out |= values == self.ignore
+        for label in self.ignore:
+            left_out |= values == label
         beyond = ~left_out & ((numbers < 0) | (numbers >= self.classes))
         if beyond.any():
             found = np.unique(values[beyond]).tolist()
+            ignored = ",".join(map(str, [*self.ignore, found[0]]))
             shown = ", ".join(map(str, found[:_NAMED_AT_MOST])) + (
                 ", ..." if len(found) > _NAMED_AT_MOST else ""
             )
             raise ValueError(
                 f"{counted(int(beyond.sum()), 'pixel')} with the label {shown}, expected "
                 f"{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or, "
-                f"if these pixels do not count, --ignore-index {found[0]}"
+                f"if these pixels do not count, --ignore-index {ignored}"
             )
         return np.where(left_out, NO_LABEL, numbers).astype(np.int16)
 
@@ -107,16 +108,16 @@ class _Pictures(ImageFiles):
 class _Masks(ImageFiles):
     def read(self, index: int) -> npt.NDArray[Any]:
         """The numbers of a mask's pixels."""
-        with Path(self._path(index)).open("rb") as file:
+        with Path(self.path(index)).open("rb") as file:
             self._check_unchanged(index, file.fileno())
             return read_labels(file)
 
-    def shown(self, index: int) -> str:
-        """A mask's path, for messages."""
+    def path(self, index: int) -> str:
+        """Where a mask is looked for."""
         return self._path(index)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedPictures:
     """Pictures and their masks, in a fixed order; a sample's id is its picture's path."""
 
@@ -155,7 +156,7 @@ class MaskedPictures:
         except (OSError, ValueError) as error:
             row = f" ({self.table} {self.numbers[index]})" if self.table else ""
             said = "there is no such file" if isinstance(error, FileNotFoundError) else text_of(error)
-            raise ValueError(f"its mask {self.masks.shown(index)}{row}: {said}") from error
+            raise ValueError(f"its mask {self.masks.path(index)}{row}: {said}") from error
 
     def placeholder(self, index: int) -> tuple[Tensor, Tensor]:
         """A black picture of the size that the one at ``index`` has, of which no pixel counts.
@@ -213,27 +214,24 @@ def open_masked(
     rule: LabelRule,
     preprocessing: Normalisation,
     *,
-    image_root: Path | None = None,
-    path_column: str | None = None,
-    mask_column: str | None = None,
-    whole_files: bool = False,
+    columns: tuple[str | None, str | None],
+    whole_files: bool,
     cache: DataCache,
 ) -> MaskedPictures:
     """The pictures of a folder with the masks of another one, or those that a manifest lists."""
     if is_table(data):
-        roots = image_root or data.parent, masks or data.parent
-        pairs = cache.once(
-            ("pictures and masks", data.absolute(), path_column, mask_column),
-            lambda: _of_manifest(data, path_column, mask_column),
+        roots = data.parent, masks or data.parent
+        key = ("pictures and masks", data.absolute(), *columns)
+        pairs = cache.once(key, lambda: _of_manifest(data, *columns))
+    elif any(columns):
+        raise UsageError(
+            f"--path-column and --mask-column are of a manifest (.csv, .jsonl, .parquet), and --data {data} "
+            "is none. Leave them out."
         )
     else:
-        given = {"--image-root": image_root, "--path-column": path_column, "--mask-column": mask_column}
-        if flag := next((flag for flag, value in given.items() if value is not None), None):
-            raise UsageError(f"{flag} is of a manifest (.csv, .jsonl, .parquet), and --data {data} is none.")
-        roots = data, _folder("--masks", masks)
-        pairs = cache.once(
-            ("pictures and masks", *(root.absolute() for root in roots)), lambda: _of_folders(*roots)
-        )
+        roots = _folder("--data", data), _folder("--masks", masks)
+        key = ("pictures and masks", *(root.absolute() for root in roots))
+        pairs = cache.once(key, lambda: _of_folders(*roots))
     targets = np.zeros(len(pairs.pictures), np.int64)
     common: dict[str, Any] = {
         "labels": indices_of_classes(),
@@ -254,7 +252,11 @@ def open_masked(
         if not any((root / name).exists() for name in names[:_LOOKED_FOR]):
             raise UsageError(
                 f"--data {data}: none of its {what}s is there; the first was looked for at {root / names[0]}."
-                + (" Paths count from the manifest's folder, --image-root or --masks." if pairs.table else "")
+                + (
+                    " Paths count from the manifest's folder; those of masks from --masks."
+                    if pairs.table
+                    else ""
+                )
             )
     return found
 
@@ -271,7 +273,7 @@ def _folder(flag: str, folder: Path | None) -> Path:
 
 def _of_folders(root: Path, masks: Path) -> _Pairs:
     """Pictures and masks whose paths are the same but for the suffix."""
-    pictures = _by_stem(_folder("--data", root), EXTENSIONS)
+    pictures = _by_stem(root, EXTENSIONS)
     found = _by_stem(masks, _SUFFIXES)
     if not pictures.keys() & found.keys():
         first = [next(iter(sorted(names.values())), "none") for names in (pictures, found)]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dualeval.metrics.classification import NonfiniteLogits
-from dualeval.metrics.confusion import IoU
 from dualeval.metrics.described import FRACTION, direction
 from dualeval.metrics.means import Mean, Ratio
 from dualeval.metrics.metric import Measured, Metric, Value
@@ -22,105 +21,79 @@ from dualeval.metrics.metric import Measured, Metric, Value
 COUNTS = ("intersection", "target_pixels", "predicted_pixels")
 
 
-def counts_of(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The columns' entries of a picture, int64 (classes,) each; a label or prediction of -1 is none."""
+def counts_of(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """The columns' entries of a picture, int64 (3, classes); a label or prediction of -1 is none."""
     # Behind the classes stands what is not counted.
     labels = torch.where(labels < 0, classes, labels.to(torch.int64))
     predicted = torch.where((predicted < 0) | (labels == classes), classes, predicted)
     right = torch.where(predicted == labels, labels, classes)
-    found = [_histogram(each, classes) for each in (right, labels, predicted)]
-    return found[0], found[1], found[2]
-
-
-def _histogram(numbers: Tensor, classes: int) -> Tensor:
-    flat = numbers.flatten()
-    counts = torch.zeros(classes + 1, dtype=torch.int64, device=flat.device)
-    # Integers: the order of additions does not show. (bincount would wait for a device.)
-    return counts.index_add_(0, flat, torch.ones_like(flat))[:classes]
+    counts = torch.zeros(3, classes + 1, dtype=torch.int64, device=labels.device)
+    for own, numbers in zip(counts, (right, labels, predicted), strict=True):
+        # Integers: the order of additions does not show. (bincount would wait for a device.)
+        own.index_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
+    return counts[:, :classes]
 
 
 def picture_scores(intersection: Tensor, target: Tensor, predicted: Tensor) -> dict[str, Tensor]:
     """Of each picture its right and its labelled pixels, and its own mean IoU over the classes in it."""
     union = target + predicted - intersection
     each = intersection.double() / union.clamp(min=1)
-    labelled = target.sum(1)
     return {
         "right_pixels": intersection.sum(1),
-        "labelled_pixels": labelled,
-        "is_labelled": labelled > 0,
+        "labelled_pixels": target.sum(1),
+        "is_labelled": target.sum(1) > 0,
         "picture_iou": each.sum(1) / (union > 0).sum(1).clamp(min=1),
     }
 
 
-class _OfClasses(IoU):
-    """A value of each class, and its mean over the classes that have one.
+class Overlap:
+    """times * intersection / divisor of each class, over all pictures, and the mean over classes with one.
+
+    The divisor is a sum of the three counts, times ``of``. A class whose divisor is 0 has no value.
 
     Ledger: intersection, target and predicted pixels, num_classes slots each.
     """
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.columns = COUNTS
+    columns = COUNTS
+
+    def __init__(
+        self, num_classes: int, key: str, times: int, of: tuple[int, int, int], *, name: str | None = None
+    ) -> None:
+        self.name = name or key
+        self.key = key
+        self.times = times
+        self.of = of
+        self.size = 3 * num_classes
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the pictures' counts."""
         ledger += torch.cat([columns[name].to(torch.int64).sum(0) for name in COUNTS])
 
-
-class MeanIoU(_OfClasses):
-    """intersection / (target + predicted - intersection), over the pixels of all pictures."""
-
-
-class _Quotient(_OfClasses):
-    """One whose value is not the intersection over union."""
-
-    def _value(self, right: int, target: int, predicted: int) -> float | None:
-        raise NotImplementedError
-
     def compute(self, ledger: Tensor) -> Measured:
         """The mean, and the list of all classes, with None for those that have no value."""
-        each: list[Value] = [self._value(*counts) for counts in zip(*self._counts(ledger), strict=True)]
+        each: list[Value] = []
+        for counts in ledger.view(3, -1).T.tolist():
+            divisor = sum(count * factor for count, factor in zip(counts, self.of, strict=True))
+            each.append(self.times * counts[0] / divisor if divisor else None)
         present = [value for value in each if isinstance(value, float)]
-        key = f"mean_{self.kind_name}"
+        mean = f"mean_{self.key}"
         return Measured(
             values={
-                key: math.fsum(present) / len(present) if present else None,
-                f"{self.kind_name}_per_class": each,
+                mean: math.fsum(present) / len(present) if present else None,
+                f"{self.key}_per_class": each,
             },
-            units={key: FRACTION},
-            directions={key: direction(higher_is_better=True)},
+            units={mean: FRACTION},
+            directions={mean: direction(higher_is_better=True)},
         )
 
 
-class MeanDice(_Quotient):
-    """2 intersection / (target + predicted), which is F1."""
-
-    kind_name = "dice"
-
-    def _value(self, right: int, target: int, predicted: int) -> float | None:
-        return 2 * right / (target + predicted) if target + predicted else None
-
-
-class MeanAccuracy(_Quotient):
-    """intersection / target, over the classes that a mask has (Long et al., CVPR 2015, section 5)."""
-
-    kind_name = "accuracy"
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
-        self.name = "mean_accuracy"
-
-    def _value(self, right: int, target: int, predicted: int) -> float | None:
-        return right / target if target else None
-
-
 def segmentation_metrics(num_classes: int) -> list[Metric]:
-    """All metrics of segmentation."""
+    """All metrics of segmentation; mean accuracy as in Long et al., CVPR 2015, section 5."""
     return [
-        MeanIoU(num_classes),
+        Overlap(num_classes, "iou", 1, (-1, 1, 1)),
         Ratio("right_pixels", "labelled_pixels", name="pixel_accuracy", unit=FRACTION, higher_is_better=True),
-        MeanAccuracy(num_classes),
-        MeanDice(num_classes),
+        Overlap(num_classes, "accuracy", 1, (0, 1, 0), name="mean_accuracy"),
+        Overlap(num_classes, "dice", 2, (0, 1, 1)),
         Mean("picture_iou", weight="is_labelled", unit=FRACTION, higher_is_better=True),
         NonfiniteLogits(),
     ]
