@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dualeval import Task
-from dualeval.tasks import Segmentation
+from dualeval.tasks.segmentation import Segmentation
 from dualeval.vision_library import torchvision
 
 WANTED_AT_MOST = 1.1
@@ -181,8 +181,9 @@ def main() -> None:
         "at most",
     ]
     body = (
-        f"One process, one thread, {arguments.rounds} rounds taken in turns; the median of dualeval's seconds "
-        f"over those by hand, and the middle half of the ratios in brackets.\n\n{table(head, rows)}"
+        f"One process, one thread, {arguments.rounds} rounds taken in turns; the median of dualeval's "
+        "seconds over those by hand, and the middle half of the ratios in brackets.\n\n"
+        f"{table(head, rows)}"
     )
     write_results("tasks", "Built-in tasks beside loops by hand", body, {"cases": figures}, host)
 

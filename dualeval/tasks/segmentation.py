@@ -76,7 +76,9 @@ class Segmentation(PictureTask):
         folder = None if masks is None else Path(masks)
         if isinstance(label := options.get("ignore_index"), int):
             options["ignore_index"] = (label,)
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+        }
         self._given = asked = SegmentationOptions(model="", data=Path(data), masks=folder, **given)
         source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
         check_weights(source, asked.weights, asked.weights, asked.weights_key, asked.weights_prefix)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -23,8 +25,7 @@ from dualeval.metrics.segmentation import counts_of, segmentation_metrics
 from dualeval.models.segmenters import segmenter_of
 from dualeval.models.sources.processors import uncropped_of
 from dualeval.options.job import Job
-from dualeval.tasks import Segmentation
-from dualeval.tasks.segmentation import stored_metrics
+from dualeval.tasks.segmentation import Segmentation, stored_metrics
 from dualeval.vision_library import torchvision
 from tests import masked_pictures as made
 from tests.engine.test_evaluator import evaluate, rows
@@ -83,7 +84,8 @@ def test_counts_are_those_of_numpy(home: Path, tmp_path: Path) -> None:
     assert result.metrics["accuracy_per_class"] == (right / target).tolist()
     assert result.metrics["pixel_accuracy"] == right.sum() / target.sum()
     assert table["labelled_pixels"] == [int(of.sum()) for of in np.array(wanted["counts"])[:, 1]]
-    assert result.intervals["pixel_accuracy"][0] < result.metrics["pixel_accuracy"]
+    low, high = result.intervals["pixel_accuracy"]
+    assert low < right.sum() / target.sum() < high
     names = ["id", "index", *task(home).rows]
     assert [name for name in table if name not in ("status", "error")] == names
 
@@ -102,7 +104,7 @@ def test_values_are_those_of_torchmetrics(home: Path) -> None:
         for name in ("labels", "predicted")
     )
     found = evaluate(task(home), None, batch_size=4).metrics
-    options = {"num_classes": CLASSES, "ignore_index": IGNORED}
+    options: dict[str, Any] = {"num_classes": CLASSES, "ignore_index": IGNORED}
     for name, function in (
         ("iou", multiclass_jaccard_index),
         ("dice", multiclass_f1_score),
@@ -358,17 +360,14 @@ def test_class_names(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 def test_a_manifest(home: Path, tmp_path: Path, suffix: str) -> None:
-    import pandas
-
-    listed = [(f"img/{n:03}.png", f"masks/{n:03}.png") for n in range(13)]
-    table = pandas.DataFrame(listed, columns=["image", "mask"])
+    listed = [{"image": f"img/{n:03}.png", "mask": f"masks/{n:03}.png"} for n in range(13)]
     path = home / f"list{suffix}"
     if suffix == ".csv":
-        table.to_csv(path, index=False)
+        path.write_text("image,mask\n" + "".join(f"{row['image']},{row['mask']}\n" for row in listed))
     elif suffix == ".jsonl":
-        table.to_json(path, orient="records", lines=True)
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in listed))
     else:
-        table.to_parquet(path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), path)
     found = evaluate(task(home, data=path, masks=None), None, batch_size=4)
     assert found.metrics_digest == evaluate(task(home), None, batch_size=4).metrics_digest
     with pytest.raises(UsageError, match="--mask-column nothing"):

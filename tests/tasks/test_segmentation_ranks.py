@@ -78,7 +78,7 @@ def test_the_same_bits(run: Run, wanted: dict[str, Any], size: int, backend: str
 def test_a_stopped_run_goes_on(launch: Launch, home: Path, tmp_path: Path) -> None:
     """On two processes, where one has begun."""
     made.write_pictures(tmp_path, count=3000)
-    words = ["--data", tmp_path / "img", "--masks", tmp_path / "masks"]
+    words: list[str | Path] = ["--data", tmp_path / "img", "--masks", tmp_path / "masks"]
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert launch([*DUALEVAL, *command(whole, *words)], cwd=home, timeout=280).returncode == 0
     with launch.started([*DUALEVAL, *command(out, *words, "--progress")], cwd=home) as process:
@@ -117,7 +117,7 @@ def test_a_bad_mask(launch: Launch, home: Path, tmp_path: Path) -> None:
     """Named without a traceback, or left out."""
     made.write_pictures(tmp_path, count=4)
     (tmp_path / "masks/001.png").unlink()
-    words = ["--data", tmp_path / "img", "--masks", tmp_path / "masks"]
+    words: list[str | Path] = ["--data", tmp_path / "img", "--masks", tmp_path / "masks"]
     done = launch([*DUALEVAL, *command(tmp_path / "out", *words)], cwd=home)
     assert done.returncode == 2
     assert "sample 001.png (index 1) cannot be read" in done.stderr
