@@ -98,8 +98,8 @@ def segmentation(folder: Path) -> Pair:
         return float((right[union > 0].double() / union[union > 0]).mean())
 
     def task() -> Task:
-        places = {"data": folder / "img", "masks": folder / "masks"}
-        return Segmentation(model=net, **places, mean=(0.5,), std=(0.25,))
+        masks = folder / "masks"
+        return Segmentation(model=net, data=folder / "img", masks=masks, mean=(0.5,), std=(0.25,))
 
     return Pair(task=task, by_hand=by_hand, metric="mean_iou", samples=_PICTURES, batch_size=_BATCH)
 

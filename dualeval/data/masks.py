@@ -221,8 +221,8 @@ def open_masked(
     """The pictures of a folder with the masks of another one, or those that a manifest lists."""
     if is_table(data):
         roots = data.parent, masks or data.parent
-        key = ("pictures and masks", data.absolute(), *columns)
-        pairs = cache.once(key, lambda: _of_manifest(data, *columns))
+        of_manifest = ("pictures and masks", data.absolute(), *columns)
+        pairs = cache.once(of_manifest, lambda: _of_manifest(data, *columns))
     elif any(columns):
         raise UsageError(
             f"--path-column and --mask-column are of a manifest (.csv, .jsonl, .parquet), and --data {data} "
@@ -230,8 +230,8 @@ def open_masked(
         )
     else:
         roots = _folder("--data", data), _folder("--masks", masks)
-        key = ("pictures and masks", *(root.absolute() for root in roots))
-        pairs = cache.once(key, lambda: _of_folders(*roots))
+        of_folders = ("pictures and masks", *(root.absolute() for root in roots))
+        pairs = cache.once(of_folders, lambda: _of_folders(*roots))
     targets = np.zeros(len(pairs.pictures), np.int64)
     common: dict[str, Any] = {
         "labels": indices_of_classes(),
@@ -251,12 +251,8 @@ def open_masked(
     for what, root, names in (("picture", roots[0], pairs.pictures), ("mask", roots[1], pairs.masks)):
         if not any((root / name).exists() for name in names[:_LOOKED_FOR]):
             raise UsageError(
-                f"--data {data}: none of its {what}s is there; the first was looked for at {root / names[0]}."
-                + (
-                    " Paths count from the manifest's folder; those of masks from --masks."
-                    if pairs.table
-                    else ""
-                )
+                f"--data {data}: none of its {what}s is there; the first was looked for at {root / names[0]}. "
+                "Paths count from the manifest's folder; those of masks from --masks, where it is given."
             )
     return found
 
