@@ -251,8 +251,9 @@ def open_masked(
     for what, root, names in (("picture", roots[0], pairs.pictures), ("mask", roots[1], pairs.masks)):
         if not any((root / name).exists() for name in names[:_LOOKED_FOR]):
             raise UsageError(
-                f"--data {data}: none of its {what}s is there; the first was looked for at {root / names[0]}. "
-                "Paths count from the manifest's folder; those of masks from --masks, where it is given."
+                f"--data {data}: none of its {what}s is there; the first was looked for at "
+                f"{root / names[0]}. Paths count from the manifest's folder; those of masks from --masks, "
+                "where it is given."
             )
     return found
 

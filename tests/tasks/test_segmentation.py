@@ -372,6 +372,23 @@ def test_a_manifest(home: Path, tmp_path: Path, suffix: str) -> None:
     assert found.metrics_digest == evaluate(task(home), None, batch_size=4).metrics_digest
     with pytest.raises(UsageError, match="--mask-column nothing"):
         task(home, data=path, masks=None, mask_column="nothing")
+    with pytest.raises(UsageError, match="none of its masks is there"):
+        task(home, data=path, masks=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("image\na.png\n", "expected one of their masks' paths"),
+        ("image,mask\na.png,\n", "line 2 has '' in the column 'mask', expected a path"),
+        ("image,mask\na.png,b.png\na.png,c.png\n", "line 3 has the picture of line 2, a.png"),
+        ("image,mask\n", "has no rows"),
+    ],
+)
+def test_a_manifest_that_is_refused(tmp_path: Path, lines: str, said: str) -> None:
+    (tmp_path / "list.csv").write_text(lines)
+    with pytest.raises(UsageError, match=said):
+        task(tmp_path, data=tmp_path / "list.csv", masks=None)
 
 
 def test_a_part_of_the_data(home: Path, tmp_path: Path) -> None:
