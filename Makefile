@@ -62,6 +62,7 @@ bench: $(VENV)/.assets stack
 	$(BIN)/python benchmarks/control_plane.py
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/question_answering.py
+	$(BIN)/python benchmarks/tasks.py
 	$(BIN)/python benchmarks/bits.py
 
 # dualeval beside other libraries, in an environment of their own: about ten minutes, alone on the machine.

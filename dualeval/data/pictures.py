@@ -15,9 +15,9 @@ from torch import Tensor, from_numpy
 
 from dualeval.data.contents import HEAD, what_it_holds
 from dualeval.data.decoding import Decoder
-from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing
+from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, Uncropped
 from dualeval.data.resized_part import Rows, rows_of
-from dualeval.data.resizing import cut_out
+from dualeval.data.resizing import cut_out, whole
 from dualeval.errors import UsageError
 
 # Pillow goes by a file's content, whatever its name is, and some of its other formats start programs (EPS)
@@ -34,6 +34,8 @@ def read_pixels(file: IO[bytes], wanted: Normalisation, decoder: Decoder | None 
     The first frame of an animation or the first page of a TIFF is taken. The rotation in EXIF is left alone.
     """
     with _opened(file) as image, _whole_pictures_only():
+        if isinstance(wanted, Uncropped):
+            wanted = whole(image.size, wanted)
         if not isinstance(wanted, Preprocessing):
             return prepare(image, wanted)
         pixels = None if decoder is None else decoder.decode(image, file)
@@ -49,6 +51,8 @@ def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
 
     Without a wanted size it keeps its own. Normalisation is done elsewhere.
     """
+    if isinstance(wanted, Uncropped):
+        wanted = whole(image.size, wanted)
     if not isinstance(wanted, Preprocessing):
         colours = _with_channels(_eight_bits(image), 3)
         if isinstance(wanted, OwnPreprocessing):
@@ -78,6 +82,14 @@ def picture_of(pixels: Tensor) -> Image.Image:
     """A picture of pixels, uint8 of shape (1 or 3, height, width)."""
     values = pixels.permute(1, 2, 0).contiguous().numpy()
     return Image.fromarray(values[:, :, 0] if len(pixels) == 1 else values)
+
+
+def size_of(file: IO[bytes]) -> tuple[int, int]:
+    """Width and height of a picture, of which no more than its head is read."""
+    with _opened(file) as image:
+        size = image.size
+    file.seek(0)
+    return size
 
 
 def _opened(file: IO[bytes]) -> Image.Image:

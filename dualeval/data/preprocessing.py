@@ -117,6 +117,37 @@ class Preprocessing(Normalisation):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Uncropped(Normalisation):
+    """Normalisation of whole pictures, resized or not; its fields are those of ``Preprocessing``."""
+
+    # None: each picture keeps its own size.
+    resize: int | None = None
+    interpolation: str = "bilinear"
+    channels: int = 3
+    # "shorter" or "squash".
+    resize_mode: str = "shorter"
+    resize_width: int | None = None
+    channel_order: str = "rgb"
+
+    def __post_init__(self) -> None:
+        self.of_size(1, 1)
+
+    def of_size(self, height: int, width: int) -> Preprocessing:
+        """The preprocessing that brings a whole picture to a size, and checks the fields."""
+        own = {**asdict(self), "resize_mode": "squash", "resize": height, "resize_width": width}
+        return Preprocessing(**own, crop=height, crop_width=width)
+
+    def __str__(self) -> str:
+        """In words for people."""
+        grey = "grey, " if self.channels == 1 else ""
+        order = "BGR, " if self.channel_order == "bgr" else ""
+        size = "own size" if self.resize is None else f"shorter side {self.resize} {self.interpolation}"
+        if self.resize is not None and self.resize_mode == "squash":
+            size = f"exactly {_size((self.resize, self.resize_width or self.resize))} {self.interpolation}"
+        return f"{grey}{order}{size}, {super().__str__()}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class OwnPreprocessing(Normalisation):
     """A function of the user's, from a PIL picture (RGB) to a tensor (channels, height, width)."""
 

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Preprocessing, Uncropped
 from dualeval.data.resized_part import Rows, resized_part
 
 
@@ -26,6 +26,16 @@ def cut_out(rows: Rows, size: tuple[int, int], wanted: Preprocessing) -> Tensor:
     # A channel at a time: batches are made of contiguous tensors in a fifth of the time.
     channels = b"".join([cut.tobytes("raw", band) for band in bands])
     return torch.frombuffer(bytearray(channels), dtype=torch.uint8).view(-1, height, width)
+
+
+def whole(size: tuple[int, int], wanted: Uncropped) -> Preprocessing:
+    """What is done to a picture of this width and height, of which nothing is cut off."""
+    width, height = size
+    if wanted.resize is not None and wanted.resize_mode == "squash":
+        width, height = wanted.resize_width or wanted.resize, wanted.resize
+    elif wanted.resize is not None:
+        width, height = _resized_size(size, Preprocessing(resize=wanted.resize))
+    return wanted.of_size(height, width)
 
 
 def _resized_size(size: tuple[int, int], wanted: Preprocessing) -> tuple[int, int]:

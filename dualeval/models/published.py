@@ -29,10 +29,17 @@ def torchvision_names() -> list[str]:
     return names
 
 
+def segmentation_names() -> list[str]:
+    """The names of torchvision's networks for segmentation."""
+    models = torchvision().models
+    names: list[str] = models.list_models(module=models.segmentation)
+    return names
+
+
 def entries_of(model: str) -> list[Any]:
     """The weights that torchvision publishes for a model, in the order in which they came out."""
     # Without importing torchvision, which takes a second, for package.module:factory and the embedded one.
-    if not model.isidentifier() or model not in torchvision_names():
+    if not model.isidentifier() or model not in [*torchvision_names(), *segmentation_names()]:
         return []
     return list(torchvision().models.get_model_weights(model))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from dualeval.data.cache import DataCache
 from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
-from dualeval.data.preprocessing import Normalisation, OwnPreprocessing
+from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -24,16 +23,7 @@ from dualeval.metrics.classification import (
     observe_logits,
 )
 from dualeval.models import classifiers
-from dualeval.models.sources import Loading
-from dualeval.models.weights import (
-    LoadedWeights,
-    OtherClasses,
-    notes_of,
-    options_of,
-    place_in_file,
-    refuse_choice_without_file,
-)
-from dualeval.tasks import Task
+from dualeval.models.weights import OtherClasses
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.tasks.image_data import ASSETS, DataOptions, DataSource
 from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
@@ -51,6 +41,7 @@ from dualeval.tasks.image_refusals import (
     refuse_other_task,
     refused_images,
 )
+from dualeval.tasks.picture_task import PictureTask, check_weights
 from dualeval.tasks.refusals import refuse_probabilities
 
 NAME = "image-classification"
@@ -66,7 +57,7 @@ _TOP = 5
 _SHIPPED = "{}, shipped with dualeval"
 
 
-class ImageClassification(Task):
+class ImageClassification(PictureTask):
     """A classifier on images with one true class each.
 
     Args:
@@ -86,7 +77,6 @@ class ImageClassification(Task):
     name = NAME
     # All that any metric reads, so that each can be computed later.
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
-    libraries = ("torchvision", "pillow")
     on_request = SCORES
 
     def __init__(
@@ -131,34 +121,22 @@ class ImageClassification(Task):
         if model is None and (weights is not None or data is not None):
             given = "--weights" if data is None else "--data"
             raise UsageError(f"{given} was given without --model. Name the model that is to be evaluated.")
-        self._model = classifiers.source_of(
+        source = classifiers.source_of(
             classifiers.EMBEDDED if model is None else model,
             dict(model_arguments or {}),
             trust=trust_checkpoint,
         )
-        self._model_name = model = self._model.name
-        embedded = self._model_name == classifiers.EMBEDDED
+        self._model_name = model = source.name
+        embedded = model == classifiers.EMBEDDED
         if embedded and weights in (None, "DEFAULT"):
             weights = str(EMBEDDED_WEIGHTS)
-        if weights is None and self._model.needs_weights:
-            raise UsageError(
-                f"--model {model} was given without --weights. Give --weights PATH, "
-                "--weights DEFAULT (the library's own) or --weights random:SEED."
-            )
-        refuse_choice_without_file(
-            given_weights, weights_key, weights_prefix, trust_checkpoint and not self._model.needs_trust
-        )
-        self._weights_key = weights_key
-        self._weights_prefix = weights_prefix
-        # What was taken from a file that `weights` names; None before `build_model`, and where there is no
-        # such file.
-        self.loaded_weights: LoadedWeights | None = None
+        check_weights(source, weights, given_weights, weights_key, weights_prefix)
         if data is None and not embedded:
             raise UsageError(
                 f"--model {model} was given without --data. Give --data PATH, or --data {ASSETS} for the "
                 "10,000 images of the embedded job."
             )
-        self._source = self._model.find_weights(weights)
+        super().__init__(source, source.find_weights(weights), weights_key, weights_prefix)
         self._data = DataSource(
             DataOptions(
                 data=data,
@@ -176,9 +154,7 @@ class ImageClassification(Task):
         )
         self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
         self._metric_names = tuple(metrics)
-        self._scale: tuple[Tensor, Tensor] | None = None
         self._model_detail = ""
-        self._late_notes: list[str] = []
 
     @property
     def wants_workers(self) -> bool:
@@ -257,18 +233,6 @@ class ImageClassification(Task):
         refuse_other_shapes(images, self._dataset.sample_shape)
         return {"images": torch.stack(images), "targets": torch.tensor(targets)}
 
-    def build_model(self, device: torch.device) -> nn.Module:
-        """Make the model, give it its weights, and try it on a few blank images."""
-        return self._checked(self._built(self._model.build).to(device), device)
-
-    def build_late(self, device: torch.device) -> nn.Module:
-        """As ``build_model``, on the CPU: the values of the parameters stay in their file where they can."""
-        self._late_notes = []
-        build = partial(self._model.build_late, note=self._late_notes.append)
-        model = self._checked(self._built(build), torch.device("cpu"))
-        self._scale = self._scale_on(device)
-        return model
-
     def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
         """The model, tried on blank images of the data's shape; it has its weights and is on this device."""
         if hasattr(model, "transform_input"):
@@ -287,32 +251,18 @@ class ImageClassification(Task):
         self._num_classes = self._count_classes(model, blank)
         return model
 
-    def _scale_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation, float32 (channels, 1, 1)."""
-        wanted = self._preprocessing.values
-        mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
-            for values in (wanted.mean, wanted.std)
-        )
-        return mean, std
-
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
-        loading = Loading(key=self._weights_key, prefix=self._weights_prefix, on_load=self._remember)
         try:
-            return build(self._source, self._num_classes, loading)
+            return build(self._source, self._num_classes, self._loading)
         except OtherClasses as error:
             labels = self._dataset.labels
             if self._may_have_more_classes and error.found > labels.largest:
-                return build(self._source, error.found, loading)
+                return build(self._source, error.found, self._loading)
             raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
-
-    def _remember(self, loaded: LoadedWeights) -> None:
-        self.loaded_weights = loaded
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, which classes folders are, what was passed over."""
-        of_weights = [*self._model.notes(), *notes_of(self.loaded_weights), *self._late_notes]
-        return [*of_weights, *self._dataset.notes()]
+        return [*super().notes(), *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
         """Where preprocessing or classes may be others than the model's, and what pictures are no samples."""
@@ -331,7 +281,7 @@ class ImageClassification(Task):
         """Run the model once, and return the number of classes that it tells apart."""
         try:
             with torch.inference_mode():
-                outputs = self.forward(_for_a_trial(model), {"images": images})
+                outputs = self.forward(for_a_trial(model), {"images": images})
         except torch.OutOfMemoryError:
             raise
         except DualevalError:
@@ -360,19 +310,10 @@ class ImageClassification(Task):
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Normalise uint8 images on their device, float32 ones are ready; return the logits (n, classes)."""
-        assert self._scale is not None, "build_model comes first"
-        mean, std = self._scale
-        images = batch["images"]
-        if images.dtype == torch.uint8:
-            images = images.float().div_(255).sub_(mean).div_(std)
-        outputs = model(images)
+        outputs = model(self._scaled(batch["images"]))
         # Models of transformers return them among other things.
         logits: Tensor = getattr(outputs, "logits", outputs)
         return logits
-
-    def check_batches(self, batch_size: int, samples: int) -> None:
-        """Refuse batches of a size that the model does not take."""
-        self._model.check_batches(batch_size, samples)
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
@@ -384,21 +325,10 @@ class ImageClassification(Task):
         names = self._metric_names or default_metrics(self._num_classes)
         return _metrics(names, self._num_classes)
 
-    def sources(self) -> list[Any]:
-        """The factory that made the model, where it has one, and the user's preprocessing."""
-        wanted = self._preprocessing.values
-        own = [wanted.function] if isinstance(wanted, OwnPreprocessing) else []
-        return [*self._model.sources(), *own]
-
     def options(self) -> dict[str, Any]:
         """The options as they are used; null for steps that are not done."""
-        path = self._source.path
         return {
-            "model": self._model_name,
-            **({"model_arg": self._arguments()} if self._model.arguments else {}),
-            "weights": self._source.text if path is None else str(path.absolute()),
-            **options_of(self.loaded_weights),
-            "trust_checkpoint": self._model.trust,
+            **self._model_options(),
             **self._data.to_json(),
             "data_fingerprint": self._data_fingerprint,
             "num_classes": self._num_classes,
@@ -422,20 +352,12 @@ class ImageClassification(Task):
     def _described_weights(self) -> str:
         if self._weights_are_embedded:
             return _SHIPPED.format(EMBEDDED_WEIGHTS.name)
-        source = self._source
-        if source.path is None:
-            return source.text if source.seed is None else f"{source.text}, untrained"
-        path = f"{source.path}{place_in_file(self.loaded_weights)}"
-        return path if source.entry is None else f"{source.entry}, {path}"
-
-    def _arguments(self) -> list[str]:
-        return [f"{name}={value!r}" for name, value in sorted(self._model.arguments.items())]
+        return super()._described_weights()
 
     def fingerprint(self) -> dict[str, Any]:
         """Model name, classes, labels and preprocessing; data and weights have fingerprints of their own."""
         return {
-            "model": self._model.identity,
-            **({"model_arguments": self._arguments()} if self._model.arguments else {}),
+            **self._model_identity(),
             "num_classes": self._num_classes,
             # As a hash: a thousand ranks send each other what they have here.
             "classes_of_folders": self._dataset.labels.fingerprint(),
@@ -444,7 +366,7 @@ class ImageClassification(Task):
         }
 
 
-def _for_a_trial(model: nn.Module) -> nn.Module:
+def for_a_trial(model: nn.Module) -> nn.Module:
     """A copy of the modules that shares their tensors: what a forward keeps is no part of the model."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -154,12 +154,7 @@ class ImageClassificationOptions:
         check_fields(self)
         check_mean("--mean", self.mean)
         check_std("--std", self.std)
-        if self.download and not (self.weights and is_published_name(self.weights)):
-            found = "is not given" if self.weights is None else f"is {self.weights}"
-            raise UsageError(
-                f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
-                "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
-            )
+        check_download(self.download, self.weights)
 
     def check_paths(self) -> None:
         """Check that files are there, before torch is imported; what may be a name is left to the task."""
@@ -211,3 +206,19 @@ class ImageClassificationOptions:
             cache=cache,
         )
         return task
+
+
+def check_download(download: bool, weights: str | None) -> None:
+    """Check that what is to be downloaded is published under a name."""
+    if download and not (weights and is_published_name(weights)):
+        found = "is not given" if weights is None else f"is {weights}"
+        raise UsageError(
+            f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
+            "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
+        )
+
+
+def same_as_classification(name: str) -> Any:
+    """A field of another task on pictures that is that of image classification."""
+    found = next(each for each in fields(ImageClassificationOptions) if each.name == name)
+    return field(default=found.default, metadata=found.metadata)

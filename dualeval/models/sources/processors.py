@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Preprocessing, Uncropped
 from dualeval.errors import UsageError
 from dualeval.models.model_errors import first_line
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
@@ -27,10 +27,15 @@ _SCALES = 1 / 255
 
 def preprocessing_of_folder(folder: Path, model: str) -> Preprocessing:
     """The preprocessing that a folder's image processor stands for."""
+    return preprocessing_of(*said_by_folder(folder, model))
+
+
+def said_by_folder(folder: Path, model: str) -> tuple[dict[str, Any], str]:
+    """The values of a folder's image processor, and how a message on it begins."""
     processor = transformers_for("--model hf:DIR").AutoImageProcessor.from_pretrained(folder, **LOCAL)
     kind = type(processor).__name__.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
     said = {**processor.to_dict(), "kind": kind}
-    return preprocessing_of(said, f"--model {model}: its image processor, {kind}ImageProcessor,")
+    return said, f"--model {model}: its image processor, {kind}ImageProcessor,"
 
 
 def preprocessing_beside(path: Path | None, model: str) -> tuple[Any, str]:
@@ -47,6 +52,24 @@ def preprocessing_beside(path: Path | None, model: str) -> tuple[Any, str]:
 
 def preprocessing_of(said: Mapping[str, Any], begin: str) -> Preprocessing:
     """The preprocessing of a processor's values."""
+    return _with_sizes(_without_sizes(said, begin), said, begin)
+
+
+def uncropped_of(said: Mapping[str, Any], begin: str) -> Uncropped:
+    """As ``preprocessing_of``, of a processor that cuts nothing off."""
+    found, size = _without_sizes(said, begin), said.get("size") or {}
+    given = {name: getattr(found, name) for name in ("mean", "std", "interpolation", "channel_order")}
+    if said.get("do_center_crop"):
+        raise _refusal(begin, "cuts off parts of pictures (do_center_crop)")
+    if said.get("do_resize") is False:
+        return Uncropped(**given)
+    if size.get("shortest_edge"):
+        return Uncropped(resize=int(size["shortest_edge"]), **given)
+    height, width = int(size["height"]), int(size["width"])
+    return Uncropped(resize=height, resize_width=_other(width, height), resize_mode="squash", **given)
+
+
+def _without_sizes(said: Mapping[str, Any], begin: str) -> Preprocessing:
     if said["kind"] not in _PLAIN:
         raise _refusal(begin, f"is not one of {', '.join(_PLAIN)}")
     if said.get("do_rescale") is False or not math.isclose(said.get("rescale_factor") or _SCALES, _SCALES):
@@ -62,14 +85,13 @@ def preprocessing_of(said: Mapping[str, Any], begin: str) -> Preprocessing:
     if said.get("do_pad"):
         raise _refusal(begin, "adds borders (do_pad)")
     normalised = said.get("do_normalize")
-    found = Preprocessing(
+    return Preprocessing(
         mean=_three(said["image_mean"]) if normalised else (0.0,) * 3,
         std=_three(said["image_std"]) if normalised else (1.0,) * 3,
         interpolation=_interpolation(said, begin),
         crop_rounding="down",
         channel_order="bgr" if said.get("do_flip_channel_order") else "rgb",
     )
-    return _with_sizes(found, said, begin)
 
 
 def _with_sizes(found: Preprocessing, said: Mapping[str, Any], begin: str) -> Preprocessing:

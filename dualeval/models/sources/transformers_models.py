@@ -49,6 +49,9 @@ class TransformersModel(ModelSource):
     """A folder as ``save_pretrained`` writes it, with the model and its image processor."""
 
     needs_weights = False
+    # What the library calls such models, and what people do.
+    kind, forms = "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"
+    noun, trained_for = "image classifier", "image classification"
 
     def __init__(
         self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
@@ -70,11 +73,11 @@ class TransformersModel(ModelSource):
             config = self._reading(
                 lambda: transformers.AutoConfig.from_pretrained(self._folder, **LOCAL), "configuration"
             )
-        known = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+        known = getattr(transformers, self.forms)
         made = ", ".join(self._config.get("architectures") or ()) or config.model_type
         if type(config) not in known:
             raise UsageError(
-                f"--model {self.name} is {made}, expected an image classifier. For questions on texts type: "
+                f"--model {self.name} is {made}, expected an {self.noun}. For questions on texts type: "
                 f"--task question-answering --model {self._folder}. A language model takes a task of your "
                 "own, such as examples/perplexity.py."
             )
@@ -123,10 +126,8 @@ class TransformersModel(ModelSource):
         with quiet():
             config = self._read_config()
             model = self._reading(
-                lambda: transformers.AutoModelForImageClassification.from_config(
-                    config, trust_remote_code=False
-                ),
-                "image classifier",
+                lambda: getattr(transformers, self.kind).from_config(config, trust_remote_code=False),
+                self.noun,
             )
         assert isinstance(model, nn.Module)
         return model.float()
@@ -137,12 +138,12 @@ class TransformersModel(ModelSource):
         self._check_classes(num_classes)
         transformers = transformers_for(_WHAT)
         with quiet():
-            kind = transformers.AutoModelForImageClassification
+            kind = getattr(transformers, self.kind)
             if is_building():
                 return load_by_name(kind, self._folder)
             model: nn.Module = self._reading(
-                lambda: load_pretrained(kind, self._folder, "image classification"),
-                "image classifier",
+                lambda: load_pretrained(kind, self._folder, self.trained_for),
+                self.noun,
             )
         # A checkpoint in half precision is computed with as --precision says.
         return model.float()

@@ -29,7 +29,7 @@ class TorchvisionModel(ModelSource):
         self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
     ) -> None:
         super().__init__(name, arguments, trust=trust)
-        known = published.torchvision_names()
+        known = self.names()
         if name not in known:
             hint = nearest(name, [*known, EMBEDDED], most=5, cutoff=0.5)
             raise UsageError(
@@ -39,6 +39,15 @@ class TorchvisionModel(ModelSource):
         for taken in ("weights", "weights_backbone", "pretrained"):
             if taken in arguments:
                 raise UsageError(f"--model-arg {taken}: weights are chosen with --weights. Leave it out.")
+
+    def names(self) -> list[str]:
+        """The names that torchvision has for models of this kind."""
+        return published.torchvision_names()
+
+    def needed_arguments(self) -> dict[str, Any]:
+        """Arguments without which torchvision does more than to make the model."""
+        # It warns that these two take long to draw their first values.
+        return {"init_weights": False} if self.name in ("googlenet", "inception_v3") else {}
 
     def find_weights(self, weights: str | None) -> WeightsSource:
         assert weights is not None, "a model without weights of its own"
@@ -53,8 +62,7 @@ class TorchvisionModel(ModelSource):
         return WeightsSource(text=weights, path=found.path, entry=published.recognise(self.name, found.path))
 
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
-        # Without this argument torchvision warns that these two take long to draw their first values.
-        extra: dict[str, Any] = {"init_weights": False} if self.name in ("googlenet", "inception_v3") else {}
+        extra = self.needed_arguments()
         if num_classes is not None:
             extra |= {"num_classes": num_classes}
         if entry is not None:

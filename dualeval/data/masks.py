@@ -1,0 +1,345 @@
+"""Pictures with masks: each pixel of a mask is the number of its picture's class there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from dualeval.data.cache import DataCache
+from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
+from dualeval.data.file_names import FileNames
+from dualeval.data.image_files import ImageFiles
+from dualeval.data.labels import indices_of_classes
+from dualeval.data.manifest_rows import PATH_COLUMNS
+from dualeval.data.pictures import prepare, read_pixels, size_of
+from dualeval.data.preprocessing import Normalisation
+from dualeval.data.table import column_of, is_table, open_table
+from dualeval.errors import UsageError, text_of
+from dualeval.wording import counted
+
+NO_LABEL = -1
+MASK_COLUMNS = ("mask", "mask_path", "annotation", "segmentation", "label", "target")
+# Without loss: a JPEG's pixels are no numbers of classes.
+_FORMATS = ("PNG", "TIFF", "BMP")
+_SUFFIXES = (".png", ".tif", ".tiff", ".bmp")
+_MODES = ("P", "L", "1", "I", "I;16")
+_NAMED_AT_MOST = 3
+_LOOKED_FOR = 1000
+_LARGEST = 2**15 - 1  # labels are int16
+
+
+@dataclass(kw_only=True)
+class LabelRule:
+    """What the numbers in masks stand for."""
+
+    # The labels of pixels that do not count.
+    ignore: tuple[int, ...]
+    # Label 0 is no class, and 1 is class 0.
+    reduce: bool
+    # How many there are; known once the model is made, before anything is read.
+    classes: int = _LARGEST
+
+    def of(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
+        """The class of each pixel, ``NO_LABEL`` for those that do not count."""
+        numbers = values.astype(np.int32) - self.reduce
+        left_out = numbers == NO_LABEL
+        for label in self.ignore:
+            left_out |= values == label
+        beyond = ~left_out & ((numbers < 0) | (numbers >= self.classes))
+        if beyond.any():
+            found = np.unique(values[beyond]).tolist()
+            ignored = ",".join(map(str, [*self.ignore, found[0]]))
+            shown = ", ".join(map(str, found[:_NAMED_AT_MOST])) + (
+                ", ..." if len(found) > _NAMED_AT_MOST else ""
+            )
+            raise ValueError(
+                f"{counted(int(beyond.sum()), 'pixel')} with the label {shown}, expected "
+                f"{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or, "
+                f"if these pixels do not count, --ignore-index {ignored}"
+            )
+        return np.where(left_out, NO_LABEL, numbers).astype(np.int16)
+
+
+def read_labels(file: IO[bytes]) -> npt.NDArray[Any]:
+    """The numbers of a mask's pixels, (height, width)."""
+    try:
+        image = Image.open(file, formats=_FORMATS)
+    except UnidentifiedImageError as error:
+        raise OSError(
+            f"no mask: expected one of {', '.join(_FORMATS)}, with a class's number a pixel"
+        ) from error
+    with image:
+        scaled = any("L;" in str(tile[3]) for tile in image.tile)
+        if image.mode not in _MODES or scaled:
+            mode = f"{image.mode} of less than 8 bits" if scaled else image.mode
+            raise ValueError(
+                f"its pixels are colours (mode {mode}), expected numbers of classes (mode P or L). Write it "
+                "anew with a number for each colour: "
+                "PIL.Image.fromarray(numbers.astype('uint8')).save('mask.png'); where red, green and blue "
+                "are all that number: image.getchannel(0).save('mask.png')"
+            )
+        return np.asarray(image)
+
+
+class _Pictures(ImageFiles):
+    def read(self, index: int) -> tuple[Tensor, tuple[int, int]]:
+        """The picture as the model gets it, and its own width and height."""
+        with Path(self._path(index)).open("rb") as file:
+            self._check_unchanged(index, file.fileno())
+            size = size_of(file)
+            return read_pixels(file, self._preprocessing, self._decoder), size
+
+    def blank(self, index: int) -> tuple[Tensor, tuple[int, int]]:
+        """As ``read``, of a black picture of that size."""
+        with Path(self._path(index)).open("rb") as file:
+            size = size_of(file)
+        return prepare(Image.new("RGB", size), self._preprocessing), size
+
+
+class _Masks(ImageFiles):
+    def read(self, index: int) -> npt.NDArray[Any]:
+        """The numbers of a mask's pixels."""
+        with Path(self.path(index)).open("rb") as file:
+            self._check_unchanged(index, file.fileno())
+            return read_labels(file)
+
+    def path(self, index: int) -> str:
+        """Where a mask is looked for."""
+        return self._path(index)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaskedPictures:
+    """Pictures and their masks, in a fixed order; a sample's id is its picture's path."""
+
+    pictures: _Pictures
+    masks: _Masks
+    rule: LabelRule
+    # What a row's number stands behind, and these numbers; "" where there are none.
+    table: str
+    numbers: npt.NDArray[np.int64]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    in_memory = False
+    unique_ids = True
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def id(self, index: int) -> str:
+        """The picture's path, below its folder or as it stands in the manifest."""
+        return self.pictures.id(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """The picture (channels, height, width), and the classes of its own pixels, int16 (height, width)."""
+        return [self._read(index) for index in indices]
+
+    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+        picture, (width, height) = self.pictures.read(index)
+        try:
+            labels = self.masks.read(index)
+            if labels.shape != (height, width):
+                raise ValueError(
+                    f"it has {labels.shape[1]} x {labels.shape[0]} pixels, and its picture {width} x {height}"
+                )
+            return picture, torch.from_numpy(self.rule.of(labels))
+        except (OSError, ValueError) as error:
+            row = f" ({self.table} {self.numbers[index]})" if self.table else ""
+            said = "there is no such file" if isinstance(error, FileNotFoundError) else text_of(error)
+            raise ValueError(f"its mask {self.masks.path(index)}{row}: {said}") from error
+
+    def placeholder(self, index: int) -> tuple[Tensor, Tensor]:
+        """A black picture of the size that the one at ``index`` has, of which no pixel counts.
+
+        Where the size is not known the picture is empty: none of its batch is computed with it.
+        """
+        try:
+            picture, (width, height) = self.pictures.blank(index)
+        except (OSError, ValueError):
+            return torch.zeros(0, 0, 0, dtype=torch.uint8), torch.zeros(0, 0, dtype=torch.int16)
+        return picture, torch.full((height, width), NO_LABEL, dtype=torch.int16)
+
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> MaskedPictures:
+        """Some of the samples, in this order."""
+        pictures, masks = self.pictures.select(indices), self.masks.select(indices)
+        assert isinstance(pictures, _Pictures)
+        assert isinstance(masks, _Masks)
+        numbers = self.numbers[np.asarray(indices, np.int64)] if self.table else self.numbers
+        return MaskedPictures(
+            pictures=pictures, masks=masks, rule=self.rule, table=self.table, numbers=numbers
+        )
+
+    def reading_notes(self) -> list[str]:
+        """As for ``ImageFiles``."""
+        return self.pictures.reading_notes()
+
+    def fingerprint(self, count: int) -> str:
+        """sha256, in hex, over ids and sizes in bytes of the first ``count`` pictures and their masks."""
+        return _joined(self.pictures.fingerprint(count), self.masks.fingerprint(count))
+
+    def content_fingerprint(self, samples: range) -> str:
+        """sha256, in hex, over what is in these pictures and masks."""
+        return _joined(self.pictures.content_fingerprint(samples), self.masks.content_fingerprint(samples))
+
+
+def _joined(*hashes: str) -> str:
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pairs:
+    """Paths of pictures and masks below their folders, and what is to be said of them."""
+
+    pictures: list[str]
+    masks: list[str]
+    table: str = ""
+    numbers: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def open_masked(
+    data: Path,
+    masks: Path | None,
+    rule: LabelRule,
+    preprocessing: Normalisation,
+    *,
+    columns: tuple[str | None, str | None],
+    whole_files: bool,
+    cache: DataCache,
+) -> MaskedPictures:
+    """The pictures of a folder with the masks of another one, or those that a manifest lists."""
+    if is_table(data):
+        roots = data.parent, masks or data.parent
+        of_manifest = ("pictures and masks", data.absolute(), *columns)
+        pairs = cache.once(of_manifest, lambda: _of_manifest(data, *columns))
+    elif any(columns):
+        raise UsageError(
+            f"--path-column and --mask-column are of a manifest (.csv, .jsonl, .parquet), and --data {data} "
+            "is none. Leave them out."
+        )
+    else:
+        roots = _folder("--data", data), _folder("--masks", masks)
+        of_folders = ("pictures and masks", *(root.absolute() for root in roots))
+        pairs = cache.once(of_folders, lambda: _of_folders(*roots))
+    targets = np.zeros(len(pairs.pictures), np.int64)
+    common: dict[str, Any] = {
+        "labels": indices_of_classes(),
+        "preprocessing": preprocessing,
+        "whole_files": whole_files,
+        "cache": cache,
+    }
+    found = MaskedPictures(
+        pictures=_Pictures(roots[0], FileNames(pairs.pictures), targets, **common),
+        masks=_Masks(roots[1], FileNames(pairs.masks), targets, **common),
+        rule=rule,
+        table=pairs.table,
+        numbers=np.array(pairs.numbers, np.int64),
+        notes=pairs.notes,
+        warnings=pairs.warnings,
+    )
+    for what, root, names in (("picture", roots[0], pairs.pictures), ("mask", roots[1], pairs.masks)):
+        if not any((root / name).exists() for name in names[:_LOOKED_FOR]):
+            raise UsageError(
+                f"--data {data}: none of its {what}s is there; the first was looked for at "
+                f"{root / names[0]}. Paths count from the manifest's folder; those of masks from --masks, "
+                "where it is given."
+            )
+    return found
+
+
+def _folder(flag: str, folder: Path | None) -> Path:
+    if folder is None or not folder.is_dir():
+        found = "is not given" if folder is None else f"{folder} is no folder"
+        raise UsageError(
+            f"{flag} {found}. Give --data the folder of the pictures and --masks that of their masks, which "
+            "have the same names (a.jpg and a.png); or --data a manifest with both (.csv, .jsonl, .parquet)."
+        )
+    return folder
+
+
+def _of_folders(root: Path, masks: Path) -> _Pairs:
+    """Pictures and masks whose paths are the same but for the suffix."""
+    pictures = _by_stem(root, EXTENSIONS)
+    found = _by_stem(masks, _SUFFIXES)
+    if not pictures.keys() & found.keys():
+        first = [next(iter(sorted(names.values())), "none") for names in (pictures, found)]
+        raise UsageError(
+            f"no mask in {masks} has the name of a picture in {root}: found the pictures {first[0]}, ... "
+            f"and the masks {first[1]}, ...; expected a.jpg and a.png. Names that differ take a manifest: "
+            "--data FILE.csv with the columns image and mask."
+        )
+    without = sorted(pictures.keys() - found.keys())
+    alone = sorted(found.keys() - pictures.keys())
+    warnings = (f"no mask for {_some([pictures[stem] for stem in without])}.",) if without else ()
+    notes = (f"no picture for {_some([found[stem] for stem in alone])}: left out.",) if alone else ()
+    names = sorted(pictures.values())
+    stems = {name: stem for stem, name in pictures.items()}
+    return _Pairs(
+        pictures=names,
+        # One that is missing is a sample that cannot be read, as --on-error has it.
+        masks=[found.get(stems[name], f"{stems[name]}.png") for name in names],
+        notes=notes,
+        warnings=warnings,
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _NAMED_AT_MOST else ""
+    return f"{counted(len(names), 'file')} ({', '.join(names[:_NAMED_AT_MOST])}{more})"
+
+
+def _by_stem(root: Path, suffixes: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path in images_in(root, ".", PassedOver()):
+        name = PurePosixPath(path)
+        stem = str(name.with_suffix(""))
+        if name.suffix.lower() not in suffixes:
+            continue
+        if stem in found:
+            raise UsageError(
+                f"{root} has {found[stem]} and {name}, and each may be meant. Remove one of them."
+            )
+        found[stem] = str(name)
+    return found
+
+
+def _of_manifest(path: Path, path_column: str | None, mask_column: str | None) -> _Pairs:
+    if not path.is_file():
+        raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of pictures.")
+
+    def choose(found: Sequence[str]) -> tuple[str, str]:
+        return (
+            column_of(path, found, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths"),
+            column_of(path, found, mask_column, MASK_COLUMNS, "--mask-column", "their masks' paths"),
+        )
+
+    table = open_table(path, choose, {"image": "a.jpg", "mask": "a.png"}, ", the paths of picture files")
+    seen: dict[str, int] = {}
+    masks = []
+    for number, *names in table.rows:
+        for name, column in zip(names, table.columns, strict=True):
+            if type(name) is not str or not name or "\0" in name:
+                raise UsageError(
+                    f"{table.where(number)} has {name!r} in the column {column!r}, expected a path"
+                )
+        picture, mask = names
+        if picture in seen:
+            raise UsageError(
+                f"{table.where(number)} has the picture of {table.unit} {seen[picture]}, {picture}"
+            )
+        seen[picture] = number
+        masks.append(mask)
+    if not seen:
+        raise UsageError(f"{path} has no rows")
+    return _Pairs(pictures=[*seen], masks=masks, table=f"{path}, {table.unit}", numbers=tuple(seen.values()))

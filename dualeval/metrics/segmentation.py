@@ -1,0 +1,99 @@
+"""Metrics of segmentation, from each picture's counts of pixels by class.
+
+The columns are ``intersection``, ``target_pixels`` and ``predicted_pixels``, (pictures, classes) each: pixels
+of a class that are predicted as it, those that are of it, those that are predicted as it. Pixels without a
+label are in none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dualeval.metrics.classification import NonfiniteLogits
+from dualeval.metrics.described import FRACTION, direction
+from dualeval.metrics.means import Mean, Ratio
+from dualeval.metrics.metric import Measured, Metric, Value
+
+COUNTS = ("intersection", "target_pixels", "predicted_pixels")
+
+
+def counts_of(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """The columns' entries of a picture, int64 (3, classes); a label or prediction of -1 is none."""
+    # Behind the classes stands what is not counted.
+    labels = torch.where(labels < 0, classes, labels.to(torch.int64))
+    predicted = torch.where((predicted < 0) | (labels == classes), classes, predicted)
+    right = torch.where(predicted == labels, labels, classes)
+    counts = torch.zeros(3, classes + 1, dtype=torch.int64, device=labels.device)
+    for own, numbers in zip(counts, (right, labels, predicted), strict=True):
+        # Integers: the order of additions does not show. (bincount would wait for a device.)
+        own.index_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
+    return counts[:, :classes]
+
+
+def picture_scores(intersection: Tensor, target: Tensor, predicted: Tensor) -> dict[str, Tensor]:
+    """Of each picture its right and its labelled pixels, and its own mean IoU over the classes in it."""
+    union = target + predicted - intersection
+    each = intersection.double() / union.clamp(min=1)
+    return {
+        "right_pixels": intersection.sum(1),
+        "labelled_pixels": target.sum(1),
+        "is_labelled": target.sum(1) > 0,
+        "picture_iou": each.sum(1) / (union > 0).sum(1).clamp(min=1),
+    }
+
+
+class Overlap:
+    """times * intersection / divisor of each class, over all pictures, and the mean over classes with one.
+
+    The divisor is a sum of the three counts, times ``of``. A class whose divisor is 0 has no value.
+
+    Ledger: intersection, target and predicted pixels, num_classes slots each.
+    """
+
+    columns = COUNTS
+
+    def __init__(
+        self, num_classes: int, key: str, times: int, of: tuple[int, int, int], *, name: str | None = None
+    ) -> None:
+        self.name = name or key
+        self.key = key
+        self.times = times
+        self.of = of
+        self.size = 3 * num_classes
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the pictures' counts."""
+        ledger += torch.cat([columns[name].to(torch.int64).sum(0) for name in COUNTS])
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """The mean, and the list of all classes, with None for those that have no value."""
+        each: list[Value] = []
+        for counts in ledger.view(3, -1).T.tolist():
+            divisor = sum(count * factor for count, factor in zip(counts, self.of, strict=True))
+            each.append(self.times * counts[0] / divisor if divisor else None)
+        present = [value for value in each if isinstance(value, float)]
+        mean = f"mean_{self.key}"
+        return Measured(
+            values={
+                mean: math.fsum(present) / len(present) if present else None,
+                f"{self.key}_per_class": each,
+            },
+            units={mean: FRACTION},
+            directions={mean: direction(higher_is_better=True)},
+        )
+
+
+def segmentation_metrics(num_classes: int) -> list[Metric]:
+    """All metrics of segmentation; mean accuracy as in Long et al., CVPR 2015, section 5."""
+    return [
+        Overlap(num_classes, "iou", 1, (-1, 1, 1)),
+        Ratio("right_pixels", "labelled_pixels", name="pixel_accuracy", unit=FRACTION, higher_is_better=True),
+        Overlap(num_classes, "accuracy", 1, (0, 1, 0), name="mean_accuracy"),
+        Overlap(num_classes, "dice", 2, (0, 1, 1)),
+        Mean("picture_iou", weight="is_labelled", unit=FRACTION, higher_is_better=True),
+        NonfiniteLogits(),
+    ]

@@ -1,0 +1,101 @@
+"""Networks for segmentation by a value of ``--model``: the sources of image classifiers, for other models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from dualeval.data.preprocessing import Uncropped
+from dualeval.errors import UsageError
+from dualeval.models import classifiers, published
+from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource
+from dualeval.models.sources.processors import said_by_folder, uncropped_of
+from dualeval.models.sources.transformers_models import PREFIX, TransformersModel
+from dualeval.models.sources.vision import TorchvisionModel
+from dualeval.models.transformers_folder import quiet
+from dualeval.wording import nearest
+
+# It helps in training alone; published weights have it, and a network without it gives the same ``out``.
+_AUXILIARY = "aux_classifier."
+
+
+class TorchvisionSegmenter(TorchvisionModel):
+    """A network of ``torchvision.models.segmentation``."""
+
+    def names(self) -> list[str]:
+        return published.segmentation_names()
+
+    def needed_arguments(self) -> dict[str, Any]:
+        # Without it torchvision fetches a backbone.
+        return {"weights_backbone": None}
+
+    def rename(self, tensors: dict[str, Any], model: nn.Module) -> None:
+        """Leave out the tensors of an auxiliary head that the model does not have."""
+        if not any(name.startswith(_AUXILIARY) for name in model.state_dict()):
+            for name in [name for name in tensors if _AUXILIARY in name]:
+                del tensors[name]
+
+
+class TransformersSegmenter(TransformersModel):
+    """A folder with a network such as SegFormer, and its image processor."""
+
+    kind, forms = "AutoModelForSemanticSegmentation", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING"
+    noun, trained_for = "image segmentation network", "semantic segmentation"
+
+    def _said(self) -> tuple[dict[str, Any], str]:
+        with quiet():
+            found: tuple[dict[str, Any], str] = self._reading(
+                lambda: said_by_folder(self._folder, self.name), "image processor"
+            )
+        return found
+
+    def uncropped(self) -> Uncropped:
+        """What the folder's image processor does to a picture."""
+        return uncropped_of(*self._said())
+
+    def reduces_labels(self) -> bool:
+        """Whether the processor takes label 0 for none, and 1 for class 0."""
+        return bool(self._said()[0].get("do_reduce_labels"))
+
+
+def segmenter_of(
+    name: str | nn.Module | Callable[[], nn.Module],
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    *,
+    trust: bool = False,
+) -> ModelSource:
+    """The source of a network for segmentation."""
+    if isinstance(name, str) and name.startswith(PREFIX):
+        return TransformersSegmenter(name, arguments, trust=trust)
+    if isinstance(name, str) and name in published.segmentation_names():
+        return TorchvisionSegmenter(name, arguments, trust=trust)
+    source = None
+    if not (isinstance(name, str) and name.isidentifier()):
+        source = classifiers.source_of(name, arguments, trust=trust)
+    if source is None or source.name in (classifiers.EMBEDDED,) or str(name).startswith("timm:"):
+        known = published.segmentation_names()
+        raise UsageError(
+            f"--model {name} is no network for segmentation.{nearest(str(name), known, most=5, cutoff=0.5)} "
+            f"Give one of torchvision ({', '.join(known)}), hf:DIR, package.module:factory, or the path of "
+            "a TorchScript archive or .pt2 program."
+        )
+    return source
+
+
+def published_uncropped(source: ModelSource, weights: WeightsSource) -> tuple[Uncropped, str] | None:
+    """The preprocessing that a library has published for a model, and whose it is; None where none has."""
+    if isinstance(source, TransformersSegmenter):
+        return source.uncropped(), source.preprocessing_origin()
+    entry = weights.entry or next(iter(published.entries_of(source.name)), None)
+    if entry is None:
+        return None
+    preset = entry.transforms()
+    found = Uncropped(
+        resize=preset.resize_size[0],
+        interpolation=preset.interpolation.value,
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+    )
+    return found, f"those of {entry}" if weights.entry is not None else "the model's defaults"

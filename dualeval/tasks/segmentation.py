@@ -1,0 +1,303 @@
+"""The task segmentation: a class for each pixel of a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from dualeval.data.cache import DataCache
+from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, segmentation_metrics
+from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
+from dualeval.tasks.image_classification import for_a_trial
+from dualeval.tasks.image_refusals import refused_images
+from dualeval.tasks.picture_task import PictureTask, check_weights
+from dualeval.tasks.refusals import described
+from dualeval.tasks.scored_answers import chosen
+from dualeval.tasks.segmentation_options import SegmentationOptions
+from dualeval.tasks.segmentation_preprocessing import PIXELS, choose_preprocessing, preprocessing_to_json
+
+# Ignored where nobody says another label, and it can be no class.
+_IGNORED = (255,)
+_TRIED = 16
+
+
+class Segmentation(PictureTask):
+    """A network that gives logits for each pixel, on pictures with masks.
+
+    Args:
+        model: a name, as on the command line; a module, which is evaluated as it is; or a function without
+            arguments that returns one.
+        data: a folder of pictures, or a manifest.
+        masks: the folder of their masks.
+        class_names: a file, or the names.
+        preprocessing: a name, a function of a PIL image, or a mapping of mean, std and perhaps resize,
+            interpolation and channels.
+        metrics: names of metrics; none for all.
+        model_arguments: of what makes the model, by name.
+        cache: what other tasks of the run have read of their data.
+        options: the others of ``dualeval run``, with the same names and defaults (docs/segmentation.md):
+            weights, weights_key, weights_prefix, trust_checkpoint, path_column, mask_column, num_classes,
+            ignore_index, reduce_labels, data_fingerprint, resize, interpolation, channels, mean, std.
+
+    Raises:
+        UsageError: options, model, weights and data do not fit together.
+        TypeError: there is no such option.
+    """
+
+    name = "segmentation"
+    rows = (
+        *COUNTS,
+        *("right_pixels", "labelled_pixels", "is_labelled", "picture_iou", "nan_logits", "inf_logits"),
+    )
+    wants_workers = True
+
+    def __init__(
+        self,
+        *,
+        model: str | nn.Module | Callable[[], nn.Module],
+        data: str | Path,
+        masks: str | Path | None = None,
+        class_names: str | Path | Sequence[str] | None = None,
+        preprocessing: Any = None,
+        metrics: Sequence[str] = (),
+        model_arguments: Mapping[str, Any] | None = None,
+        cache: DataCache | None = None,
+        **options: Any,
+    ) -> None:
+        folder = None if masks is None else Path(masks)
+        if isinstance(label := options.get("ignore_index"), int):
+            options["ignore_index"] = (label,)
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+        }
+        self._given = asked = SegmentationOptions(model="", data=Path(data), masks=folder, **given)
+        source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
+        check_weights(source, asked.weights, asked.weights, asked.weights_key, asked.weights_prefix)
+        weights = source.find_weights(asked.weights)
+        super().__init__(source, weights, asked.weights_key, asked.weights_prefix)
+        self._num_classes = asked.num_classes
+        pixels = {name: getattr(asked, name) for name in PIXELS if getattr(asked, name) is not None}
+        self._preprocessing = choose_preprocessing(source, weights, asked.num_classes, preprocessing, pixels)
+        reduces = isinstance(source, TransformersSegmenter) and source.reduces_labels()
+        self._rule = LabelRule(
+            ignore=_IGNORED if asked.ignore_index is None else asked.ignore_index,
+            reduce=reduces if asked.reduce_labels is None else asked.reduce_labels == "yes",
+        )
+        self._dataset = open_masked(
+            asked.data,
+            folder,
+            self._rule,
+            self._preprocessing.values,
+            columns=(asked.path_column, asked.mask_column),
+            whole_files=asked.data_fingerprint == "content",
+            cache=cache or DataCache(),
+        )
+        self._class_names = _names_of(class_names)
+        self._metric_names = tuple(metrics)
+        # A name that no metric has is refused now, before anything is built.
+        chosen(self._metric_names, segmentation_metrics(1))
+
+    def dataset(self) -> MaskedPictures:
+        """The pictures with their masks."""
+        return self._dataset
+
+    def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        """Group pictures by their sizes and those of their masks, in the order in which sizes come.
+
+        A batch always has the same samples, so its groups have, too: no bit depends on who computes them.
+        """
+        groups: dict[Any, list[int]] = {}
+        for place, (picture, labels) in enumerate(samples):
+            if picture.numel():
+                groups.setdefault((picture.shape, picture.dtype, labels.shape), []).append(place)
+        return {
+            "size": len(samples),
+            "groups": [
+                {
+                    "images": torch.stack([samples[place][0] for place in places]),
+                    "labels": torch.stack([samples[place][1] for place in places]),
+                    "places": torch.tensor(places),
+                }
+                for places in groups.values()
+            ],
+        }
+
+    def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
+        return build(self._source, self._num_classes, self._loading)
+
+    def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
+        self._scale = self._scale_on(device)
+        blanks = (self._dataset.placeholder(index)[0] for index in range(min(_TRIED, len(self._dataset))))
+        any_size = torch.zeros(3, 64, 64, dtype=torch.uint8)
+        image = next((blank for blank in blanks if blank.numel()), any_size)
+        images = torch.stack([image] * self._model.trial_images).to(device)
+        try:
+            with torch.inference_mode():
+                logits = self._logits(for_a_trial(model), images)
+        except (DualevalError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of the model's own code any
+            raise refused_images(error, self._model.name, model, images) from error
+        self._check_classes(logits.shape[1])
+        return model
+
+    def _check_classes(self, found: int) -> None:
+        """Set the number of classes, on which the options must agree."""
+        begin, names = f"the model {self._model.name} has {found} classes", self._class_names
+        if found == 1:
+            raise UsageError(
+                f"the model {self._model.name} gives one logit a pixel, expected one for each class. Of two "
+                "classes let its forward return torch.cat([torch.zeros_like(logits), logits], dim=1)."
+            )
+        if self._num_classes not in (None, found):
+            raise UsageError(
+                f"{begin}, and --num-classes {self._num_classes} was given. Give data and model of the same "
+                "classes."
+            )
+        if names and len(names) != found:
+            raise UsageError(f"{begin}, and --class-names gives {len(names)}: expected one a class")
+        self._num_classes = self._rule.classes = found
+        if found > min(_IGNORED) and self._given.ignore_index is None:
+            self._rule.ignore = ()
+
+    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
+        """The logits of each group, (pictures, classes, height, width)."""
+        return [self._logits(model, group["images"]) for group in batch["groups"]]
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        outputs = model(self._scaled(images))
+        # torchvision's networks return a dict, whose "aux" is for training; those of transformers an object.
+        found = outputs["out"] if isinstance(outputs, Mapping) and "out" in outputs else outputs
+        found = getattr(found, "logits", found)
+        if not isinstance(found, Tensor) or found.ndim != 4 or len(found) != len(images):
+            raise UsageError(
+                f"the model {self._model.name} returned {described(outputs)} for {len(images)} pictures, "
+                "expected logits of shape (pictures, classes, height, width), or a dict with these as 'out'. "
+                "Wrap it in a module whose forward returns them."
+            )
+        return found
+
+    def observe(self, outputs: Sequence[Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Counts of pixels by class, of each picture at its mask's own size."""
+        assert self._num_classes is not None, "build_model comes first"
+        device, classes = outputs[0].device, self._num_classes
+        counts = torch.zeros(batch["size"], 3, classes, dtype=torch.int64, device=device)
+        nonfinite = torch.zeros(batch["size"], 2, dtype=torch.bool, device=device)
+        for logits, group in zip(outputs, batch["groups"], strict=True):
+            counts[group["places"]] = torch.stack(
+                [
+                    counts_of(labels, _predicted(own, labels.shape), classes)
+                    for own, labels in zip(logits, group["labels"], strict=True)
+                ]
+            )
+            flat = logits.flatten(1)
+            nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
+        columns = dict(zip(COUNTS, counts.unbind(1), strict=True))
+        return {**columns, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
+
+    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
+        """Add each picture's own scores."""
+        return {**columns, **picture_scores(*(columns[name] for name in COUNTS))}
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        """The metrics asked for, or all."""
+        return stored_metrics({"num_classes": self._num_classes}, self._metric_names)
+
+    def notes(self) -> list[str]:
+        """Where in a checkpoint the weights were found, and which masks have no picture."""
+        return [*super().notes(), *self._dataset.notes]
+
+    def data_warnings(self) -> list[str]:
+        """Where preprocessing may be another than the model's, and which pictures have no mask."""
+        return [*filter(None, [self._preprocessing.warning]), *self._dataset.warnings]
+
+    def labels_used(self) -> dict[str, Any]:
+        """The classes' names, where they are known."""
+        known = self._model.known_classes(self._source)
+        names = self._class_names or (() if known is None else known.names)
+        return {"rule": "labels of pixels", "classes": [*names]} if len(names) == self._num_classes else {}
+
+    def _label_options(self) -> dict[str, Any]:
+        return {
+            "num_classes": self._num_classes,
+            "ignore_index": [*self._rule.ignore],
+            "reduce_labels": "yes" if self._rule.reduce else "no",
+            "class_names": [*self._class_names] or None,
+            "data_fingerprint": self._given.data_fingerprint,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """The options as they are used; null for what is not done."""
+        given = self._given
+        return {
+            **self._model_options(),
+            "data": str(given.data.absolute()),
+            "masks": given.masks and str(given.masks.absolute()),
+            "path_column": given.path_column,
+            "mask_column": given.mask_column,
+            **self._label_options(),
+            **preprocessing_to_json(self._preprocessing.values),
+            "metric": [metric.name for metric in self.metrics()],
+        }
+
+    def description(self) -> dict[str, str]:
+        """Model, weights, data, preprocessing, and how logits and masks are compared."""
+        ignored = "".join(f", {label} ignored" for label in self._rule.ignore)
+        reduced = ", labels less 1 (0 ignored)" if self._rule.reduce else ""
+        masks = "" if self._given.masks is None else f", masks {self._given.masks}"
+        return {
+            "model": self._model.shown,
+            "weights": self._described_weights(),
+            "data": f"{self._given.data}{masks}",
+            "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
+            "compared": "at each mask's own size, logits by bilinear interpolation (align_corners=False); "
+            f"{self._num_classes} classes{ignored}{reduced}",
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Model, labels and preprocessing; data and weights have fingerprints of their own."""
+        values = preprocessing_to_json(self._preprocessing.values)
+        return {**self._model_identity(), **self._label_options(), "preprocessing": values}
+
+
+def _predicted(logits: Tensor, size: torch.Size) -> Tensor:
+    """The class of each pixel, -1 for one with a NaN logit: (classes, h, w) brought to (height, width)."""
+    # A picture at a time: all classes of a whole batch in full size would not fit into memory.
+    logits = logits.float()
+    if logits.shape[1:] != size:
+        logits = interpolate(logits[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
+    # The first of equal ones; a NaN is the largest.
+    largest, predicted = logits.max(0)
+    return torch.where(largest.isnan(), NO_LABEL, predicted)
+
+
+def _names_of(given: str | Path | Sequence[str] | None) -> tuple[str, ...]:
+    """The classes' names: given, with commas between, or in a file: JSON, or a line each."""
+    if given is None or not isinstance(given, (str, Path)):
+        return tuple(given or ())
+    if "," in str(given):
+        return tuple(name.strip() for name in str(given).split(","))
+    try:
+        text = Path(given).read_text("utf-8")
+        found = json.loads(text) if Path(given).suffix == ".json" else text.splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--class-names {given} cannot be read: {error}. Expected a file with a name a line, or .json "
+            "with a list of names, or names with commas between."
+        ) from error
+    return tuple(str(name).strip() for name in found if str(name).strip())
+
+
+def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
+    every = segmentation_metrics(options["num_classes"])
+    return chosen(names or [metric.name for metric in every], every)

@@ -1,0 +1,113 @@
+"""The options of the task segmentation; light to import, for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dualeval.models.weights_name import check_weights_file, is_path_of_weights, model_beside
+from dualeval.options.choices import check_mean, check_std
+from dualeval.options.fields import check_fields, option
+from dualeval.tasks.image_classification_options import check_download
+from dualeval.tasks.image_classification_options import same_as_classification as same
+
+if TYPE_CHECKING:
+    from dualeval.data.cache import DataCache
+    from dualeval.tasks.segmentation import Segmentation
+
+_DATA = "Data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationOptions:
+    """A class for each pixel: a folder of pictures and one of masks, or a manifest.
+
+    Attributes:
+        known_metrics: the metrics that can be asked for by name, with a line each.
+    """
+
+    known_metrics: ClassVar[Mapping[str, str]] = {
+        "iou": "intersection over union of each class, and the mean (mIoU)",
+        "pixel_accuracy": "fraction of labelled pixels whose class is predicted",
+        "mean_accuracy": "that fraction of each class's pixels, and the mean",
+        "dice": "Dice coefficient of each class, which is its F1, and the mean",
+        "picture_iou": "mean IoU of each picture alone, averaged over pictures",
+        "nonfinite_logits": "how many pictures have a NaN or an infinity among their logits",
+    }
+
+    model: str = option(
+        help="torchvision name, hf:DIR, pkg.mod:fn, file.", group="Model", resolve=model_beside
+    )
+    weights: str | None = same("weights")
+    weights_key: str | None = same("weights_key")
+    weights_prefix: str | None = same("weights_prefix")
+    trust_checkpoint: bool = same("trust_checkpoint")
+    download: bool = same("download")
+    model_arg: tuple[str, ...] = same("model_arg")
+    data: Path = option(help="Folder of pictures, or a manifest (.csv).", group=_DATA)
+    masks: Path | None = option(
+        None, "Folder of their masks, of the same names.", group=_DATA, shown="the manifest's", metavar="DIR"
+    )
+    path_column: str | None = same("path_column")
+    mask_column: str | None = option(
+        None, "A manifest's column of masks.", group=_DATA, shown="mask, label, ..."
+    )
+    num_classes: int | None = option(
+        None, "Number of classes, if the model does not tell.", group=_DATA, least=2
+    )
+    ignore_index: tuple[int, ...] | None = option(
+        None, "Labels of pixels that do not count.", group=_DATA, shown="255"
+    )
+    reduce_labels: Literal["yes", "no"] | None = option(
+        None, "Label 0 does not count, 1 is class 0.", group=_DATA, shown="the model's, else no"
+    )
+    class_names: str | None = option(
+        None, "Names of the classes: a file, or a,b,c.", group=_DATA, is_path=lambda text: "," not in text
+    )
+    data_fingerprint: str = same("data_fingerprint")
+    preprocessing: str | None = same("preprocessing")
+    resize: int | None = same("resize")
+    interpolation: str | None = same("interpolation")
+    channels: Literal[1, 3] | None = same("channels")
+    mean: tuple[float, ...] | None = same("mean")
+    std: tuple[float, ...] | None = same("std")
+    metric: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_mean("--mean", self.mean)
+        check_std("--std", self.std)
+        check_download(self.download, self.weights)
+
+    def check_paths(self) -> None:
+        """Check that files are there, before torch is imported; what may be a name is left to the task.
+
+        Raises:
+            UsageError: one is not.
+        """
+        if self.weights and is_path_of_weights(self.weights) and Path(self.weights).suffix:
+            check_weights_file(self.weights)
+
+    def fetch(self) -> None:
+        """Fetch the weights, where that is wanted; one process a node does."""
+        if self.download and self.weights:
+            from dualeval.models.segmenters import segmenter_of
+
+            segmenter_of(self.model).download(self.weights)
+
+    def make(self, cache: DataCache | None = None, *, model: Any = None) -> Segmentation:
+        """The task.
+
+        Args:
+            cache: what other tasks of the run have read of their data.
+            model: from Python, a module or a function that returns one, in place of the name.
+        """
+        from dualeval.models.classifiers import arguments_of
+        from dualeval.tasks.segmentation import Segmentation
+
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        metrics, words = given.pop("metric"), given.pop("model_arg")
+        given["model"] = self.model if model is None else model
+        return Segmentation(**given, metrics=metrics, model_arguments=arguments_of(words), cache=cache)

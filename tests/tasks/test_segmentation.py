@@ -1,0 +1,600 @@
+"""The task segmentation: counts beside numpy's and TorchMetrics', groups of sizes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+import dualeval.tasks
+from dualeval.data.preprocessing import Uncropped
+from dualeval.engine.rescoring import rescore
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics.segmentation import counts_of, segmentation_metrics
+from dualeval.models.segmenters import segmenter_of
+from dualeval.models.sources.processors import uncropped_of
+from dualeval.options.job import Job
+from dualeval.tasks.segmentation import Segmentation, stored_metrics
+from dualeval.vision_library import torchvision
+from tests import masked_pictures as made
+from tests.engine.test_evaluator import evaluate, rows
+from tests.masked_pictures import CLASSES, IGNORED, Exact
+from tests.measuring import measure
+
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+torchvision()
+CPU = torch.device("cpu")
+AS_STORED: dict[str, Any] = {"preprocessing": "none"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``img`` and ``masks``, 13 pictures of three sizes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    made.write_pictures(folder)
+    return folder
+
+
+def task(home: Path, **changes: Any) -> Segmentation:
+    given = {"model": Exact(), "data": home / "img", "masks": home / "masks", **AS_STORED, **changes}
+    return Segmentation(**given)
+
+
+def by_hand(home: Path, model: nn.Module | None = None) -> dict[str, Any]:
+    """Labels, predictions and counts of each picture, one after the other."""
+    found: dict[str, Any] = {"labels": [], "predicted": [], "counts": []}
+    for path in sorted((home / "img").iterdir()):
+        pixels = torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)[None] / 255
+        labels = np.array(Image.open(home / "masks" / path.name))
+        logits = (model or Exact())(pixels)
+        if logits.shape[2:] != labels.shape:
+            logits = interpolate(logits, size=labels.shape, mode="bilinear", align_corners=False)
+        predicted = logits.argmax(1)[0].numpy()
+        for name, value in zip(found, (labels, predicted, made.counts(labels, predicted)), strict=True):
+            found[name].append(value)
+    return found
+
+
+# -- counts and metrics --------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_numpy(home: Path, tmp_path: Path) -> None:
+    """Of each picture, whatever sizes are in its batch; and the metrics are made of their sums."""
+    wanted = by_hand(home)
+    result = evaluate(task(home), tmp_path / "out", batch_size=4)
+    table = rows(tmp_path / "out")
+    each = np.array([table[name] for name in ("intersection", "target_pixels", "predicted_pixels")])
+    assert (each == np.stack(wanted["counts"], axis=1)).all()
+    right, target, predicted = sum(wanted["counts"])
+    iou, dice = right / (target + predicted - right), 2 * right / (target + predicted)
+    assert result.metrics["iou_per_class"] == iou.tolist()
+    assert result.metrics["mean_iou"] == math.fsum(iou) / CLASSES
+    assert result.metrics["dice_per_class"] == dice.tolist()
+    assert result.metrics["accuracy_per_class"] == (right / target).tolist()
+    assert result.metrics["pixel_accuracy"] == right.sum() / target.sum()
+    assert table["labelled_pixels"] == [int(of.sum()) for of in np.array(wanted["counts"])[:, 1]]
+    low, high = result.intervals["pixel_accuracy"]
+    assert low < right.sum() / target.sum() < high
+    names = ["id", "index", *task(home).rows]
+    assert [name for name in table if name not in ("status", "error")] == names
+
+
+def test_values_are_those_of_torchmetrics(home: Path) -> None:
+    from torchmetrics.functional.classification import (
+        multiclass_accuracy,
+        multiclass_f1_score,
+        multiclass_jaccard_index,
+    )
+    from torchmetrics.functional.segmentation import mean_iou
+
+    wanted = by_hand(home)
+    labels, predicted = (
+        torch.from_numpy(np.concatenate([each.flatten() for each in wanted[name]])).long()
+        for name in ("labels", "predicted")
+    )
+    found = evaluate(task(home), None, batch_size=4).metrics
+    options: dict[str, Any] = {"num_classes": CLASSES, "ignore_index": IGNORED}
+    for name, function in (
+        ("iou", multiclass_jaccard_index),
+        ("dice", multiclass_f1_score),
+        ("accuracy", multiclass_accuracy),
+    ):
+        each = function(predicted, labels, average="none", **options)
+        assert each.tolist() == pytest.approx(found[f"{name}_per_class"], rel=1e-6)
+        mean = function(predicted, labels, average="macro", **options)
+        assert mean.item() == pytest.approx(found[f"mean_{name}"], rel=1e-6)
+    micro = multiclass_accuracy(predicted, labels, average="micro", **options)
+    assert micro.item() == pytest.approx(found["pixel_accuracy"], rel=1e-6)
+    # Without ignored pixels, which its segmentation metrics do not know: each picture's own.
+    one = [made.counts(*pair) for pair in zip(wanted["labels"], wanted["predicted"], strict=True)]
+    whole = labels != IGNORED
+    own = mean_iou(predicted[whole][None], labels[whole][None], CLASSES, input_format="index")
+    assert own.item() == pytest.approx(found["mean_iou"], rel=1e-6)
+    assert found["picture_iou"] == pytest.approx(np.mean([_own_iou(each) for each in one]), rel=1e-12)
+
+
+def _own_iou(counts: Any) -> float:
+    right, target, predicted = counts
+    union = target + predicted - right
+    return float((right[union > 0] / union[union > 0]).mean())
+
+
+def test_values_of_few_pixels() -> None:
+    """A class without pixels is in no mean, one that is only predicted in that of IoU and Dice."""
+    metrics = {metric.name: metric for metric in segmentation_metrics(4)}
+    columns = {
+        "intersection": torch.tensor([[3, 0, 0, 0]]),
+        "target_pixels": torch.tensor([[4, 2, 0, 0]]),
+        "predicted_pixels": torch.tensor([[5, 0, 1, 0]]),
+    }
+    assert measure(metrics["iou"], columns).values == {
+        "mean_iou": 0.5 / 3,
+        "iou_per_class": [0.5, 0.0, 0.0, None],
+    }
+    assert measure(metrics["mean_accuracy"], columns).values == {
+        "mean_accuracy": 0.375,
+        "accuracy_per_class": [0.75, 0.0, None, None],
+    }
+    assert measure(metrics["dice"], columns).values["mean_dice"] == (6 / 9) / 3
+    nothing = {name: column[:0] for name, column in columns.items()}
+    assert measure(metrics["iou"], nothing).values == {"mean_iou": None, "iou_per_class": [None] * 4}
+
+
+def test_pixels_without_a_label_or_prediction() -> None:
+    labels = torch.tensor([[0, 1], [-1, 1]], dtype=torch.int16)
+    predicted = torch.tensor([[0, -1], [0, 0]])
+    assert counts_of(labels, predicted, 2).tolist() == [[1, 0], [1, 2], [2, 0]]
+
+
+class Special(nn.Module):
+    """Equal logits, but for a NaN at one pixel and an infinity at another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = images.new_zeros(len(images), CLASSES, *images.shape[2:])
+        if images.any():
+            logits[:, 3, 0, 0] = math.nan
+            logits[:, 3, 0, 1] = math.inf
+        return logits
+
+
+def test_equal_and_nonfinite_logits(home: Path, tmp_path: Path) -> None:
+    """The first of equal classes is predicted, none where a logit is NaN."""
+    result = evaluate(task(home, model=Special()), tmp_path / "out", batch_size=4)
+    assert result.metrics["nonfinite_logits"] == {"nan": 13, "inf": 13}
+    labels = by_hand(home)["labels"]
+    table = rows(tmp_path / "out")
+    for own, of_class in zip(labels, table["predicted_pixels"], strict=True):
+        counted = own != IGNORED
+        assert of_class == [
+            int(counted.sum() - counted[0, 0] - counted[0, 1]),
+            *(0, 0),
+            int(counted[0, 1]),
+            0,
+        ]
+
+
+def test_logits_are_compared_at_the_size_of_the_mask(home: Path, tmp_path: Path) -> None:
+    """By bilinear interpolation, as torchvision's networks do it themselves."""
+    low = nn.Sequential(Exact(), nn.AvgPool2d(4))
+    evaluate(task(home, model=low), tmp_path / "out", batch_size=1)
+    wanted = by_hand(home, low)["counts"]
+    assert rows(tmp_path / "out")["intersection"] == [each[0].tolist() for each in wanted]
+    assert "at each mask's own size" in task(home).description()["compared"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 13])
+def test_sizes_are_grouped_in_a_batch(home: Path, tmp_path: Path, size: int) -> None:
+    seen: list[list[tuple[int, ...]]] = []
+
+    class Seeing(Segmentation):
+        def forward(self, model: nn.Module, batch: Any) -> list[Tensor]:
+            seen.append([tuple(group["images"].shape) for group in batch["groups"]])
+            return super().forward(model, batch)
+
+    given = {"model": Exact(), "data": home / "img", "masks": home / "masks", **AS_STORED}
+    found = evaluate(Seeing(**given), None, batch_size=size, layout="contiguous")
+    assert found.metrics == evaluate(task(home), None, batch_size=5).metrics
+    if size == 13:
+        assert [(5, 3, 16, 24), (5, 3, 24, 16), (3, 3, 20, 20)] in seen
+
+
+# -- models and preprocessing --------------------------------------------------------------------------
+
+
+def test_the_class_is_the_command_lines_task(home: Path) -> None:
+    """The same defaults, identity and digest through both doors."""
+    words: dict[str, Any] = {
+        "model": "lraspp_mobilenet_v3_large",
+        "weights": "random:0",
+        "num_classes": CLASSES,
+        "data": home / "img",
+        "masks": home / "masks",
+        "resize": 32,
+        "mean": (0.5,),
+        "std": (0.5,),
+    }
+    typed = evaluate(Job.of("segmentation", **words).make_task(), None, batch_size=4)
+    from_python = evaluate(dualeval.tasks.Segmentation(**words), None, batch_size=4)
+    assert from_python.fingerprint == typed.fingerprint
+    assert from_python.metrics_digest == typed.metrics_digest
+    assert from_python.job == typed.job
+    other = evaluate(Segmentation(**{**words, "ignore_index": (4, 255)}), None, batch_size=4)
+    assert other.fingerprint != typed.fingerprint
+    assert other.metrics != typed.metrics
+    with pytest.raises(TypeError, match="crop"):
+        Segmentation(**words, crop=3)
+
+
+@pytest.mark.parametrize("name", ["fcn_resnet50", "lraspp_mobilenet_v3_large"])
+def test_a_checkpoint_of_torchvision(home: Path, tmp_path: Path, name: str) -> None:
+    """With the head for training that its published weights have, and without."""
+    models = torchvision().models
+    options: dict[str, Any] = {"aux_loss": True} if name.startswith("fcn") else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = models.get_model(
+            name, weights=None, weights_backbone=None, num_classes=CLASSES, **options
+        ).eval()
+    torch.save({"model": net.state_dict()}, tmp_path / "c.pt")
+    made_of = task(home, model=name, weights=str(tmp_path / "c.pt"), num_classes=CLASSES)
+    built = made_of.build_model(CPU)
+    batch = made_of.collate(made_of.dataset().__getitems__([0, 3]))
+    with torch.inference_mode():
+        [logits] = made_of.forward(built, batch)
+        images = batch["groups"][0]["images"] / 255
+        assert torch.equal(logits, net(images)["out"])
+    assert made_of.loaded_weights is not None
+
+
+def test_the_published_preprocessing(home: Path) -> None:
+    given = {"model": "fcn_resnet50", "weights": "random:0", "preprocessing": None}
+    published = task(home, **given)
+    line = published.description()["preprocessing"]
+    assert line == "shorter side 520 bilinear, ImageNet mean and std (the model's defaults)"
+    assert not published.data_warnings()
+    own = task(home, **given, resize=64)
+    assert own.description()["preprocessing"].startswith("shorter side 64")
+    assert "own size, ImageNet" in task(home, preprocessing="imagenet").description()["preprocessing"]
+    kept = task(home, preprocessing=None, mean=(0.5,), std=(0.5,))
+    assert kept.description()["preprocessing"] == "own size, mean 0.5, std 0.5 (given)"
+
+
+def test_a_resized_picture_has_torchvisions_pixels(home: Path) -> None:
+    resize = torchvision().transforms.Resize(11, antialias=True)
+    samples = task(home, resize=11).dataset().__getitems__(range(3))
+    for number, (pixels, labels) in enumerate(samples):
+        picture = Image.open(home / f"img/00{number}.png")
+        assert torch.equal(pixels, torchvision().transforms.functional.pil_to_tensor(resize(picture)))
+        assert labels.shape == (picture.height, picture.width)
+
+
+def test_a_function_prepares_pictures(home: Path) -> None:
+    def half(picture: Image.Image) -> Tensor:
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[:, ::2, ::2] / 255
+
+    found = evaluate(task(home, preprocessing=half), None, batch_size=4)
+    assert found.metrics["mean_iou"] != evaluate(task(home), None, batch_size=4).metrics["mean_iou"]
+    with pytest.raises(UsageError, match=r"--resize: the function .*half does it all"):
+        task(home, preprocessing=half, resize=32)
+
+
+def write_segformer(folder: Path, *, reduce: bool = False) -> None:
+    """A tiny SegFormer with random weights, and its processor."""
+    import transformers
+
+    config = transformers.SegformerConfig(
+        depths=[1] * 4,
+        hidden_sizes=[8] * 4,
+        num_attention_heads=[1] * 4,
+        decoder_hidden_size=8,
+        id2label=dict(enumerate("abcde")),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.SegformerForSemanticSegmentation(config).save_pretrained(folder)
+    size = {"height": 64, "width": 96}
+    transformers.SegformerImageProcessor(size=size, do_reduce_labels=reduce).save_pretrained(folder)
+
+
+def test_a_segformer(home: Path, tmp_path: Path) -> None:
+    """With its processor's pixels, and its labels: 0 may stand for none."""
+    import transformers
+
+    write_segformer(tmp_path / "net")
+    found = task(home, model=f"hf:{tmp_path / 'net'}", preprocessing=None)
+    net = transformers.SegformerForSemanticSegmentation.from_pretrained(tmp_path / "net").eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "net")
+    built = found.build_model(CPU)
+    batch = found.collate(found.dataset().__getitems__([0]))
+    inputs = processor(Image.open(home / "img/000.png"), return_tensors="pt")
+    with torch.inference_mode():
+        assert torch.allclose(found.forward(built, batch)[0], net(**inputs).logits, atol=2e-2)
+    assert found.labels_used()["classes"] == [*"abcde"]
+    assert found.description()["preprocessing"].startswith("exactly 64 x 96 bilinear, ImageNet")
+    assert found.options()["reduce_labels"] == "no"
+    write_segformer(tmp_path / "reducing", reduce=True)
+    reducing = task(home, model=f"hf:{tmp_path / 'reducing'}", preprocessing=None)
+    reducing.build_model(CPU)
+    [(_, labels)] = reducing.dataset().__getitems__([0])
+    stored = np.array(Image.open(home / "masks/000.png")).astype(int)
+    assert (labels.numpy() == np.where((stored == 0) | (stored == IGNORED), -1, stored - 1)).all()
+    assert "labels less 1 (0 ignored)" in reducing.description()["compared"]
+    given = task(home, model=f"hf:{tmp_path / 'reducing'}", preprocessing=None, reduce_labels="no")
+    assert given.fingerprint()["reduce_labels"] == "no"
+
+
+def test_processors() -> None:
+    said = {"kind": "Segformer", "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": True}
+    half: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    assert uncropped_of({**said, "do_resize": False}, "it") == Uncropped(**half)
+    assert uncropped_of({**said, "size": {"shortest_edge": 48}}, "it") == Uncropped(resize=48, **half)
+    with pytest.raises(UsageError, match="cuts off parts of pictures"):
+        uncropped_of({**said, "size": {"shortest_edge": 48}, "do_center_crop": True}, "it")
+
+
+def test_class_names(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("sky\nroad\ncar\ntree\nwall\n")
+    (tmp_path / "names.json").write_text(json.dumps(["sky", "road", "car", "tree", "wall"]))
+    for given in (tmp_path / "names.txt", str(tmp_path / "names.json"), "sky, road,car,tree,wall"):
+        result = evaluate(task(home, class_names=given), None, batch_size=4)
+        assert result.labels["classes"] == ["sky", "road", "car", "tree", "wall"]
+
+
+# -- data ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_a_manifest(home: Path, tmp_path: Path, suffix: str) -> None:
+    listed = [{"image": f"img/{n:03}.png", "mask": f"masks/{n:03}.png"} for n in range(13)]
+    path = home / f"list{suffix}"
+    if suffix == ".csv":
+        path.write_text("image,mask\n" + "".join(f"{row['image']},{row['mask']}\n" for row in listed))
+    elif suffix == ".jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in listed))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), path)
+    found = evaluate(task(home, data=path, masks=None), None, batch_size=4)
+    assert found.metrics_digest == evaluate(task(home), None, batch_size=4).metrics_digest
+    with pytest.raises(UsageError, match="--mask-column nothing"):
+        task(home, data=path, masks=None, mask_column="nothing")
+    with pytest.raises(UsageError, match="none of its masks is there"):
+        task(home, data=path, masks=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("image\na.png\n", "expected one of their masks' paths"),
+        ("image,mask\na.png,\n", "line 2 has '' in the column 'mask', expected a path"),
+        ("image,mask\na.png,b.png\na.png,c.png\n", "line 3 has the picture of line 2, a.png"),
+        ("image,mask\n", "has no rows"),
+    ],
+)
+def test_a_manifest_that_is_refused(tmp_path: Path, lines: str, said: str) -> None:
+    (tmp_path / "list.csv").write_text(lines)
+    with pytest.raises(UsageError, match=said):
+        task(tmp_path, data=tmp_path / "list.csv", masks=None)
+
+
+def test_a_part_of_the_data(home: Path, tmp_path: Path) -> None:
+    evaluate(task(home), tmp_path / "whole", batch_size=4)
+    evaluate(task(home), tmp_path / "part", batch_size=4, sample=5, seed=1)
+    whole, part = rows(tmp_path / "whole"), rows(tmp_path / "part")
+    of_whole = dict(zip(whole["id"], whole["intersection"], strict=True))
+    assert part["intersection"] == [of_whole[name] for name in part["id"]]
+    assert len(part["id"]) == 5
+
+
+def test_masks_in_other_modes(home: Path, tmp_path: Path) -> None:
+    made.write_pictures(tmp_path, count=3)
+    wanted = evaluate(task(tmp_path), None, batch_size=4).metrics
+    for name, mode in (("000", "L"), ("001", "I;16")):
+        path = tmp_path / f"masks/{name}.png"
+        labels = np.array(Image.open(path))
+        Image.fromarray(labels.astype(np.uint16 if mode == "I;16" else np.uint8)).save(path)
+        with Image.open(path) as image:
+            assert image.mode == mode
+    assert evaluate(task(tmp_path), None, batch_size=4).metrics == wanted
+
+
+def _without_mask(mask: Path) -> None:
+    mask.unlink()
+
+
+def _of_another_size(mask: Path) -> None:
+    made.write_mask(mask, np.zeros((9, 7)))
+
+
+def _beyond(mask: Path) -> None:
+    labels = np.array(Image.open(mask))
+    labels[0, :3] = 34
+    made.write_mask(mask, labels)
+
+
+def _in_colours(mask: Path) -> None:
+    Image.open(mask).convert("RGB").save(mask)
+
+
+def _as_jpeg(mask: Path) -> None:
+    image = Image.open(mask).convert("L")
+    image.save(mask, format="JPEG")
+
+
+def _of_four_bits(mask: Path) -> None:
+    """Grey of less than 8 bits, which Pillow spreads over 0 to 255; it writes none itself."""
+    import struct
+    import zlib
+
+    with Image.open(mask) as image:
+        width, height = image.size
+    lines = b"".join(b"\0" + bytes(width // 2) for _ in range(height))
+    parts = [(b"IHDR", struct.pack(">2I5B", width, height, 4, 0, 0, 0, 0)), (b"IDAT", zlib.compress(lines))]
+    chunks = [
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in [*parts, (b"IEND", b"")]
+    ]
+    mask.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+
+def _cut_picture(mask: Path) -> None:
+    """Its head is whole: its size is known."""
+    picture = mask.parent.parent / "img" / mask.name
+    picture.write_bytes(picture.read_bytes()[:200])
+
+
+def _empty_picture(mask: Path) -> None:
+    (mask.parent.parent / "img" / mask.name).write_bytes(b"")
+
+
+BAD: list[tuple[Callable[[Path], None], list[str]]] = [
+    (_without_mask, ["its mask", "masks/002.png: there is no such file"]),
+    (_of_another_size, ["masks/002.png: it has 7 x 9 pixels, and its picture 20 x 20"]),
+    (_beyond, ["3 pixels with the label 34, expected 0 to 4", "--ignore-index 255,34"]),
+    (_in_colours, ["its pixels are colours (mode RGB)", "image.getchannel(0)"]),
+    (_as_jpeg, ["no mask: expected one of PNG, TIFF, BMP"]),
+    (_of_four_bits, ["less than 8 bits"]),
+    (_cut_picture, ["image file is truncated"]),
+    (_empty_picture, ["is empty (0 bytes)"]),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), BAD, ids=[spoil.__name__[1:] for spoil, _ in BAD])
+def test_a_bad_sample(tmp_path: Path, spoil: Callable[[Path], None], said: list[str]) -> None:
+    """Named with its file; skipped, the other pictures of its batch keep their numbers."""
+    made.write_pictures(tmp_path, count=7)
+    evaluate(task(tmp_path), tmp_path / "whole", batch_size=7)
+    spoil(tmp_path / "masks/002.png")
+    with pytest.raises((UsageError, DualevalError)) as caught:
+        evaluate(task(tmp_path), None, batch_size=7)
+    for part in ["002.png (index 2)", *said]:
+        assert part in str(caught.value)
+    result = evaluate(task(tmp_path), tmp_path / "out", batch_size=7, on_error="skip")
+    assert [failed["id"] for failed in result.failed] == ["002.png"]
+    whole, kept = rows(tmp_path / "whole"), rows(tmp_path / "out")
+    for name in ("intersection", "predicted_pixels", "picture_iou"):
+        assert kept[name][:2] + kept[name][3:] == whole[name][:2] + whole[name][3:]
+
+
+def test_a_row_of_a_manifest_is_named(home: Path, tmp_path: Path) -> None:
+    made.write_pictures(tmp_path, count=3)
+    _beyond(tmp_path / "masks/001.png")
+    (tmp_path / "list.csv").write_text(
+        "image,mask\n" + "".join(f"img/00{n}.png,masks/00{n}.png\n" for n in range(3))
+    )
+    with pytest.raises((UsageError, DualevalError), match=r"list.csv, line 3\): 3 pixels with the label 34"):
+        evaluate(task(tmp_path, data=tmp_path / "list.csv", masks=None), None, batch_size=3)
+
+
+def test_pictures_and_masks_that_are_alone(tmp_path: Path) -> None:
+    made.write_pictures(tmp_path, count=4)
+    (tmp_path / "img/001.png").unlink()
+    (tmp_path / "masks/002.png").unlink()
+    found = task(tmp_path)
+    assert "no picture for 1 file (001.png): left out." in found.notes()
+    assert "no mask for 1 file (002.png)." in found.data_warnings()
+
+
+def test_a_label_that_is_no_class_is_ignored(tmp_path: Path) -> None:
+    """255 where nobody says another one; but not where it may be a class."""
+    made.write_pictures(tmp_path, count=3)
+    found = task(tmp_path, model=Exact(300))
+    found.build_model(CPU)
+    assert found.options()["ignore_index"] == []
+    assert task(tmp_path, ignore_index=3).fingerprint()["ignore_index"] == [3]
+
+
+# -- what is refused before anything is read -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"preprocessing": None}, ["nothing says how its pictures are prepared", "--preprocessing none"]),
+        ({"preprocessing": {"resize": 8, "crop": 8, "mean": [0], "std": [1]}}, ["cuts a part out"]),
+        ({"data": "nowhere"}, ["--data nowhere is no folder", "manifest"]),
+        ({"masks": None}, ["--masks is not given", "a.jpg and a.png"]),
+        ({"mask_column": "m"}, ["--mask-column are of a manifest"]),
+        ({"model": "resnet18"}, ["--model resnet18 is no network for segmentation", "fcn_resnet50"]),
+        ({"model": "fcn_resnet5"}, ["Nearest: fcn_resnet50"]),
+        ({"model": "fcn_resnet50"}, ["without --weights", "random:SEED"]),
+        ({"metrics": ["miou"]}, ["no metric 'miou'", "iou"]),
+        ({"class_names": "missing.txt"}, ["--class-names missing.txt cannot be read"]),
+        ({"resize": 0}, ["--resize 0"]),
+    ],
+)
+def test_refused(home: Path, changes: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        task(home, **changes)
+    for part in said:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_classes": 6}, ["has 5 classes, and --num-classes 6"]),
+        ({"class_names": "a,b"}, ["--class-names gives 2"]),
+        (
+            {"model": Exact(1)},
+            ["gives one logit a pixel", "torch.cat([torch.zeros_like(logits), logits], dim=1)"],
+        ),
+        ({"model": nn.Conv2d(1, 5, 1)}, ["1, and the images have 3 channels", "--channels 1"]),
+        ({"model": nn.Flatten()}, ["expected logits of shape (pictures, classes, height, width)"]),
+    ],
+)
+def test_models_that_do_not_fit(home: Path, changes: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        task(home, **changes).build_model(CPU)
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_names_that_do_not_fit(tmp_path: Path) -> None:
+    made.write_pictures(tmp_path, count=2)
+    for path in (tmp_path / "masks").iterdir():
+        path.rename(path.with_name(f"{path.stem}_labels.png"))
+    with pytest.raises(UsageError, match=r"found the pictures 000.png.*masks 000_labels.png.*FILE.csv"):
+        task(tmp_path)
+    (tmp_path / "masks/000.png").write_bytes(b"")
+    (tmp_path / "masks/000.tif").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"000.(png|tif) and 000.(png|tif), and each may be meant"):
+        task(tmp_path)
+
+
+# -- runs ----------------------------------------------------------------------------------------------
+
+
+def test_stored_metrics(home: Path, tmp_path: Path) -> None:
+    """Computed from the rows alone they have the same digest."""
+    result = evaluate(task(home), tmp_path / "out", batch_size=4)
+    fingerprint = task(home)
+    fingerprint.build_model(CPU)
+    metrics = stored_metrics(fingerprint.fingerprint(), ())
+    assert rescore(tmp_path / "out", metrics=metrics).metrics_digest == result.metrics_digest
+    [one] = stored_metrics(fingerprint.fingerprint(), ["dice"])
+    assert rescore(tmp_path / "out", metrics=[one]).metrics["mean_dice"] == result.metrics["mean_dice"]
+
+
+def test_another_job_is_refused(home: Path, tmp_path: Path) -> None:
+    evaluate(task(home), tmp_path, batch_size=4)
+    with pytest.raises(UsageError, match="ignore_index"):
+        evaluate(task(home, ignore_index=4), tmp_path, batch_size=4)
+
+
+def test_sources_by_name() -> None:
+    assert segmenter_of("lraspp_mobilenet_v3_large").find_weights("random:0").seed == 0
