@@ -77,8 +77,8 @@ def config_of_module(model: nn.Module) -> str | None:
     return sha256(json.dumps(to_dict(), sort_keys=True, default=str).encode()).hexdigest()
 
 
-def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
-    """Read a fast tokenizer."""
+def read_tokenizer(folder: Path, use: Use) -> Any:
+    """A fast tokenizer of the library."""
     transformers = transformers_for(use.name)
     with quiet():
         try:
@@ -101,6 +101,12 @@ def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
             "characters a token stands for. Give a folder with a tokenizer.json, as "
             "AutoTokenizer.from_pretrained(NAME, use_fast=True).save_pretrained(DIR) writes it."
         )
+    return tokenizer
+
+
+def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
+    """Read a fast tokenizer that can fill up."""
+    tokenizer = read_tokenizer(folder, use)
     if tokenizer.pad_token_id is None:
         raise UsageError(f"the tokenizer in {folder} has no padding token. Set pad_token in its files.")
     facts = TokenizerFacts(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # "_options"; it is a name of this package, too.
 TASKS = {
     "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
+    "language-modeling": "dualeval.tasks.language_modeling_options:LanguageModelingOptions",
     "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
 }
 
