@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualeval.data.windows import TokenizerFacts
+from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.late_building import NotLate, is_building, late_or_whole
@@ -40,6 +40,8 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
     seed_of,
 )
+
+_MOST_TOKENS = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,9 @@ def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
         null_id=tokenizer.cls_token_id,
         type_ids="token_type_ids" in tokenizer.model_input_names,
         left=tokenizer.padding_side == "left",
+        # The library writes 10**30 for "not known".
+        most_tokens=tokenizer.model_max_length if tokenizer.model_max_length < _MOST_TOKENS else None,
+        cuts_left=tokenizer.truncation_side == "left",
     )
     return tokenizer.backend_tokenizer, facts
 
