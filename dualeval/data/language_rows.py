@@ -1,4 +1,4 @@
-"""What a language model is evaluated on: documents, rows with choices, or rows with a prompt and its answer."""
+"""What a language model is evaluated on: documents, rows with choices, or prompts with their answers."""
 
 from __future__ import annotations
 
@@ -114,8 +114,6 @@ def choices_of(rows: Rows, index: int) -> tuple[str, list[str], int]:
     """
     context, choices, answer = rows.values[index][:3]
     where = rows.where(index)
-    # Arrow's and numpy's lists, too.
-    choices = choices.tolist() if hasattr(choices, "tolist") else choices
     if not isinstance(choices, list | tuple) or len(choices) < 2:
         raise UsageError(f"{where}: choices is {_said(choices)}, expected a list of at least two texts")
     for place, choice in enumerate(choices):
@@ -144,7 +142,6 @@ def answers_of(rows: Rows, index: int) -> list[str]:
         UsageError: there is none; says where.
     """
     answer = rows.values[index][1]
-    answer = answer.tolist() if hasattr(answer, "tolist") else answer
     answers = [answer] if isinstance(answer, str) else answer
     if isinstance(answers, list | tuple) and answers and all(isinstance(each, str) for each in answers):
         return list(answers)

@@ -137,8 +137,8 @@ def _start(encoding: Any, token: int) -> int:
 def _sizes(text: str, starts: Sequence[int]) -> list[tuple[int, int]]:
     """How many bytes and words of a text each window predicts, of where they begin.
 
-    They add up to what the harness counts: ``len(text.encode("utf-8"))`` and ``len(re.split(r"\\s+", text))``.
-    A word belongs to the window in which the white space before it begins.
+    They add up to what the harness counts, ``len(text.encode("utf-8"))`` and
+    ``len(re.split(r"\\s+", text))``. A word belongs to the window in which the white space before it begins.
     """
     # Some tokenizers say a place behind the next token's.
     begins = np.maximum.accumulate(np.array(starts, np.int64))

@@ -18,7 +18,7 @@ NONE = -1
 
 
 def is_of_library(model: nn.Module) -> bool:
-    """Whether it is a model of the transformers library, which can keep what it computed of earlier tokens."""
+    """Whether it is a model of transformers, which can keep what it computed of earlier tokens."""
     return hasattr(model, "generation_config") and hasattr(model, "prepare_inputs_for_generation")
 
 

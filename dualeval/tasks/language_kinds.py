@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +16,21 @@ from dualeval.data.rows import Rows
 from dualeval.data.token_windows import DocumentWindows, collate_prompts, collate_sequences
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric
-from dualeval.metrics.bits import BitsPerByte
-from dualeval.metrics.means import Count, Mean, Ratio
+from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import normalize_answer
 from dualeval.models.causal import NONE, CausalTokens, greedy, losses_of
 
 
-class Kind(ABC):
+class Kind:
     """What the task does with the samples of one kind; the methods are those of a Task."""
 
-    rows: tuple[str, ...]
     cluster: str | None = None
-    # Set with the model: whether it is of transformers, and which tokens end an answer.
+    # Set with the model: whether it is of transformers, and which tokens end an answer and are none of it.
     of_library = False
-    ends = torch.zeros(0, dtype=torch.bool)
-
-    @abstractmethod
-    def dataset(self) -> Any: ...
-
-    @abstractmethod
-    def collate(self, samples: Sequence[Any]) -> dict[str, Any]: ...
+    stops: Sequence[int] = ()
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
         return [losses_of(model, group, of_library=self.of_library) for group in batch["groups"]]
-
-    @abstractmethod
-    def observe(self, outputs: list[Any], batch: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]: ...
 
 
 class Documents(Kind):
@@ -77,53 +62,56 @@ class Documents(Kind):
         return {**columns, "document": Text(self._windows.document(index) for index in samples)}
 
 
-class RowSamples:
-    """Rows as a data set, each encoded when it is read."""
-
-    def __init__(self, rows: Rows, encode: Callable[[int], dict[str, Any]], empty: Mapping[str, Any]) -> None:
-        self._rows = rows
-        self._encode = encode
-        self._empty = empty
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def id(self, index: int) -> str:
-        return self._rows.ids[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        return [self._encode(index) for index in indices]
-
-    def placeholder(self, index: int) -> Mapping[str, Any]:
-        return self._empty
-
-    def fingerprint(self, count: int) -> str:
-        return self._rows.fingerprint(count)
-
-
-@dataclass(kw_only=True)
-class Choices(Kind):
-    """Multiple choice, by the log-likelihood of each choice behind its context."""
-
-    rows = ("acc", "acc_norm", "acc_bytes", "prediction", "answer", "loglikelihoods", "cut")
+@dataclass(kw_only=True, eq=False)
+class RowKind(Kind):
+    """Samples that are rows, each encoded when it is read; also their data set."""
 
     of: Rows
     tokens: CausalTokens
     max_length: int
-    delimiter: str
+    # What takes the place of a row that cannot be read.
+    empty: ClassVar[Mapping[str, Any]]
 
-    def dataset(self) -> RowSamples:
-        return RowSamples(self.of, self._encode, {"sequences": [], "answer": 0, "cut": False})
+    def dataset(self) -> RowKind:
+        return self
 
-    def _encode(self, index: int) -> dict[str, Any]:
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def id(self, index: int) -> str:
+        return self.of.ids[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return [self.encode(index) for index in indices]
+
+    def encode(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def placeholder(self, index: int) -> Mapping[str, Any]:
+        return self.empty
+
+    def fingerprint(self, count: int) -> str:
+        return self.of.fingerprint(count)
+
+
+@dataclass(kw_only=True, eq=False)
+class Choices(RowKind):
+    """Multiple choice, by the log-likelihood of each choice behind its context."""
+
+    rows = ("acc", "acc_norm", "acc_bytes", "prediction", "answer", "loglikelihoods", "cut")
+    empty: ClassVar = {"sequences": [], "answer": 0, "cut": False}
+
+    target_delimiter: str
+
+    def encode(self, index: int) -> dict[str, Any]:
         context, choices, answer = choices_of(self.of, index)
         sequences, cut = [], False
         for place, choice in enumerate(choices):
-            before, after = self.tokens.pair(context, self.delimiter + choice)
+            before, after = self.tokens.pair(context, self.target_delimiter + choice)
             if not 0 < len(after) <= self.max_length:
                 raise UsageError(
-                    f"{self.of.where(index)}: choice {place} is {len(after)} tokens behind its context, expected "
-                    f"1 to {self.max_length} (--max-length)"
+                    f"{self.of.where(index)}: choice {place} is {len(after)} tokens behind its context, "
+                    f"expected 1 to {self.max_length} (--max-length)"
                 )
             whole = torch.tensor([*before, *after], dtype=torch.int32)
             cut = cut or len(whole) > self.max_length + 1
@@ -164,7 +152,7 @@ class Choices(Kind):
         }
 
     def _best(self, index: int, found: Sequence[float]) -> tuple[int, int, int]:
-        """The choice with the largest log-likelihood, and by character and by byte; of equal ones the first."""
+        """The likeliest choice, that by character, and that by byte; of equal ones the first."""
         if not found or any(map(math.isnan, found)):
             return NONE, NONE, NONE
         choices = choices_of(self.of, index)[1]
@@ -175,44 +163,44 @@ class Choices(Kind):
         return first, second, third
 
 
-@dataclass(kw_only=True)
-class Answers(Kind):
+@dataclass(kw_only=True, eq=False)
+class Answers(RowKind):
     """Greedy answers to prompts."""
 
     rows = ("exact_match", "generated", "cut", "nan_logits")
+    empty: ClassVar = {"prompt": torch.zeros(0, dtype=torch.int32), "cut": False}
 
-    of: Rows
-    tokens: CausalTokens
-    max_length: int
-    most: int
-    at_newline: bool
-    ignored: tuple[str, ...]
-    # The tokens that end a text and are none of it; set with the model.
-    stops: Sequence[int] = ()
+    max_new_tokens: int
+    stop_at_newline: bool
+    ignore: tuple[str, ...]
 
-    def dataset(self) -> RowSamples:
-        empty = {"prompt": torch.zeros(0, dtype=torch.int32), "cut": False}
-        return RowSamples(self.of, self._encode, empty)
+    def end_at(self, stops: Sequence[int], count: int, device: torch.device) -> None:
+        """Say which of ``count`` tokens end an answer."""
+        self.stops = stops
+        newlines = self.tokens.with_newline(count) if self.stop_at_newline else []
+        self._ends = torch.zeros(count, dtype=torch.bool)
+        self._ends[[*stops, *newlines]] = True
+        self._ends = self._ends.to(device)
 
-    def _encode(self, index: int) -> dict[str, Any]:
+    def encode(self, index: int) -> dict[str, Any]:
         answers_of(self.of, index)
         tokens = self.tokens.encode(self.of.text(index, self.of.columns[0]))
-        kept = tokens[-(self.max_length - self.most) :]
+        kept = tokens[-(self.max_length - self.max_new_tokens) :]
         return {"prompt": torch.tensor(kept, dtype=torch.int32), "cut": len(kept) < len(tokens)}
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        joined = collate_prompts([each["prompt"] for each in samples], self.most)
+        joined = collate_prompts([each["prompt"] for each in samples], self.max_new_tokens)
         return {**joined, "cut": torch.tensor([each["cut"] for each in samples])}
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
         return [
-            greedy(model, prompts, self.ends, self.most, of_library=self.of_library)
+            greedy(model, prompts, self._ends, self.max_new_tokens, of_library=self.of_library)
             for prompts in batch["groups"]
         ]
 
     def observe(self, outputs: list[tuple[Tensor, Tensor]], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         # The last row is that of prompts which could not be read.
-        none = torch.full((1, self.most), NONE, device=batch["cut"].device)
+        none = torch.full((1, self.max_new_tokens), NONE, device=batch["cut"].device)
         tokens = torch.cat([*(found for found, _ in outputs), none])[batch["places"]]
         has_nan = torch.cat([*(nan for _, nan in outputs), none[0, :1] == 0])[batch["places"]]
         return {"generated": tokens, "nan_logits": has_nan, "cut": batch["cut"]}
@@ -228,15 +216,15 @@ class Answers(Kind):
 
     def _text(self, tokens: Sequence[int]) -> str:
         text = self.tokens.text([token for token in tokens if token not in (NONE, *self.stops)])
-        return text.partition("\n")[0] if self.at_newline else text
+        return text.partition("\n")[0] if self.stop_at_newline else text
 
     def _is_right(self, index: int, text: str) -> bool:
         try:
             answers = answers_of(self.of, index)
         except UsageError:  # of a row that could not be read
             return False
-        return normalize_answer(text, self.ignored) in {
-            normalize_answer(each, self.ignored) for each in answers
+        return normalize_answer(text, self.ignore) in {
+            normalize_answer(each, self.ignore) for each in answers
         }
 
 

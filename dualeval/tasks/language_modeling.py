@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,25 @@ from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logi
 from dualeval.models.text_models import TextModel, Use, read_tokenizer, try_out
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.models.weights import LoadedWeights
-from dualeval.options.choices import IGNORED, check_choice
+from dualeval.options.choices import IGNORED
 from dualeval.tasks import Task
-from dualeval.tasks.language_kinds import Answers, Choices, Documents, Kind, metrics_of_kind
+from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
+from dualeval.tasks.language_modeling_options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
 
 USE = Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
 _LONGEST = 2048
-_NEW_TOKENS = 32
 _WORDS = {
     DOCUMENTS: "documents",
     CHOICES: "rows with choices",
     ANSWERS: "rows with prompt and answer",
 }
-# The options that only one kind of data has, and what they are where nobody gives them.
-_OF_KIND: Mapping[str, tuple[str, Any]] = {
-    "stride": (DOCUMENTS, None),
-    "target_delimiter": (CHOICES, None),
-    "max_new_tokens": (ANSWERS, None),
-    "stop_at_newline": (ANSWERS, False),
-    "ignore": (ANSWERS, IGNORED),
+# The options that only one kind of data has.
+_KIND_OF = {
+    "stride": DOCUMENTS,
+    "target_delimiter": CHOICES,
+    **dict.fromkeys(("max_new_tokens", "stop_at_newline", "ignore"), ANSWERS),
 }
 
 
@@ -79,12 +78,21 @@ class LanguageModeling(Task):
         metrics: Sequence[str] = (),
         max_length: int | None = None,
         stride: int | None = None,
-        target_delimiter: str | None = None,
-        max_new_tokens: int | None = None,
+        target_delimiter: str = " ",
+        max_new_tokens: int = 32,
         stop_at_newline: bool = False,
         ignore: Sequence[str] = IGNORED,
         cache: DataCache | None = None,
     ) -> None:
+        own: dict[str, Any] = {
+            "stride": stride,
+            "target_delimiter": target_delimiter,
+            "max_new_tokens": max_new_tokens,
+            "stop_at_newline": stop_at_newline,
+            "ignore": tuple(ignore),
+        }
+        # Which checks their values.
+        LanguageModelingOptions(model=Path(), data=Path(), max_length=max_length, **own)
         self._model = TextModel(
             model,
             USE,
@@ -95,77 +103,40 @@ class LanguageModeling(Task):
             trust=trust_checkpoint,
         )
         self._data = _read(data, text, cache or DataCache())
-        kind = self._data.kind
-        own = {
-            "stride": stride,
-            "target_delimiter": target_delimiter,
-            "max_new_tokens": max_new_tokens,
-            "stop_at_newline": stop_at_newline,
-            "ignore": tuple(ignore),
-        }
-        for name, (of, unset) in _OF_KIND.items():
-            if own[name] != unset and of != kind:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} is for {_WORDS[of]}, and {self._data.of} has {_WORDS[kind]}. "
-                    "Leave it out."
-                )
-        self._wanted = tuple(metrics) or tuple(metric.name for metric in metrics_of_kind(kind))
-        chosen(self._wanted, metrics_of_kind(kind))
         self._text = text
+        every = metrics_of_kind(self._data.kind)
+        self._metrics = chosen(metrics or [metric.name for metric in every], every)
         self._tokens = CausalTokens(read_tokenizer(self._model.folder, USE), self._model.folder)
-        self._positions = _positions_of(model)
-        if max_length is None and self._positions is None:
+        positions = _positions_of(model)
+        if max_length is None and positions is None:
             raise UsageError(
-                "the model does not say in a configuration how many tokens it sees at once: give --max-length N "
-                "(max_length=N)."
+                "the model does not say in a configuration how many tokens it sees at once: give "
+                "--max-length N (max_length=N)."
             )
-        self._max_length = min(self._positions or _LONGEST, _LONGEST) if max_length is None else max_length
-        self._check_positions(self._positions)
-        self._own: dict[str, Any] = {"max_length": self._max_length}
-        self._kind = self._make_kind(own)
+        self._max_length = min(positions or _LONGEST, _LONGEST) if max_length is None else max_length
+        self._check_positions(positions)
+        self._own = {"max_length": self._max_length, **_of_kind(self._data, own)}
+        self._kind = self._make_kind()
 
-    def _make_kind(self, own: Mapping[str, Any]) -> Kind:
-        """What is done with samples of the data's kind; the options that it has are kept."""
-        length, rows = self._max_length, self._data.rows
+    def _make_kind(self) -> Documents | Choices | Answers:
+        """What is done with samples of the data's kind."""
+        length, own, rows, tokens = self._max_length, self._own, self._data.rows, self._tokens
         if rows is None:
-            stride = length if own["stride"] is None else own["stride"]
-            if stride > length:
+            own["stride"] = length if own["stride"] is None else own["stride"]
+            if own["stride"] > length:
                 raise UsageError(
-                    f"--stride {stride} is more than the {length} tokens of a window (--max-length): no window "
-                    "can predict so many. Give a smaller one."
+                    f"--stride {own['stride']} is more than the {length} tokens of a window (--max-length): "
+                    "no window can predict so many. Give a smaller one."
                 )
-            self._own["stride"] = stride
-            windows = DocumentWindows(
-                self._data.documents,
-                self._tokens.fast,
-                prefix=self._tokens.prefix,
-                max_length=length,
-                stride=stride,
-            )
-            return Documents(windows)
+            return Documents(DocumentWindows(self._data.documents, tokens.fast, prefix=tokens.prefix, **own))
         if self._data.kind == CHOICES:
-            delimiter = " " if own["target_delimiter"] is None else own["target_delimiter"]
-            self._own["target_delimiter"] = delimiter
-            return Choices(of=rows, tokens=self._tokens, max_length=length, delimiter=delimiter)
-        most = own["max_new_tokens"] or _NEW_TOKENS
-        if most >= length:
+            return Choices(of=rows, tokens=tokens, **own)
+        if own["max_new_tokens"] >= length:
             raise UsageError(
-                f"--max-new-tokens {most} leaves no room for a prompt: the model sees {length} tokens at once "
-                "(--max-length). Give a smaller one."
+                f"--max-new-tokens {own['max_new_tokens']} leaves no room for a prompt: the model sees "
+                f"{length} tokens at once (--max-length). Give a smaller one."
             )
-        ignored = () if own["ignore"] == ("none",) else own["ignore"]
-        for each in ignored:
-            check_choice("--ignore", each, (*IGNORED, "none"))
-        at_newline = own["stop_at_newline"]
-        self._own |= {"max_new_tokens": most, "stop_at_newline": at_newline, "ignore": list(ignored)}
-        return Answers(
-            of=rows,
-            tokens=self._tokens,
-            max_length=length,
-            most=most,
-            at_newline=at_newline,
-            ignored=ignored,
-        )
+        return Answers(of=rows, tokens=tokens, **own)
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -200,42 +171,33 @@ class LanguageModeling(Task):
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._check_positions(_positions_of(model))
-        folder, length, tokens = self._model.folder, self._max_length, self._tokens.count
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
-        self._try_out(model, torch.tensor([[0, tokens - 1]]))
-        width = self._try_out(model, torch.zeros((1, length), dtype=torch.int64)).shape[2]
-        if width < tokens:
-            raise UsageError(
-                f"the tokenizer in {folder} tells {tokens} tokens apart, its model only {width}. Give a model "
-                "and a tokenizer that belong together."
-            )
-        kind = self._kind
-        kind.of_library = is_of_library(model)
-        if isinstance(kind, Answers):
-            kind.stops = end_tokens(model, self._tokens.ends)
-            last = [*kind.stops, *(self._tokens.with_newline(width) if kind.at_newline else ())]
-            kind.ends = torch.zeros(width, dtype=torch.bool)
-            kind.ends[last] = True
-            kind.ends = kind.ends.to(device)
+        self._try_out(model, torch.tensor([[0, self._tokens.count - 1]]))
+        width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64))
+        self._kind.of_library = is_of_library(model)
+        if isinstance(self._kind, Answers):
+            self._kind.end_at(end_tokens(model, self._tokens.ends), width, device)
         return model
 
-    def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        folder, shape = self._model.folder, tuple(tokens.shape)
+    def _try_out(self, model: nn.Module, tokens: Tensor) -> int:
+        """How many tokens the model tells apart."""
+        folder, count, shape = self._model.folder, self._tokens.count, tuple(tokens.shape)
         given = {"use_cache": False} if is_of_library(model) else {}
         try:
             logits = logits_of(try_out(folder, lambda: model(tokens, **given), shape[1]))
         except UsageError as error:
             raise UsageError(
-                f"{error}. Either its tokenizer is another model's (it tells {self._tokens.count} tokens "
-                "apart), or the model takes fewer tokens: give --max-length."
+                f"{error}. Either its tokenizer is another model's (it tells {count} tokens apart), or the "
+                "model takes fewer tokens: give --max-length."
             ) from error
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if not isinstance(logits, Tensor) or logits.ndim != 3 or found[:2] != shape:
+        found = tuple(getattr(logits, "shape", ()))
+        if len(found) != 3 or found[:2] != shape or found[2] < count:
             raise UsageError(
-                f"the model in {folder} gave {found} for tokens of shape {shape}, expected logits of shape "
-                f"{(*shape, 'tokens of the vocabulary')}"
+                f"the model in {folder} gave {found or type(logits).__name__} for tokens of shape {shape}: "
+                f"expected logits of shape {(*shape, count)} or more, as its tokenizer tells {count} tokens "
+                "apart. Give a model and a tokenizer that belong together."
             )
-        return logits
+        return int(found[2])
 
     def _check_positions(self, positions: int | None) -> None:
         if positions is not None and self._max_length > positions:
@@ -262,12 +224,12 @@ class LanguageModeling(Task):
 
     def metrics(self) -> Sequence[Metric | RowMetric]:
         """The metrics asked for, or all of the data's kind."""
-        return chosen(self._wanted, metrics_of_kind(self._data.kind))
+        return self._metrics
 
     def options(self) -> dict[str, Any]:
         """The options as they are used, those of the data's kind among them."""
         return {
-            "metric": list(self._wanted),
+            "metric": [metric.name for metric in self._metrics],
             **self._model.options(),
             "data": self._data.source,
             "text": self._text,
@@ -276,16 +238,10 @@ class LanguageModeling(Task):
 
     def description(self) -> dict[str, str]:
         """Model, weights, data, and how tokens are predicted."""
-        length = f"at most {self._max_length} tokens"
-        kind = self._data.kind
-        said = {
-            DOCUMENTS: ("samples", f"windows of {length}, stride {self._own.get('stride')}"),
-            CHOICES: ("choices", f"{length} with their context"),
-            ANSWERS: ("answers", f"greedy, at most {self._own.get('max_new_tokens')} tokens of {length[8:]}"),
-        }
-        label, words = said[kind]
-        of = f"{len(self._data.documents):,} {_WORDS[kind]}" if kind == DOCUMENTS else _WORDS[kind]
-        return {**self._model.description(), "data": f"{self._data.of}, {of}", label: words}
+        count = f"{len(self._data.documents):,} " if self._data.rows is None else ""
+        named = ", ".join(f"{name.replace('_', ' ')} {value!r}" for name, value in self._own.items())
+        data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
+        return {**self._model.description(), "data": data, "tokens": named}
 
     def sources(self) -> list[Any]:
         """The function that made the model, where it has one."""
@@ -293,19 +249,30 @@ class LanguageModeling(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """What the numbers depend on, besides data and weights."""
-        stops = {"stops": self._kind.stops} if isinstance(self._kind, Answers) else {}
         return {
             "kind": self._data.kind,
             "config": self._model.fingerprint(),
             "tokenizer": self._tokens.fingerprint(),
+            "stops": self._kind.stops,
             **self._own,
-            **stops,
         }
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
     return chosen(names, metrics_of_kind(options["kind"]))
+
+
+def _of_kind(data: LanguageData, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the data's kind has; another one is refused where it was given."""
+    defaults = {field.name: field.default for field in fields(LanguageModelingOptions)}
+    for name, value in own.items():
+        if _KIND_OF[name] != data.kind and value != defaults[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for {_WORDS[_KIND_OF[name]]}, and {data.of} has "
+                f"{_WORDS[data.kind]}. Leave it out."
+            )
+    return {name: value for name, value in own.items() if _KIND_OF[name] == data.kind}
 
 
 def _read(data: str | Path | PythonRows, text: str | None, cache: DataCache) -> LanguageData:

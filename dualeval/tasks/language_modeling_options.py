@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dualeval.models.weights_name import is_path_of_weights
-from dualeval.options.choices import IGNORED
+from dualeval.options.choices import IGNORED, check_choice
 from dualeval.options.fields import check_fields, option
 
 if TYPE_CHECKING:
@@ -79,12 +79,8 @@ class LanguageModelingOptions:
     stride: int | None = option(
         None, "Tokens that each window predicts (texts).", group=_TOKENS, least=1, shown="max-length"
     )
-    target_delimiter: str | None = option(
-        None, "Text between context and choice.", group=_TOKENS, shown="a space"
-    )
-    max_new_tokens: int | None = option(
-        None, "Most tokens of an answer (prompts).", group=_TOKENS, least=1, shown="32"
-    )
+    target_delimiter: str = option(" ", "Text between context and choice.", group=_TOKENS, shown="a space")
+    max_new_tokens: int = option(32, "Most tokens of an answer (prompts).", group=_TOKENS, least=1)
     stop_at_newline: bool = option(False, "End an answer with its line (prompts).", group=_TOKENS)
     ignore: tuple[str, ...] = option(
         IGNORED, "What does not count in an answer, or none (prompts).", group=_TOKENS
@@ -93,6 +89,8 @@ class LanguageModelingOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for each in self.ignore if self.ignore != ("none",) else ():
+            check_choice("--ignore", each, (*IGNORED, "none"))
 
     def make(self, cache: DataCache | None = None) -> LanguageModeling:
         """The task.
