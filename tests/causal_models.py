@@ -1,4 +1,4 @@
-"""Small causal language models of fixed seeds with their tokenizers, and texts, choices and prompts for them."""
+"""Small causal language models of fixed seeds, their tokenizers, and texts, choices and prompts for them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def save_causal(folder: Path, kind: str = "GPT2", *, begins: bool = False, **cha
         changes: of the configuration.
     """
     library = questions.transformers()
-    tokenizer, options = byte_level()
-    if begins:
-        from tokenizers import processors
+    from tokenizers import decoders, processors
 
+    tokenizer, options = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    if begins:
         template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
         tokenizer.post_processor = template
     else:
