@@ -77,6 +77,7 @@ LOADS_MORE = (
     "test_dry_run",
     "test_failed_samples",
     "test_image",
+    "test_language_modeling",
     "test_model_sources",
     "test_question_answering",
     "test_several",
