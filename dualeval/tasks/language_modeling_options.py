@@ -22,11 +22,19 @@ _TOKENS = "Tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelingOptions:
-    """Perplexity of texts, multiple choice, or greedy answers of a causal language model.
+    """Perplexity of texts, multiple choice or greedy answers.
 
     Attributes:
         known_metrics: the metrics that can be asked for by name, with a line each.
+        start: what ``dualeval init`` writes for this task.
     """
+
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "from transformers import AutoModelForCausalLM",
+        "model": 'return AutoModelForCausalLM.from_pretrained("models/mine")',
+        "data": "texts",
+        "more": ', tokenizer="models/mine", max_length=1024',
+    }
 
     known_metrics: ClassVar[Mapping[str, str]] = {
         "perplexity": "exp of the mean loss of a token (texts)",
