@@ -201,7 +201,7 @@ def collate_prompts(prompts: Sequence[Tensor], most_new: int) -> dict[str, Any]:
     groups = []
     for _, same in itertools.groupby(order, key=lambda at: lengths[at]):
         rows = torch.stack([prompts[at] for at in same]).long()
-        groups += rows.split(max(1, MOST_TOKENS // (rows.shape[1] + most_new)))
+        groups += torch.split(rows, max(1, MOST_TOKENS // (rows.shape[1] + most_new)))
     return {"groups": groups, "places": places}
 
 
