@@ -69,8 +69,8 @@ def language_modeling(folder: Path) -> dict[str, Any]:
         return math.exp(total / count)
 
     def task() -> Task:
-        given = {"tokenizer": folder / "tokenizer", "max_length": _LENGTH}
-        return LanguageModeling(model=model, data=folder / "texts", **given)
+        places: dict[str, Any] = {"data": folder / "texts", "tokenizer": folder / "tokenizer"}
+        return LanguageModeling(model=model, max_length=_LENGTH, **places)
 
     made: dict[str, str | int | Callable[..., Any]] = {"task": task, "by_hand": by_hand}
     return {**made, "metric": "perplexity", "samples": len(windows), "batch_size": _BATCH}

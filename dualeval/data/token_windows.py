@@ -198,7 +198,7 @@ def collate_prompts(prompts: Sequence[Tensor], most_new: int) -> dict[str, Any]:
     order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
     places = torch.full((len(prompts),), -1)
     places[order] = torch.arange(len(order))
-    groups = []
+    groups: list[Tensor] = []
     for _, same in itertools.groupby(order, key=lambda at: lengths[at]):
         rows = torch.stack([prompts[at] for at in same]).long()
         groups += torch.split(rows, max(1, MOST_TOKENS // (rows.shape[1] + most_new)))

@@ -13,7 +13,7 @@ from dualeval.options.fields import check_fields, option
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
-    from dualeval.tasks.language_modeling import LanguageModeling
+    from dualeval.tasks import Task
 
 _MODEL = "Model"
 _DATA = "Data"
@@ -100,7 +100,7 @@ class LanguageModelingOptions:
         for each in self.ignore if self.ignore != ("none",) else ():
             check_choice("--ignore", each, (*IGNORED, "none"))
 
-    def make(self, cache: DataCache | None = None) -> LanguageModeling:
+    def make(self, cache: DataCache | None = None) -> Task:
         """The task.
 
         Args:

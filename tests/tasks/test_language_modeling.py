@@ -453,7 +453,7 @@ def test_a_file_that_is_no_text(made: Made, tmp_path: Path) -> None:
 
 def test_models_and_tokenizers_that_do_not_fit(made: Made, tmp_path: Path) -> None:
     library = questions.transformers()
-    texts = {"data": made["texts"], "tokenizer": made["gpt2"]}
+    texts: dict[str, Any] = {"data": made["texts"], "tokenizer": made["gpt2"]}
     small = save_causal(tmp_path / "small", vocab_size=100)
     with pytest.raises(UsageError, match=r"tokenizer is another model's \(it tells 264 tokens apart\)"):
         run(small, made["texts"], None)
