@@ -106,7 +106,8 @@ class LanguageModelingOptions:
         Args:
             cache: what other tasks of the run have read of their data.
         """
-        from dualeval.tasks.language_modeling import LanguageModeling
+        from dualeval import tasks
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LanguageModeling(metrics=given.pop("metric"), cache=cache, **given)
+        task: Task = tasks.LanguageModeling(metrics=given.pop("metric"), cache=cache, **given)
+        return task
