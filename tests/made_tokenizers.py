@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualeval.data.windows import TokenizerFacts, WindowEncoder
+from dualeval.data.token_groups import TokenizerFacts
+from dualeval.data.windows import WindowEncoder
 from dualeval.models.text_models import load_tokenizer
 from dualeval.tasks.question_answering import USE
 from tests.assets import package_folder

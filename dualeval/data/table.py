@@ -6,7 +6,7 @@ import csv
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Table:
     # The names of the columns that are read.
     columns: tuple[str, ...]
     rows: Iterator[Row]
+    # The names of classes by column, where the file says them, in the order of their indices.
+    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def where(self, number: int) -> str:
         """Where a row is, for messages."""
@@ -204,7 +206,19 @@ def _of_parquet(path: Path, choose: Choose, of_texts: str) -> Table:
     if types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         raise UsageError(f"{path}: the column {columns[0]!r} holds {kind}, expected texts{of_texts}")
     rows = _parquet_rows(path, file, columns, pyarrow.ArrowException)
-    return Table(path=path, unit="row", columns=columns, rows=rows)
+    named = _class_names(schema.metadata or {})
+    return Table(path=path, unit="row", columns=columns, rows=rows, class_names=named)
+
+
+def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
+    """The names of classes by column, as Hugging Face's library writes them beside the rows."""
+    said = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = said.get("info", {}).get("features", {})
+    return {
+        column: tuple(feature["names"])
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
 
 
 def _parquet_rows(

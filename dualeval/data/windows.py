@@ -1,9 +1,7 @@
 """Question and text to windows of tokens, and windows to what a model takes in one forward.
 
 A text that is too long for the model is cut into windows that overlap; each holds the whole question. All
-windows of a question are in its batch. Within a batch they are sorted by length and computed a group at a
-time, each padded to its longest only. Groups follow from the batch alone, so a window is computed in the same
-company at any number of processes.
+windows of a question are in its batch, and are computed in groups (``token_groups``).
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,31 +16,15 @@ import torch
 from torch import Tensor
 
 from dualeval.data.squad import Questions
+from dualeval.data.token_groups import TokenizerFacts, fill_up, grouped
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-# Tokens that are computed in the time which one forward more takes: more groups pad less, but cost this.
-_FORWARD_TOKENS = 512
 _NOT_CONTEXT = -1
 
 # What ``WindowEncoder.encode`` makes of a question, all its windows one after the other.
 EncodedQuestion = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFacts:
-    """What a tokenizer has decided for its model."""
-
-    # The token that fills up.
-    pad_id: int
-    pad_type_id: int
-    # The token whose place stands for "no answer": [CLS]; None takes the first place.
-    null_id: int | None
-    # Whether the model is told which tokens are the question's.
-    type_ids: bool
-    # Whether it is filled up on the left; the context then comes before the question.
-    left: bool
 
 
 class WindowEncoder:
@@ -160,24 +141,19 @@ class WindowEncoder:
 
     def _join(self, group: Sequence[tuple[EncodedQuestion, tuple[int, int, int, int]]]) -> dict[str, Any]:
         """Windows, the longest first, as one padded block."""
-        facts = self._facts
-        shape = len(group), group[0][1][3]
-        ids = torch.full(shape, facts.pad_id)
-        types = torch.full(shape, facts.pad_type_id)
-        mask = torch.zeros(shape, dtype=torch.int64)
-        spans = torch.full((*shape, 2), _NOT_CONTEXT, dtype=torch.int32)
+        parts = [slice(first, first + length) for _, (_, _, first, length) in group]
+        texts = [
+            (sample["ids"][part], sample["types"][part])
+            for (sample, _), part in zip(group, parts, strict=True)
+        ]
+        inputs, places = fill_up(texts, self._facts)
+        spans = torch.full((*inputs["input_ids"].shape, 2), _NOT_CONTEXT, dtype=torch.int32)
         null = torch.zeros(len(group), dtype=torch.int64)
-        for row, (sample, (_, number, first, length)) in enumerate(group):
-            filled = shape[1] - length if facts.left else 0
-            target, source = slice(filled, filled + length), slice(first, first + length)
-            ids[row, target] = sample["ids"][source].long()
-            types[row, target] = sample["types"][source].long()
-            mask[row, target] = 1
-            spans[row, target] = sample["spans"][source]
-            null[row] = sample["null"][number] + filled
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        if facts.type_ids:
-            inputs["token_type_ids"] = types
+        for row, ((sample, (_, number, _, _)), part, place) in enumerate(
+            zip(group, parts, places, strict=True)
+        ):
+            spans[row, place] = sample["spans"][part]
+            null[row] = sample["null"][number] + place.start
         return {"inputs": inputs, "spans": spans, "null": null}
 
 
@@ -211,25 +187,6 @@ class EncodedQuestions:
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over everything about the first ``count`` questions."""
         return self._questions.fingerprint(count)
-
-
-def grouped(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Divide windows into groups so that they take the least: tokens with padding, and a constant a group."""
-    sizes = np.array(lengths, dtype=np.int64)
-    # Of the first n windows: what they take at least, and where their last group begins.
-    least = np.zeros(len(sizes) + 1, dtype=np.int64)
-    begins = np.zeros(len(sizes) + 1, dtype=np.int64)
-    for stop in range(1, len(sizes) + 1):
-        first = np.arange(max(0, stop - most), stop)
-        taken = least[first] + (stop - first) * sizes[first] + _FORWARD_TOKENS
-        best = int(taken.argmin())
-        least[stop], begins[stop] = taken[best], first[best]
-    groups = []
-    stop = len(sizes)
-    while stop:
-        groups.append((int(begins[stop]), stop))
-        stop = int(begins[stop])
-    return groups[::-1]
 
 
 def _flat(windows: Sequence[Sequence[int]]) -> Tensor:

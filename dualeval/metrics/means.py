@@ -358,6 +358,30 @@ class Ratio(_Estimate):
         return self._of_spread(ratio, samples, spread_of_ratio(ratio, sums))
 
 
+class BitsPerByte(Ratio):
+    """Negative log-likelihoods, in nats, over bytes, divided by log 2.
+
+    As ``bits_per_byte`` of lm-evaluation-harness (``lm_eval/api/metrics.py``). The ledger is that of Ratio.
+    """
+
+    def __init__(self, nats: str, size: str) -> None:
+        super().__init__(nats, size, name="bits_per_byte", higher_is_better=False)
+
+    @property
+    def score(self) -> Score:
+        """That of the ratio, in bits."""
+        return replace(super().score, factor=1 / math.log(2))
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """The ratio and its interval, in bits."""
+        found = super().compute(ledger)
+        value, ends = found.values[self.name], found.intervals.get(self.name)
+        interval = None if ends is None else (ends[0] / math.log(2), ends[1] / math.log(2))
+        bits = value / math.log(2) if isinstance(value, float) else None
+        intervals = {} if interval is None else {self.name: interval}
+        return replace(found, values={self.name: bits}, intervals=intervals)
+
+
 class Count(Described):
     """How many values of a bool column are true, or the sum of an integer column, such as one of tokens.
 

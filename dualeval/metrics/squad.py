@@ -38,6 +38,7 @@ from dualeval.metrics.means import mean_of_sum
 from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.moments import Moments, Sums
 from dualeval.metrics.scores import Score
+from dualeval.options.choices import IGNORED
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -47,10 +48,18 @@ _PERCENT = 100.0
 _PARTS = ("HasAns_", "NoAns_")
 
 
-def normalize_answer(text: str) -> str:
-    """Lower case, then without ASCII punctuation, the words a, an, the, and superfluous white space."""
-    lowered = text.lower().translate(_WITHOUT_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", lowered).split())
+def normalize_answer(text: str, ignored: Sequence[str] = IGNORED) -> str:
+    """Lower case, then without ASCII punctuation, the words a, an, the, and superfluous white space.
+
+    Or only some of these.
+    """
+    if "case" in ignored:
+        text = text.lower()
+    if "punctuation" in ignored:
+        text = text.translate(_WITHOUT_PUNCTUATION)
+    if "articles" in ignored:
+        text = _ARTICLES.sub(" ", text)
+    return " ".join(text.split()) if "whitespace" in ignored else text
 
 
 def score_answer(answer: str, gold: Sequence[str], *, unanswerable: bool) -> tuple[bool, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualeval.data.windows import TokenizerFacts
+from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.late_building import NotLate, is_building, late_or_whole
@@ -40,6 +40,8 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
     seed_of,
 )
+
+_MOST_TOKENS = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,8 @@ def config_of_module(model: nn.Module) -> str | None:
     return sha256(json.dumps(to_dict(), sort_keys=True, default=str).encode()).hexdigest()
 
 
-def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
-    """Read a fast tokenizer."""
+def read_tokenizer(folder: Path, use: Use) -> Any:
+    """A fast tokenizer of the library."""
     transformers = transformers_for(use.name)
     with quiet():
         try:
@@ -101,6 +103,12 @@ def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
             "characters a token stands for. Give a folder with a tokenizer.json, as "
             "AutoTokenizer.from_pretrained(NAME, use_fast=True).save_pretrained(DIR) writes it."
         )
+    return tokenizer
+
+
+def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
+    """Read a fast tokenizer that can fill up."""
+    tokenizer = read_tokenizer(folder, use)
     if tokenizer.pad_token_id is None:
         raise UsageError(f"the tokenizer in {folder} has no padding token. Set pad_token in its files.")
     facts = TokenizerFacts(
@@ -109,6 +117,9 @@ def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
         null_id=tokenizer.cls_token_id,
         type_ids="token_type_ids" in tokenizer.model_input_names,
         left=tokenizer.padding_side == "left",
+        # The library writes 10**30 for "not known".
+        most_tokens=tokenizer.model_max_length if tokenizer.model_max_length < _MOST_TOKENS else None,
+        cuts_left=tokenizer.truncation_side == "left",
     )
     return tokenizer.backend_tokenizer, facts
 

@@ -25,6 +25,8 @@ ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
 CLASS_ORDERS = ("name", "number")
 SPLITS = ("test", "train", "val")
+# What two answers may differ in.
+IGNORED = ("case", "punctuation", "articles", "whitespace")
 STATIC, DYNAMIC, LOCKSTEP = "static", "dynamic", "lockstep"
 SCHEDULES = (STATIC, DYNAMIC, LOCKSTEP)
 LARGEST_COUNT = 2**63 - 1  # of an int64, as tensors and files have it

@@ -35,8 +35,6 @@ BUILT_IN = "built in"
 _EXAMPLES = {
     "segment": "segmentation.py:shapes",
     "detect": "detection.py:rectangles",
-    "perplexity": "perplexity.py:perplexity",
-    "language": "perplexity.py:perplexity",
     "multilabel": "multilabel.py:digits",
     "regression": "regression.py:diabetes",
 }

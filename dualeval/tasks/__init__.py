@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TASKS = {
     "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
     "segmentation": "dualeval.tasks.segmentation_options:SegmentationOptions",
+    "language-modeling": "dualeval.tasks.language_modeling_options:LanguageModelingOptions",
     "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
 }
 

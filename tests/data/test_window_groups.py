@@ -13,13 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dualeval.data.windows import (
-    _FORWARD_TOKENS,
-    EncodedQuestion,
-    TokenizerFacts,
-    WindowEncoder,
-    grouped,
-)
+from dualeval.data.token_groups import FORWARD_TOKENS, TokenizerFacts, grouped
+from dualeval.data.windows import EncodedQuestion, WindowEncoder
 from dualeval.engine.nests import zeros_like
 from tests.made_tokenizers import (
     ACCENTS,
@@ -160,7 +155,7 @@ def test_collate(collator: Callable[..., WindowEncoder], data: st.DataObject) ->
 
 def cost(lengths: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
     """Tokens with padding, and as many a group as another forward takes."""
-    return sum((stop - first) * max(lengths[first:stop]) + _FORWARD_TOKENS for first, stop in groups)
+    return sum((stop - first) * max(lengths[first:stop]) + FORWARD_TOKENS for first, stop in groups)
 
 
 def divisions(count: int, most: int) -> list[list[tuple[int, int]]]:
@@ -187,7 +182,7 @@ def test_no_division_into_groups_takes_less(lengths: list[int], most: int) -> No
 
 
 def test_groups_of_known_windows() -> None:
-    more = _FORWARD_TOKENS
+    more = FORWARD_TOKENS
     assert grouped([], 8) == []
     assert grouped([5], 8) == [(0, 1)]
     assert grouped([5] * 20, 32) == [(0, 20)]
@@ -245,7 +240,7 @@ def test_dtypes_of_a_batch(collator: Callable[..., WindowEncoder]) -> None:
 
 
 def test_windows_of_one_question_may_be_in_several_groups(collator: Callable[..., WindowEncoder]) -> None:
-    long = 2 * _FORWARD_TOKENS
+    long = 2 * FORWARD_TOKENS
     batch = collator(FACTS, 8).collate([sample_of([long, long, 3], 0), sample_of([4], 1)])
     assert [group["inputs"]["input_ids"].shape for group in batch["groups"]] == [(2, long), (2, 4)]
     assert batch["places"].tolist() == [[0, 1, 3], [2, -1, -1]]

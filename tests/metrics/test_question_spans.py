@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualeval.data.windows import TokenizerFacts, WindowEncoder
+from dualeval.data.token_groups import TokenizerFacts
+from dualeval.data.windows import WindowEncoder
 from dualeval.metrics.spans import Spans, best_of_windows, best_spans, columns_of
 from dualeval.models.text_models import load_tokenizer
 from dualeval.tasks.question_answering import USE

@@ -510,7 +510,7 @@ def test_folders_that_are_none(vit: Path, tmp_path: Path) -> None:
     (tmp_path / "b/preprocessor_config.json").unlink()
     message = fails(f"hf:{tmp_path / 'b'}")
     assert "expected an image classifier" in message
-    assert "--task question-answering" in message and "examples/perplexity.py" in message
+    assert "--task question-answering" in message and "--task language-modeling" in message
     assert "Leave --weights out" in fails(f"hf:{vit}", "DEFAULT")
     assert "takes no arguments" in fails(f"hf:{vit}", arguments={"depth": 1})
 

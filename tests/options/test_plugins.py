@@ -380,11 +380,15 @@ def test_which_metrics_the_task_chooses_itself(package: Path, mine: str) -> None
 
 
 def test_built_in_metrics_are_listed_by_their_names() -> None:
+    from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS
+    from dualeval.tasks.language_kinds import metrics_of_kind
     from dualeval.tasks.question_answering import _all_metrics
 
     assert set(task_kind("image-classification").source.known_metrics) == {"top1", *BY_NAME}
     questions = {metric.name for metric in _all_metrics(True)}
     assert set(task_kind("question-answering").source.known_metrics) == questions
+    language = {metric.name for kind in (DOCUMENTS, CHOICES, ANSWERS) for metric in metrics_of_kind(kind)}
+    assert set(task_kind("language-modeling").source.known_metrics) == language
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -78,8 +78,8 @@ class TransformersModel(ModelSource):
         if type(config) not in known:
             raise UsageError(
                 f"--model {self.name} is {made}, expected an {self.noun}. For questions on texts type: "
-                f"--task question-answering --model {self._folder}. A language model takes a task of your "
-                "own, such as examples/perplexity.py."
+                f"--task question-answering --model {self._folder}. For a language model: --task "
+                f"language-modeling --model {self._folder} --data FILE.txt."
             )
         return config
 

@@ -1,0 +1,245 @@
+"""The three kinds of samples that a language model is evaluated on: windows, choices, and prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.columns import Column, Ragged, Text
+from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, answers_of, choices_of
+from dualeval.data.rows import Rows
+from dualeval.data.token_windows import DocumentWindows, collate_prompts, collate_sequences
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric
+from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
+from dualeval.metrics.squad import normalize_answer
+from dualeval.models.causal import NONE, CausalTokens, greedy, losses_of
+
+
+class Kind:
+    """What the task does with the samples of one kind; the methods are those of a Task."""
+
+    cluster: str | None = None
+    # Set with the model: whether it is of transformers, and which tokens end an answer and are none of it.
+    of_library = False
+    stops: Sequence[int] = ()
+
+    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
+        return [losses_of(model, group, of_library=self.of_library) for group in batch["groups"]]
+
+
+class Documents(Kind):
+    """Windows of documents, each token predicted once."""
+
+    rows = ("nll", "tokens", "bytes", "words", "document")
+    cluster = "document"
+
+    def __init__(self, windows: DocumentWindows) -> None:
+        self._windows = windows
+
+    def dataset(self) -> DocumentWindows:
+        return self._windows
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
+        sizes = {
+            name: torch.tensor([each[name] for each in samples]) for name in ("tokens", "bytes", "words")
+        }
+        return {**collate_sequences([each["sequences"] for each in samples]), **sizes}
+
+    def observe(self, outputs: list[Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        # A window that could not be read has no sequence.
+        nll = torch.zeros(len(batch["tokens"]), dtype=torch.float64, device=batch["tokens"].device)
+        if outputs:
+            nll[batch["owners"]] = torch.cat(outputs)[batch["places"]]
+        return {"nll": nll, **{name: batch[name] for name in ("tokens", "bytes", "words")}}
+
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
+        return {**columns, "document": Text(self._windows.document(index) for index in samples)}
+
+
+@dataclass(kw_only=True, eq=False)
+class RowKind(Kind):
+    """Samples that are rows, each encoded when it is read; also their data set."""
+
+    of: Rows
+    tokens: CausalTokens
+    max_length: int
+    # What takes the place of a row that cannot be read.
+    empty: ClassVar[Mapping[str, Any]]
+
+    def dataset(self) -> RowKind:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def id(self, index: int) -> str:
+        return self.of.ids[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return [self.encode(index) for index in indices]
+
+    def encode(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def placeholder(self, index: int) -> Mapping[str, Any]:
+        return self.empty
+
+    def fingerprint(self, count: int) -> str:
+        return self.of.fingerprint(count)
+
+
+@dataclass(kw_only=True, eq=False)
+class Choices(RowKind):
+    """Multiple choice, by the log-likelihood of each choice behind its context."""
+
+    rows = ("acc", "acc_norm", "acc_bytes", "prediction", "answer", "loglikelihoods", "cut")
+    empty: ClassVar = {"sequences": [], "answer": 0, "cut": False}
+
+    target_delimiter: str
+
+    def encode(self, index: int) -> dict[str, Any]:
+        context, choices, answer = choices_of(self.of, index)
+        sequences, cut = [], False
+        for place, choice in enumerate(choices):
+            before, after = self.tokens.pair(context, self.target_delimiter + choice)
+            if not 0 < len(after) <= self.max_length:
+                raise UsageError(
+                    f"{self.of.where(index)}: choice {place} is {len(after)} tokens behind its context, "
+                    f"expected 1 to {self.max_length} (--max-length)"
+                )
+            whole = torch.tensor([*before, *after], dtype=torch.int32)
+            cut = cut or len(whole) > self.max_length + 1
+            sequences.append((whole[-self.max_length - 1 :], len(after)))
+        return {"sequences": sequences, "answer": answer, "cut": cut}
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
+        return {
+            **collate_sequences([each["sequences"] for each in samples]),
+            "counts": torch.tensor([len(each["sequences"]) for each in samples]),
+            "answer": torch.tensor([each["answer"] for each in samples], dtype=torch.int32),
+            "cut": torch.tensor([each["cut"] for each in samples]),
+        }
+
+    def observe(self, outputs: list[Tensor], batch: Mapping[str, Any]) -> dict[str, Any]:
+        none = torch.zeros(0, dtype=torch.float64, device=batch["cut"].device)
+        found = -torch.cat([none, *outputs])[batch["places"]]
+        return {
+            "loglikelihoods": Ragged(found, batch["counts"]),
+            "answer": batch["answer"],
+            "cut": batch["cut"],
+        }
+
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
+        answers = columns["answer"].tolist()
+        best = [
+            self._best(index, each.tolist())
+            for index, each in zip(samples, columns["loglikelihoods"], strict=True)
+        ]
+        accuracies = {
+            name: torch.tensor([each[place] == answer for each, answer in zip(best, answers, strict=True)])
+            for place, name in enumerate(("acc", "acc_norm", "acc_bytes"))
+        }
+        return {
+            **columns,
+            **accuracies,
+            "prediction": torch.tensor([each[0] for each in best], dtype=torch.int32),
+        }
+
+    def _best(self, index: int, found: Sequence[float]) -> tuple[int, int, int]:
+        """The likeliest choice, that by character, and that by byte; of equal ones the first."""
+        if not found or any(map(math.isnan, found)):
+            return NONE, NONE, NONE
+        choices = choices_of(self.of, index)[1]
+        ones, characters = [1] * len(choices), [len(choice) for choice in choices]
+        sizes = (ones, characters, [len(choice.encode()) for choice in choices])
+        scores = [[value / size for value, size in zip(found, each, strict=True)] for each in sizes]
+        first, second, third = (each.index(max(each)) for each in scores)
+        return first, second, third
+
+
+@dataclass(kw_only=True, eq=False)
+class Answers(RowKind):
+    """Greedy answers to prompts."""
+
+    rows = ("exact_match", "generated", "cut", "nan_logits")
+    empty: ClassVar = {"prompt": torch.zeros(0, dtype=torch.int32), "cut": False}
+
+    max_new_tokens: int
+    stop_at_newline: bool
+    ignore: tuple[str, ...]
+
+    def end_at(self, stops: Sequence[int], count: int, device: torch.device) -> None:
+        """Say which of ``count`` tokens end an answer."""
+        self.stops = stops
+        newlines = self.tokens.with_newline(count) if self.stop_at_newline else []
+        self._ends = torch.zeros(count, dtype=torch.bool)
+        self._ends[[*stops, *newlines]] = True
+        self._ends = self._ends.to(device)
+
+    def encode(self, index: int) -> dict[str, Any]:
+        answers_of(self.of, index)
+        tokens = self.tokens.encode(self.of.text(index, self.of.columns[0]))
+        kept = tokens[-(self.max_length - self.max_new_tokens) :]
+        return {"prompt": torch.tensor(kept, dtype=torch.int32), "cut": len(kept) < len(tokens)}
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
+        joined = collate_prompts([each["prompt"] for each in samples], self.max_new_tokens)
+        return {**joined, "cut": torch.tensor([each["cut"] for each in samples])}
+
+    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
+        return [
+            greedy(model, prompts, self._ends, self.max_new_tokens, of_library=self.of_library)
+            for prompts in batch["groups"]
+        ]
+
+    def observe(self, outputs: list[tuple[Tensor, Tensor]], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        # The last row is that of prompts which could not be read.
+        none = torch.full((1, self.max_new_tokens), NONE, device=batch["cut"].device)
+        tokens = torch.cat([*(found for found, _ in outputs), none])[batch["places"]]
+        has_nan = torch.cat([*(nan for _, nan in outputs), none[0, :1] == 0])[batch["places"]]
+        return {"generated": tokens, "nan_logits": has_nan, "cut": batch["cut"]}
+
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
+        texts = [self._text(tokens) for tokens in columns["generated"].tolist()]
+        failed = columns["nan_logits"].tolist()
+        right = [
+            not nan and self._is_right(index, text)
+            for index, text, nan in zip(samples, texts, failed, strict=True)
+        ]
+        return {**columns, "generated": Text(texts), "exact_match": torch.tensor(right)}
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text = self.tokens.text([token for token in tokens if token not in (NONE, *self.stops)])
+        return text.partition("\n")[0] if self.stop_at_newline else text
+
+    def _is_right(self, index: int, text: str) -> bool:
+        try:
+            answers = answers_of(self.of, index)
+        except UsageError:  # of a row that could not be read
+            return False
+        return normalize_answer(text, self.ignore) in {
+            normalize_answer(each, self.ignore) for each in answers
+        }
+
+
+def metrics_of_kind(kind: str) -> list[Metric]:
+    """All metrics of samples of a kind."""
+    if kind == CHOICES:
+        return [
+            *(Mean(name, higher_is_better=True) for name in ("acc", "acc_norm", "acc_bytes")),
+            Count("cut", name="cut_contexts"),
+        ]
+    if kind == ANSWERS:
+        return [Mean("exact_match", higher_is_better=True), Count("cut", name="cut_contexts")]
+    assert kind == DOCUMENTS
+    sizes = {"perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes"}
+    return [
+        *(Ratio("nll", of, "exp", name=name, higher_is_better=False) for name, of in sizes.items()),
+        BitsPerByte("nll", "bytes"),
+    ]

@@ -1,0 +1,295 @@
+"""The task language-modeling: what a causal language model says of texts, choices and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.columns import Column
+from dualeval.data.cache import DataCache
+from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, LanguageData, read_language_data
+from dualeval.data.rows import PythonRows
+from dualeval.data.token_windows import DocumentWindows
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logits_of
+from dualeval.models.text_models import TextModel, Use, read_tokenizer, try_out
+from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
+from dualeval.models.weights import LoadedWeights
+from dualeval.options.choices import IGNORED
+from dualeval.tasks import Task
+from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
+from dualeval.tasks.language_modeling_options import LanguageModelingOptions
+from dualeval.tasks.scored_answers import chosen
+
+USE = Use(name="language modeling", kind="AutoModelForCausalLM")
+# Without --max-length: a model may see more, but its logits would take more memory than many have.
+_LONGEST = 2048
+_WORDS = {
+    DOCUMENTS: "documents",
+    CHOICES: "rows with choices",
+    ANSWERS: "rows with prompt and answer",
+}
+# The options that only one kind of data has.
+_KIND_OF = {
+    "stride": DOCUMENTS,
+    "target_delimiter": CHOICES,
+    **dict.fromkeys(("max_new_tokens", "stop_at_newline", "ignore"), ANSWERS),
+}
+
+
+class LanguageModeling(Task):
+    """A causal language model on documents, on rows with choices, or on rows with a prompt and its answer.
+
+    Args:
+        model: a folder with a model and its tokenizer, as ``save_pretrained`` writes them; or a module, or a
+            function without arguments that returns one. One that is not of transformers gets token ids,
+            int64 of shape (sequences, tokens), and returns logits of shape (sequences, tokens, vocabulary).
+        data: a text file, a folder of such files, or a table; or rows as of ``datasets.load_dataset``.
+        tokenizer: the folder of the tokenizer, where the model is no folder.
+        metrics: names of metrics; none for all of the data's kind.
+        cache: what other tasks of the run have read of their data.
+        text: this and all others: as the options of ``dualeval run`` (docs/language-modeling.md).
+
+    Raises:
+        UsageError: options, model, tokenizer and data do not fit together.
+    """
+
+    name = "language-modeling"
+    wants_workers = False
+    libraries = ("transformers", "tokenizers")
+
+    def __init__(
+        self,
+        *,
+        model: str | Path | nn.Module | Callable[[], nn.Module],
+        data: str | Path | PythonRows,
+        tokenizer: str | Path | None = None,
+        text: str | None = None,
+        weights: str | None = None,
+        weights_key: str | None = None,
+        weights_prefix: str | None = None,
+        trust_checkpoint: bool = False,
+        metrics: Sequence[str] = (),
+        max_length: int | None = None,
+        stride: int | None = None,
+        target_delimiter: str = " ",
+        max_new_tokens: int = 32,
+        stop_at_newline: bool = False,
+        ignore: Sequence[str] = IGNORED,
+        cache: DataCache | None = None,
+    ) -> None:
+        own: dict[str, Any] = {
+            "stride": stride,
+            "target_delimiter": target_delimiter,
+            "max_new_tokens": max_new_tokens,
+            "stop_at_newline": stop_at_newline,
+            "ignore": tuple(ignore),
+        }
+        # Which checks their values.
+        LanguageModelingOptions(model=Path(), data=Path(), max_length=max_length, **own)
+        self._model = TextModel(
+            model,
+            USE,
+            tokenizer=tokenizer,
+            weights=weights,
+            weights_key=weights_key,
+            weights_prefix=weights_prefix,
+            trust=trust_checkpoint,
+        )
+        self._data = _read(data, text, cache or DataCache())
+        self._text = text
+        every = metrics_of_kind(self._data.kind)
+        self._metrics = chosen(metrics or [metric.name for metric in every], every)
+        self._tokens = CausalTokens(read_tokenizer(self._model.folder, USE), self._model.folder)
+        positions = _positions_of(model)
+        if max_length is None and positions is None:
+            raise UsageError(
+                "the model does not say in a configuration how many tokens it sees at once: give "
+                "--max-length N (max_length=N)."
+            )
+        self._max_length = min(positions or _LONGEST, _LONGEST) if max_length is None else max_length
+        self._check_positions(positions)
+        self._own = {"max_length": self._max_length, **_of_kind(self._data, own)}
+        self._kind = self._make_kind()
+
+    def _make_kind(self) -> Documents | Choices | Answers:
+        """What is done with samples of the data's kind."""
+        length, own, rows, tokens = self._max_length, self._own, self._data.rows, self._tokens
+        if rows is None:
+            own["stride"] = length if own["stride"] is None else own["stride"]
+            if own["stride"] > length:
+                raise UsageError(
+                    f"--stride {own['stride']} is more than the {length} tokens of a window (--max-length): "
+                    "no window can predict so many. Give a smaller one."
+                )
+            return Documents(DocumentWindows(self._data.documents, tokens.fast, prefix=tokens.prefix, **own))
+        if self._data.kind == CHOICES:
+            return Choices(of=rows, tokens=tokens, **own)
+        if own["max_new_tokens"] >= length:
+            raise UsageError(
+                f"--max-new-tokens {own['max_new_tokens']} leaves no room for a prompt: the model sees "
+                f"{length} tokens at once (--max-length). Give a smaller one."
+            )
+        return Answers(of=rows, tokens=tokens, **own)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The columns that are kept of each sample."""
+        return self._kind.rows
+
+    @property
+    def cluster(self) -> str | None:
+        """The document, of windows."""
+        return self._kind.cluster
+
+    def dataset(self) -> Any:
+        """Windows, or rows."""
+        return self._kind.dataset()
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        """Join the sequences of a batch to groups of about one length."""
+        return self._kind.collate(samples)
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        """Make the model, try it on a window of full length, and bring it to its device."""
+        return self._tried(self._model.build(), device).to(device)
+
+    def build_late(self, device: torch.device) -> nn.Module:
+        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
+        return self._tried(self._model.build_late(), device)
+
+    @property
+    def loaded_weights(self) -> LoadedWeights | None:
+        """What was taken from a file that ``weights`` names."""
+        return self._model.loaded
+
+    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+        self._check_positions(_positions_of(model))
+        # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
+        self._try_out(model, torch.tensor([[0, self._tokens.count - 1]]))
+        width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64))
+        self._kind.of_library = is_of_library(model)
+        if isinstance(self._kind, Answers):
+            self._kind.end_at(end_tokens(model, self._tokens.ends), width, device)
+        return model
+
+    def _try_out(self, model: nn.Module, tokens: Tensor) -> int:
+        """How many tokens the model tells apart."""
+        folder, count, shape = self._model.folder, self._tokens.count, tuple(tokens.shape)
+        given = {"use_cache": False} if is_of_library(model) else {}
+        try:
+            logits = logits_of(try_out(folder, lambda: model(tokens, **given), shape[1]))
+        except UsageError as error:
+            raise UsageError(
+                f"{error}. Either its tokenizer is another model's (it tells {count} tokens apart), or the "
+                "model takes fewer tokens: give --max-length."
+            ) from error
+        found = tuple(getattr(logits, "shape", ()))
+        if len(found) != 3 or found[:2] != shape or found[2] < count:
+            raise UsageError(
+                f"the model in {folder} gave {found or type(logits).__name__} for tokens of shape {shape}: "
+                f"expected logits of shape {(*shape, count)} or more, as its tokenizer tells {count} tokens "
+                "apart. Give a model and a tokenizer that belong together."
+            )
+        return int(found[2])
+
+    def _check_positions(self, positions: int | None) -> None:
+        if positions is not None and self._max_length > positions:
+            raise UsageError(
+                f"--max-length {self._max_length} is more than the {positions} positions of the model in "
+                f"{self._model.folder}. Give a smaller one."
+            )
+
+    def notes(self) -> list[str]:
+        """Where in a checkpoint the weights were found, and what was removed from their names."""
+        return self._model.notes()
+
+    def forward(self, model: nn.Module, batch: Any) -> list[Any]:
+        """The losses of each group of sequences, or greedy answers."""
+        return self._kind.forward(model, batch)
+
+    def observe(self, outputs: list[Any], batch: Any) -> dict[str, Any]:
+        """The columns of each sample."""
+        return self._kind.observe(outputs, batch)
+
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
+        """Scores of the choices and answers, and the names of documents."""
+        return self._kind.postprocess(columns, samples)
+
+    def metrics(self) -> Sequence[Metric | RowMetric]:
+        """The metrics asked for, or all of the data's kind."""
+        return self._metrics
+
+    def options(self) -> dict[str, Any]:
+        """The options as they are used, those of the data's kind among them."""
+        return {
+            "metric": [metric.name for metric in self._metrics],
+            **self._model.options(),
+            "data": self._data.source,
+            "text": self._text,
+            **self._own,
+        }
+
+    def description(self) -> dict[str, str]:
+        """Model, weights, data, and how tokens are predicted."""
+        count = f"{len(self._data.documents):,} " if self._data.rows is None else ""
+        named = ", ".join(f"{name.replace('_', ' ')} {value!r}" for name, value in self._own.items())
+        data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
+        return {**self._model.description(), "data": data, "tokens": named}
+
+    def sources(self) -> list[Any]:
+        """The function that made the model, where it has one."""
+        return self._model.sources()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the numbers depend on, besides data and weights."""
+        return {
+            "kind": self._data.kind,
+            "config": self._model.fingerprint(),
+            "tokenizer": self._tokens.fingerprint(),
+            "stops": self._kind.stops,
+            **self._own,
+        }
+
+
+def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
+    return chosen(names, metrics_of_kind(options["kind"]))
+
+
+def _of_kind(data: LanguageData, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the data's kind has; another one is refused where it was given."""
+    defaults = {field.name: field.default for field in fields(LanguageModelingOptions)}
+    for name, value in own.items():
+        if _KIND_OF[name] != data.kind and value != defaults[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for {_WORDS[_KIND_OF[name]]}, and {data.of} has "
+                f"{_WORDS[data.kind]}. Leave it out."
+            )
+    return {name: value for name, value in own.items() if _KIND_OF[name] == data.kind}
+
+
+def _read(data: str | Path | PythonRows, text: str | None, cache: DataCache) -> LanguageData:
+    if not isinstance(data, str | Path):
+        return read_language_data(data, text)
+    key = ("language", Path(data).absolute(), text)
+    return cache.once(key, lambda: read_language_data(data, text))
+
+
+def _positions_of(model: Any) -> int | None:
+    """How many tokens a model sees at once, by its configuration; None where it does not say it."""
+    config = getattr(model, "config", None)
+    if isinstance(model, str | Path):
+        with quiet():
+            try:
+                config = transformers_for(USE.name).AutoConfig.from_pretrained(model, **LOCAL)
+            except (OSError, ValueError):  # said when it is built
+                return _LONGEST
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
