@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TASKS = {
     "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
     "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
+    "text-classification": "dualeval.tasks.text_classification_options:TextClassificationOptions",
 }
 
 

@@ -43,6 +43,7 @@ class ImageClassificationOptions:
         "top1": "fraction of images whose class is the first prediction; also top2, top3, ...",
         "accuracy": "the same as top1",
         "f1": "mean of the F1 of each class (macro_f1 of precision_recall)",
+        "mcc": "Matthews' correlation coefficient, of any number of classes",
         "auroc": "area under the ROC curve of each class against the rest, averaged",
         "precision_recall": "precision, recall and F1, for each class and averaged",
         "confusion": "counts of each class predicted as each other class",
