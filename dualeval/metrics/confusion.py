@@ -245,7 +245,8 @@ class Matthews(_ClassCounts):
 
     With s samples of which c are right, t of each class and p predicted as it: (c s - sum p t) / sqrt((s^2 -
     sum p^2) (s^2 - sum t^2)), and 0 where the divisor is 0 (J. Gorodkin, "Comparing two K-category
-    assignments by a K-category correlation coefficient", 2004). A prediction of -1 is a class of its own.
+    assignments by a K-category correlation coefficient", Comput. Biol. Chem. 28, 2004). A prediction of -1
+    is a class of its own.
 
     Ledger: as for ``PrecisionRecall``.
     """

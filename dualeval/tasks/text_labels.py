@@ -54,8 +54,10 @@ def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> 
                 rule=rule, classes=chosen, names=dict(enumerate(names)), num_classes=count, noun="label"
             )
             return found, torch.tensor([chosen[label] for label in labels])
+    known = {name.casefold() for name in names}
+    are_names = any(label.casefold() in known for label in first)
     for label, place in first.items():
-        if not _WHOLE.fullmatch(label):
+        if label.casefold() not in known if are_names else not _WHOLE.fullmatch(label):
             what = f"{label!r}" if label else "empty"
             raise UsageError(f"{rows.where(place)}: the label (column {column!r}) is {what}. {both}")
         if not 0 <= int(label) < count:

@@ -385,6 +385,10 @@ def test_built_in_metrics_are_listed_by_their_names() -> None:
     assert set(task_kind("image-classification").source.known_metrics) == {"top1", *BY_NAME}
     questions = {metric.name for metric in _all_metrics(True)}
     assert set(task_kind("question-answering").source.known_metrics) == questions
+    from dualeval.tasks.text_classification import _of_regression
+
+    others = {"binary_f1", "text_work", *(metric.name for metric in _of_regression())}
+    assert set(task_kind("text-classification").source.known_metrics) == {*BY_NAME, *others}
 
 
 @pytest.mark.parametrize("name", TASKS)

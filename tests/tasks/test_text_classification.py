@@ -116,7 +116,7 @@ def test_a_regression(regression: Path, tmp_path: Path) -> None:
     wanted = logits_by_hand(regression, rows, "sentence1", "sentence2")[:, 0].double().numpy()
     target = np.array([row["label"] for row in rows])
     found = result.metrics
-    assert list(found) == ["pearson", "spearman", "mse", "mae"]
+    assert {*found} == {"pearson", "spearman", "mse", "mae"}
     assert found["pearson"] == pytest.approx(scipy.stats.pearsonr(wanted, target).statistic, abs=1e-5)
     assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(wanted, target).statistic, abs=1e-2)
     assert found["mse"] == pytest.approx(((wanted - target) ** 2).mean(), rel=1e-4)
@@ -289,6 +289,7 @@ def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: 
             "rows of a list, row 1: the label (column 'label') is 'mixed'. The model's classes: negative, "
             "neutral, positive. The data's: positive, mixed.",
         ),
+        (NAMES, labelled("1", "positive"), "row 0: the label (column 'label') is '1'. The model's classes:"),
         (NAMES, labelled(1, None), "row 1: the label (column 'label') is empty"),
         (NAMES, labelled(1, 1.5), "row 1: the label (column 'label') is '1.5'"),
         (NAMES, labelled(1, 3), "row 1: the label (column 'label') is 3, beyond the model's classes, 0 to 2"),
