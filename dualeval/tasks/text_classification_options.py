@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -100,17 +100,5 @@ class TextClassificationOptions:
         """
         from dualeval.tasks.text_classification import TextClassification
 
-        return TextClassification(
-            model=self.model,
-            data=self.data,
-            text=self.text,
-            text_pair=self.text_pair,
-            label=self.label,
-            weights=self.weights,
-            weights_key=self.weights_key,
-            weights_prefix=self.weights_prefix,
-            trust_checkpoint=self.trust_checkpoint,
-            metrics=self.metric,
-            max_length=self.max_length,
-            cache=cache,
-        )
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "metric"}
+        return TextClassification(metrics=self.metric, cache=cache, **own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -45,21 +46,20 @@ def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> 
     for place, label in enumerate(labels):
         first.setdefault(label, place)
     both = _both_lists(names, count, rows.class_names.get(column, ()) or list(first))
-    for same in (str, str.casefold):
-        classes = {same(name): index for index, name in enumerate(names)}
-        if len(classes) == count and all(same(label) in classes for label in first):
-            chosen = {label: classes[same(label)] for label in first}
-            rule = "names of the model's classes"
-            found = Labels(
-                rule=rule, classes=chosen, names=dict(enumerate(names)), num_classes=count, noun="label"
-            )
-            return found, torch.tensor([chosen[label] for label in labels])
-    known = {name.casefold() for name in names}
-    are_names = any(label.casefold() in known for label in first)
+    by_name = _indices(names)
+    known = {label: by_name.get(label, by_name.get(label.casefold(), -1)) for label in first}
+    if min(known.values()) >= 0:
+        rule = "names of the model's classes"
+        named = Labels(
+            rule=rule, classes=known, names=dict(enumerate(names)), num_classes=count, noun="label"
+        )
+        return named, torch.tensor([known[label] for label in labels])
+    are_names = max(known.values()) >= 0
     for label, place in first.items():
-        if label.casefold() not in known if are_names else not _WHOLE.fullmatch(label):
+        if known[label] < 0 if are_names else not _WHOLE.fullmatch(label):
             what = f"{label!r}" if label else "empty"
             raise UsageError(f"{rows.where(place)}: the label (column {column!r}) is {what}. {both}")
+    for label, place in first.items():
         if not 0 <= int(label) < count:
             hint = " GLUE's test sets have -1 for every label: theirs are not published." * (label == "-1")
             raise UsageError(
@@ -85,6 +85,13 @@ def number_targets(rows: Rows, column: str) -> Tensor:
             )
         found.append(number)
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _indices(names: Sequence[str]) -> dict[str, int]:
+    """Classes by their names, and in small letters where no two are then equal."""
+    count = Counter(map(str.casefold, names))
+    small = {name.casefold(): index for index, name in enumerate(names) if count[name.casefold()] == 1}
+    return {**small, **{name: index for index, name in enumerate(names)}}
 
 
 def _text_of(value: object) -> str:
