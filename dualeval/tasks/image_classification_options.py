@@ -32,11 +32,20 @@ _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassificationOptions:
-    """One class an image: a folder of class folders, a manifest, or a data set by name.
+    """One class an image: class folders, a manifest, or a data set by name.
 
     Attributes:
         known_metrics: the metrics that can be asked for by name, with a line each.
+        start: what ``dualeval init`` writes for this task.
     """
+
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "import torch; import torchvision",
+        "model": "model = torchvision.models.resnet18(num_classes=10); "
+        'model.load_state_dict(torch.load("checkpoint.pt", weights_only=True)); return model',
+        "data": "val",
+        "more": ', preprocessing="imagenet"',
+    }
 
     known_metrics: ClassVar[Mapping[str, str]] = {
         "loss": "mean cross entropy",
@@ -55,6 +64,7 @@ class ImageClassificationOptions:
         None,
         "torchvision name, timm:NAME, hf:DIR, pkg.mod:fn, file.",
         group=_MODEL,
+        metavar="NAME",
         resolve=model_beside,
     )
     weights: str | None = option(

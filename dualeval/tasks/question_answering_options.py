@@ -25,7 +25,15 @@ class QuestionAnsweringOptions:
 
     Attributes:
         known_metrics: the metrics that can be asked for by name, with a line each.
+        start: what ``dualeval init`` writes for this task.
     """
+
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "from transformers import AutoModelForQuestionAnswering",
+        "model": 'return AutoModelForQuestionAnswering.from_pretrained("models/mine")',
+        "data": "dev-v2.0.json",
+        "more": ', tokenizer="models/mine"',
+    }
 
     known_metrics: ClassVar[Mapping[str, str]] = {
         "exact_match": "percentage of questions whose answer is right",

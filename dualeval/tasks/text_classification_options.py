@@ -21,11 +21,19 @@ _TEXTS = "Texts"
 
 @dataclass(frozen=True, kw_only=True)
 class TextClassificationOptions:
-    """One class or number a text, or a pair of texts: CSV, TSV, JSON lines, Parquet.
+    """One class or one number a text or pair of texts, from a table.
 
     Attributes:
         known_metrics: the metrics that can be asked for by name, with a line each.
+        start: what ``dualeval init`` writes for this task.
     """
+
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "from transformers import AutoModelForSequenceClassification",
+        "model": 'return AutoModelForSequenceClassification.from_pretrained("models/mine")',
+        "data": "dev.csv",
+        "more": ', tokenizer="models/mine"',
+    }
 
     known_metrics: ClassVar[Mapping[str, str]] = {
         "accuracy": "fraction of texts whose class is the first prediction; also top2, top3, ...",
