@@ -38,10 +38,11 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str]) -> dict[str, Any]:
         """The tokens of one text, or of a pair."""
-        found = self._whole.encode(*texts)
+        text, pair = texts[0], texts[1] if len(texts) > 1 else None
+        found = self._whole.encode(text, pair)
         truncated = len(found) > self.max_length
         if truncated:
-            found = self._cut.encode(*texts)
+            found = self._cut.encode(text, pair)
         ids, types = (torch.tensor(each, dtype=torch.int32) for each in (found.ids, found.type_ids))
         return {"ids": ids, "types": types, "truncated": truncated}
 

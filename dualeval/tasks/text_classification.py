@@ -49,6 +49,7 @@ _TEXTS = ("text", "sentence", "content")
 _LABELS = ("label", "labels", "class", "target", "score")
 _EXAMPLE = {"text": "a text", "label": 1}
 _MOST_TOKENS = 512
+_MULTI_LABEL = "multi_label_classification"
 _TOP = 5
 # Words; short enough that a text of one is filled up to as many.
 _PADDED_TO = 8
@@ -148,8 +149,10 @@ class TextClassification(Task):
 
     def collate(self, samples: Any) -> dict[str, Any]:
         """Sort the texts of a batch by length, and pad them in groups; with their classes or numbers."""
-        targets = self._targets[[sample["row"] for sample in samples]]
-        return {**self._encoder.collate(samples), "targets": targets}
+        batch = self._encoder.collate(samples)
+        if self._is_regression:  # its numbers are float64, and met on the host
+            return batch
+        return {**batch, "targets": self._targets[[sample["row"] for sample in samples]]}
 
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, try it on texts of full length, and bring it to its device."""
@@ -166,6 +169,11 @@ class TextClassification(Task):
 
     def _tried(self, model: nn.Module) -> nn.Module:
         check_vocabulary(self._model.folder, model, self._tokens)
+        if getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
+            raise UsageError(
+                f"the config of the model in {self._model.folder} says {_MULTI_LABEL}: expected one class a "
+                "text. For any number of labels write a task, such as examples/multilabel.py."
+            )
         outputs = self._try_out(model, "a")
         self._check_padding(outputs[1], self._try_out(model, "a " * _PADDED_TO)[1])
         try:

@@ -27,9 +27,10 @@ def test_correlations(ties: bool, shift: float) -> None:
     prediction = (0.6 * target + draw.normal(size=300)).astype(np.float32)
     if ties:
         target, prediction = target.round(), prediction.round()
-    columns = {"prediction": prediction, "target": target + shift}
+    columns: dict[str, Any] = {"prediction": prediction, "target": target + shift}
     one, other = prediction.astype(np.float64), target + shift
-    for metric, wanted in ((Pearson(), scipy.stats.pearsonr), (Spearman(), scipy.stats.spearmanr)):
+    pairs: list[tuple[Any, Any]] = [(Pearson(), scipy.stats.pearsonr), (Spearman(), scipy.stats.spearmanr)]
+    for metric, wanted in pairs:
         found = metric.compute(columns)
         assert found.values == {metric.name: pytest.approx(wanted(one, other).statistic, abs=1e-9)}
         assert found.directions == {metric.name: "higher"}

@@ -370,6 +370,7 @@ def test_refusals(model: Path, options: dict[str, Any], said: str) -> None:
         (lambda: Ignores(), "reads padding: the logits of a text differ by"),
         (lambda: Ignores("tokens"), "for 2 texts, expected logits of shape (2, classes)"),
         (lambda: Ignores("probabilities"), "returned None for 2 texts"),
+        (lambda: texts.classifier(problem_type="multi_label_classification"), "expected one class a text"),
         (lambda: texts.classifier(vocab_size=100), "tells 30522 tokens apart, its model only 100"),
     ],
 )
