@@ -65,16 +65,7 @@ def connect(name: str | None, world: World) -> Backend:
 
 
 def choose_backend(name: str | None, world: World) -> str:
-    """Choose the name of the backend: the same on every rank whose host has the same libraries.
-
-    Args:
-        name: as for ``connect``.
-        world: any rank's place.
-
-    Raises:
-        UsageError: there is no such backend.
-        LaunchError: this backend cannot run under this launcher, or Horovod is broken.
-    """
+    """Choose the name of the backend: the same on every rank whose host has the same libraries."""
     launcher = _launcher_of(world)
     if name is None:
         return _default(launcher)
@@ -99,11 +90,7 @@ def choose_backend(name: str | None, world: World) -> str:
 
 
 def check_mesh(name: str) -> None:
-    """Check that a model can be divided over the ranks of a backend, as ``Backend.mesh`` will.
-
-    Raises:
-        UsageError: it cannot; says what to type.
-    """
+    """Check that a model can be divided over the ranks of a backend, as ``Backend.mesh`` will."""
     if name not in ("single", "torch"):
         raise no_mesh(name)
 
@@ -120,12 +107,10 @@ def group_of_caller() -> str | None:
 
 
 def world_of_caller(name: str, found: World | None) -> World:
-    """This process's place in the caller's group.
+    """This process's place in the caller's group; ``found`` is that by the launcher's variables.
 
-    Args:
-        name: as ``group_of_caller`` gave it.
-        found: its place by the launcher's variables. Where these say something else, or nothing, the ranks
-            were started in another way (``torch.multiprocessing.spawn``), and the group is right.
+    Where these say something else, or nothing, the ranks were started in another way
+    (``torch.multiprocessing.spawn``), and the group is right.
     """
     if name == "torch":
         import torch.distributed as group

@@ -46,17 +46,11 @@ _BYTES = {8: "8 B", 2**20: "1 MiB", 64 * 2**20: "64 MiB"}
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """One library between ranks that one launcher starts.
+    """One library between ranks that one launcher starts."""
 
-    Attributes:
-        backend: its name for ``connect``.
-        start: gives the command that starts so many ranks.
-        over_mpi: whether it is mpirun.
-    """
-
-    backend: str
-    start: Command
-    over_mpi: bool = False
+    backend: str  # its name for ``connect``
+    start: Command  # gives the command that starts so many ranks
+    over_mpi: bool = False  # whether it is mpirun
 
 
 GROUPS = {

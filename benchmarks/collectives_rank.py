@@ -42,13 +42,9 @@ Calls = dict[str, Call]
 
 
 class Library(ABC):
-    """The bare calls of a library on one tensor.
+    """The bare calls of a library on one tensor."""
 
-    Attributes:
-        barrier: the library's own.
-    """
-
-    barrier: Call
+    barrier: Call  # the library's own
 
     @abstractmethod
     def calls(self, tensor: Tensor) -> dict[str, Calls]:

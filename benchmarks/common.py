@@ -55,32 +55,19 @@ _GRACE_S = 40  # torchrun ends its ranks in at most 30
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A process that ended.
+    """A process that ended."""
 
-    Attributes:
-        wall_s: seconds from start to end.
-        cpu_s: processor seconds, user and system, with those of its own processes.
-        output: its standard output.
-        errors: its standard error.
-        exit_code: 0, but where another one was allowed.
-    """
-
-    wall_s: float
-    cpu_s: float
-    output: str
-    errors: str
-    exit_code: int
+    wall_s: float  # seconds from start to end
+    cpu_s: float  # processor seconds, user and system, with those of its own processes
+    output: str  # its standard output
+    errors: str  # its standard error
+    exit_code: int  # 0, but where another one was allowed
 
 
 def run_process(
     command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str], any_exit_code: bool = False
 ) -> Finished:
-    """Run a command in the checkout and time it; nothing else may be run beside it.
-
-    Raises:
-        RuntimeError: it ended with another code than 0, which is not allowed; carries what it wrote.
-        subprocess.TimeoutExpired: it took longer.
-    """
+    """Run a command in the checkout and time it; nothing else may be run beside it."""
     cpu = _cpu_of_children()
     start = perf_counter()
     with subprocess.Popen(
@@ -243,16 +230,7 @@ def write_results(
     host: dict[str, Any],
     folder: Path = RESULTS,
 ) -> None:
-    """Print the page, and write it to results/NAME-DATE.md for people and .json for programs.
-
-    Args:
-        name: of the benchmark.
-        title: first line of the page.
-        body: Markdown.
-        figures: all that was measured, as plain values.
-        host: what ``machine`` said before the first measurement.
-        folder: in place of results/.
-    """
+    """Print the page, and write it to results/NAME-DATE.md for people and .json for programs."""
     print(body)
     now = datetime.now(timezone.utc)
     command = " ".join(["python", *sys.argv])

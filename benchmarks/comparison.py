@@ -39,29 +39,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """How often something happened in simulated comparisons.
+    """How often something happened in simulated comparisons."""
 
-    Attributes:
-        case: what was simulated.
-        rates: by method, the fraction of rounds.
-    """
-
-    case: tuple[str, ...]
-    rates: Mapping[str, float]
+    case: tuple[str, ...]  # what was simulated
+    rates: Mapping[str, float]  # by method, the fraction of rounds
 
 
 def proportions(
     samples: int, differing: float, worse: float, rounds: int, seed: int
 ) -> list[ProportionDifference]:
-    """Draw comparisons of right and wrong answers.
-
-    Args:
-        samples: pairs in each.
-        differing: expected fraction of them that are right in one run only.
-        worse: how much lower B's expected fraction of right answers is.
-        rounds: number of comparisons.
-        seed: of the random numbers.
-    """
+    """Draw comparisons of right and wrong answers."""
     drawn = np.random.default_rng(seed)
     chances = [(differing + worse) / 2, (differing - worse) / 2, 1 - differing]
     return [
@@ -73,15 +60,7 @@ def proportions(
 def means(
     differences: Floats, samples: int, worse: float, rounds: int, seed: int
 ) -> Iterator[MeanDifference]:
-    """Draw comparisons of a mean.
-
-    Args:
-        differences: a population of B - A; its mean is made -``worse``.
-        samples: pairs in each, drawn with replacement.
-        worse: how much lower B's mean is.
-        rounds: number of comparisons.
-        seed: of the random numbers.
-    """
+    """Draw comparisons of a mean."""
     drawn = np.random.default_rng(seed)
     centred = differences - differences.mean() - worse
     for _ in range(rounds):
@@ -96,16 +75,6 @@ def clustered(
     """Draw comparisons of right and wrong answers to questions that come in clusters, as those of an article.
 
     Which run is the better one depends on the cluster; of 12 to 190 questions in each, 43 in the middle.
-
-    Args:
-        clusters: number of clusters in each.
-        differing: expected fraction of samples that are right in one run only.
-        worse: how much lower B's expected fraction of right answers is.
-        rounds: number of comparisons.
-        seed: of the random numbers.
-
-    Returns:
-        each comparison by cluster, and as if all samples were independent.
     """
     drawn = np.random.default_rng(seed)
     shift = _shift(worse / differing)

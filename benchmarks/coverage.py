@@ -52,31 +52,18 @@ LEAST = {MEANS: 0.90, BOUNDED: 0.90, FUNCTIONS: 0.90, CLUSTERS: 0.92}
 
 @dataclass(frozen=True, kw_only=True)
 class Population:
-    """What is drawn from, and what the metric of all of it would be.
+    """What is drawn from, and what the metric of all of it would be."""
 
-    Attributes:
-        name: of the population, for people.
-        group: its table.
-        draw: gives the columns of so many samples, or clusters.
-        metric: of which there is an interval.
-        truth: its value over the whole population.
-        shown_from: as the package says it: fewer are rough; of clusters it says it of each interval.
-    """
-
-    name: str
-    group: str
-    draw: Draw
-    metric: Metric
-    truth: float
-    shown_from: int
+    name: str  # of the population, for people
+    group: str  # its table
+    draw: Draw  # gives the columns of so many samples, or clusters
+    metric: Metric  # of which there is an interval
+    truth: float  # its value over the whole population
+    shown_from: int  # as the package says it: fewer are rough; of clusters it says it of each interval
 
 
 def populations(losses: Floats) -> Iterator[Population]:
-    """All of the tables.
-
-    Args:
-        losses: of the embedded job.
-    """
+    """All of the tables."""
     mean, f1 = Mean("x"), F1(parts=False)
 
     def of(
@@ -227,37 +214,21 @@ def _clustered_losses(size: int | None) -> Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """How often intervals of one population, of samples of one size, hold its value.
+    """How often intervals of one population, of samples of one size, hold its value."""
 
-    Attributes:
-        population: its name.
-        group: its table.
-        size: samples or clusters.
-        held: part of the rounds in which the package's interval holds it.
-        usual: likewise, the usual interval.
-        none: part of the rounds without an interval, because all samples were equal; they hold nothing.
-        rough: part of the rounds whose interval the package calls rough.
-        missed: part of the rounds whose interval it does not call rough, and that does not hold the value.
-    """
-
-    population: str
-    group: str
-    size: int
-    held: float
-    usual: float
-    none: float
-    rough: float
+    population: str  # its name
+    group: str  # its table
+    size: int  # samples or clusters
+    held: float  # part of the rounds in which the package's interval holds it
+    usual: float  # likewise, the usual interval
+    none: float  # part of the rounds without an interval, because all samples were equal; they hold nothing
+    rough: float  # part of the rounds whose interval the package calls rough
+    # Part of the rounds whose interval it does not call rough, and that does not hold the value.
     missed: float
 
 
 def measure(population: Population, size: int, rounds: int) -> Cell:
-    """Draw samples of one size, and count.
-
-    Args:
-        population: what is drawn from.
-        size: of each sample; of clusters their number.
-        rounds: how many samples.
-    """
+    """Draw samples of one size, and count."""
     generator = np.random.default_rng(crc32(f"{population.name} {size}".encode()))
     [key] = population.metric.compute(torch.zeros(population.metric.size, dtype=torch.int64)).values
     held = usual = none = rough = missed = 0

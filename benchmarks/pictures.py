@@ -108,19 +108,12 @@ def write_files(folder: Path, source: Path, count: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured in turns.
+    """What is measured in turns."""
 
-    Attributes:
-        network: the function here that makes it: "cheap" or "resnet18".
-        folder: the files.
-        count: how many they are.
-        workers: reading processes.
-    """
-
-    network: str
-    folder: Path
-    count: int
-    workers: int
+    network: str  # the function here that makes it: "cheap" or "resnet18"
+    folder: Path  # the files
+    count: int  # how many they are
+    workers: int  # reading processes
 
     def task(self) -> ImageClassification:
         """dualeval's task."""

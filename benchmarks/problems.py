@@ -26,29 +26,18 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank's loop gave.
+    """What one rank's loop gave."""
 
-    Attributes:
-        seconds: from the first forward of a whole batch until loss and top1 are at hand, reductions included.
-        cpu_s: processor seconds of this rank in them.
-        samples: that this rank has added to the result; 0 where another rank adds them.
-        top1: over all ranks; None where the loop does not reduce.
-        loss: the mean over all ranks, likewise.
-    """
-
+    # From the first forward of a whole batch until loss and top1 are at hand, reductions included.
     seconds: float
-    cpu_s: float
-    samples: int
-    top1: float | None = None
-    loss: float | None = None
+    cpu_s: float  # processor seconds of this rank in them
+    samples: int  # that this rank has added to the result; 0 where another rank adds them
+    top1: float | None = None  # over all ranks; None where the loop does not reduce
+    loss: float | None = None  # the mean over all ranks, likewise
 
 
 class Stopwatch:
-    """Times from the first forward of a whole batch on: what a library does before it is start-up.
-
-    Attributes:
-        began: wall and processor time of that forward; None before it.
-    """
+    """Times from the first forward of a whole batch on: what a library does before it is start-up."""
 
     def __init__(self) -> None:
         self.began: tuple[float, float] | None = None
@@ -71,16 +60,7 @@ class Stopwatch:
 
 
 class Normalised(nn.Module):
-    """A network that takes uint8 images, so that every loop normalises them in the same way.
-
-    Args:
-        network: takes normalised images.
-        mean: of pixels scaled to [0, 1], a value a channel.
-        std: likewise.
-
-    Attributes:
-        watch: begins at the first forward.
-    """
+    """A network that takes uint8 images, so that every loop normalises them in the same way."""
 
     # It decides no number: without this, dualeval would refuse ranks whose times differ.
     dualeval_identity_ignores = ("watch",)
@@ -104,12 +84,7 @@ class Normalised(nn.Module):
 
 
 class ReadyBatches(Dataset[tuple[Tensor, Tensor]]):
-    """Images and targets in memory, read by the batch: nothing is left to collate.
-
-    Args:
-        images: uint8 (n, channels, height, width).
-        targets: int64 (n,).
-    """
+    """Images and targets in memory, read by the batch: nothing is left to collate."""
 
     def __init__(self, images: Tensor, targets: Tensor) -> None:
         self._images, self._targets = images, targets
@@ -144,23 +119,15 @@ def unchanged(batch: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A network and images in memory.
+    """A network and images in memory."""
 
-    Attributes:
-        network: in evaluation mode, on the CPU; takes uint8 images.
-        images: uint8 (n, channels, height, width).
-        targets: int64 (n,).
-        classes: number of the network's outputs.
-        batch_size: samples a batch.
-        ready: whether the data set returns ready batches; else it is a ``TensorDataset``, whose samples are
-            collated as a DataLoader does without being told.
-    """
-
-    network: Normalised
-    images: Tensor
-    targets: Tensor
-    classes: int
-    batch_size: int = 64
+    network: Normalised  # in evaluation mode, on the CPU; takes uint8 images
+    images: Tensor  # uint8 (n, channels, height, width)
+    targets: Tensor  # int64 (n,)
+    classes: int  # number of the network's outputs
+    batch_size: int = 64  # samples a batch
+    # Whether the data set returns ready batches; else it is a ``TensorDataset``, whose samples are collated
+    # as a DataLoader does without being told.
     ready: bool = False
 
     def data(self) -> Dataset[Any]:

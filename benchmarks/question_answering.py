@@ -141,17 +141,11 @@ def write_model(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a loop gave.
+    """What a loop gave."""
 
-    Attributes:
-        seconds: of the loop.
-        answers: by the question's id.
-        work: windows, tokens in them, and padded_tokens, those computed.
-    """
-
-    seconds: float
-    answers: dict[str, str]
-    work: dict[str, int]
+    seconds: float  # of the loop
+    answers: dict[str, str]  # by the question's id
+    work: dict[str, int]  # windows, tokens in them, and padded_tokens, those computed
 
     @property
     def padding(self) -> float:
@@ -162,15 +156,7 @@ class Outcome:
 def plain(
     model: Any, tokenizer: Any, questions: Sequence[Question], *, padding: str | bool, batch_size: int
 ) -> Outcome:
-    """The loop that people write.
-
-    Args:
-        model: in evaluation mode.
-        tokenizer: a fast one of the transformers library.
-        questions: with their contexts.
-        padding: "max_length", or False for the longest window of each batch.
-        batch_size: windows a batch.
-    """
+    """The loop that people write."""
     began = perf_counter()
     encoded = tokenizer(
         [question.question.lstrip() for question in questions],
@@ -266,21 +252,13 @@ def ours(model: Path, data: Path, engine: Engine, out: Path) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All that was measured.
+    """All that was measured."""
 
-    Attributes:
-        questions: number of them.
-        threads: torch's, as they came.
-        lengths: tokens of each window.
-        compared: by loop, the outcome of the round that warms up.
-        seconds: by loop, a value a round.
-    """
-
-    questions: int
-    threads: int
-    lengths: list[int]
-    compared: Mapping[str, Outcome]
-    seconds: Mapping[str, list[float]]
+    questions: int  # number of them
+    threads: int  # torch's, as they came
+    lengths: list[int]  # tokens of each window
+    compared: Mapping[str, Outcome]  # by loop, the outcome of the round that warms up
+    seconds: Mapping[str, list[float]]  # by loop, a value a round
 
     def equal(self, name: str) -> int:
         """Questions to which a loop gives the same answer as dualeval."""

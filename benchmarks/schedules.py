@@ -57,15 +57,7 @@ _ROUND_S = 120
 
 
 class Sleeping(TinyTask):
-    """A task that takes no time but what it sleeps.
-
-    Args:
-        count: number of samples.
-        seconds: that each batch takes on this rank; the result does not depend on them.
-
-    Attributes:
-        batches: number of batches of this rank so far.
-    """
+    """A task that takes no time but what it sleeps."""
 
     def __init__(self, count: int, seconds: float) -> None:
         super().__init__(count)
@@ -80,11 +72,7 @@ class Sleeping(TinyTask):
 
 
 class Computing(ImageClassification):
-    """The embedded job.
-
-    Attributes:
-        batches: number of batches of this rank so far.
-    """
+    """The embedded job."""
 
     batches = 0
 

@@ -58,21 +58,13 @@ _MODULE = ["-m", "dualeval", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A way to start an evaluation.
+    """A way to start an evaluation."""
 
-    Attributes:
-        command: starts it; up to --out.
-        bare: name of the bare script's command that joins the same library's group in the same way.
-        ranks: number of processes.
-        backend: name of the backend.
-        over_mpi: whether mpirun starts the ranks.
-    """
-
-    command: list[str]
-    bare: str
-    ranks: int = 2
-    backend: str = "torch"
-    over_mpi: bool = False
+    command: list[str]  # starts it; up to --out
+    bare: str  # name of the bare script's command that joins the same library's group in the same way
+    ranks: int = 2  # number of processes
+    backend: str = "torch"  # name of the backend
+    over_mpi: bool = False  # whether mpirun starts the ranks
 
 
 # By the words that a person types.

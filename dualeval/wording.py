@@ -10,14 +10,7 @@ from dualeval.errors import UsageError
 
 
 def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff: float = 0.6) -> str:
-    """A sentence with the known names that are nearest to a wrong one, after a space; "" where none is near.
-
-    Args:
-        name: the wrong one.
-        known: the names that there are.
-        most: how many of them it offers.
-        cutoff: how near they have to be, from 0 to 1 (equal), as ``difflib.get_close_matches`` takes it.
-    """
+    """A sentence with the known names nearest to a wrong one, after a space; "" where none is near."""
     near = difflib.get_close_matches(str(name), list(map(str, known)), n=most, cutoff=cutoff)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 

@@ -23,19 +23,12 @@ def efficientnet_lite0(num_classes):
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """What a run on the twenty pictures needs.
+    """What a run on the twenty pictures needs."""
 
-    Attributes:
-        home: the working folder in which ``--model lite:efficientnet_lite0`` is found.
-        data: 1000 class folders named by wnid; links to the pictures in those that have one.
-        labels: the true class of each picture by its id.
-        weights: EfficientNet-Lite0's checkpoint.
-    """
-
-    home: Path
-    data: Path
-    labels: dict[str, int]
-    weights: Path
+    home: Path  # the working folder in which ``--model lite:efficientnet_lite0`` is found
+    data: Path  # 1000 class folders named by wnid; links to the pictures in those that have one
+    labels: dict[str, int]  # the true class of each picture by its id
+    weights: Path  # EfficientNet-Lite0's checkpoint
 
     @property
     def arguments(self) -> list[str | Path]:

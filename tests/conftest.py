@@ -65,6 +65,11 @@ class Finished:
     stdout: str
     stderr: str
 
+    def ok(self) -> Finished:
+        """Itself, of a command that has ended well."""
+        assert self.returncode == 0, self.stderr
+        return self
+
 
 # Tests of how processes start, of what is loaded then, and of memory: each of their starts is a real one.
 REAL_STARTS = (
@@ -73,15 +78,8 @@ REAL_STARTS = (
 )
 # Tests whose processes load these too, which takes a process seconds.
 LOADS_MORE = (
-    "test_cli",
-    "test_dry_run",
-    "test_failed_samples",
-    "test_image",
-    "test_model_sources",
-    "test_question_answering",
-    "test_several",
-    "test_task_examples",
-    "test_torchmetrics",
+    *("test_cli", "test_dry_run", "test_failed_samples", "test_image", "test_model_sources"),
+    *("test_question_answering", "test_several", "test_task_examples", "test_torchmetrics"),
     "test_training",
 )
 MORE = (

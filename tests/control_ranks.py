@@ -76,17 +76,7 @@ def _run_ranks(ranks: range, size: int, offers: Any, work: Work, timeout_s: floa
 
 
 def on_many_ranks(size: int, processes: int, work: Work, timeout_s: float = 60.0) -> list[Any]:
-    """Run ``work(rank, control plane)`` on all ranks at once, forked from this process.
-
-    Args:
-        size: number of ranks; rank 0 has a process of its own.
-        processes: among which the others are divided.
-        work: what each does.
-        timeout_s: how long a rank may stand still.
-
-    Returns:
-        what it has returned, by rank; a traceback where it has raised.
-    """
+    """Run ``work(rank, control plane)`` on all ranks at once, forked from this process."""
     context = multiprocessing.get_context("fork")
     offers, results = context.Queue(), context.Queue()
     shares = [range(1)]

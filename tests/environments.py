@@ -25,27 +25,30 @@ RECORDED = "recorded here"
 
 @dataclass(frozen=True)
 class Environment:
-    """What one process of a launcher finds.
+    """What one process of a launcher finds."""
 
-    Attributes:
-        name: how it was started.
-        source: where the variables are from.
-        text: the variables, as a shell would take them.
-        expected: the World, or words of the error.
-    """
-
-    name: str
-    source: str
-    text: str
-    expected: World | str
+    name: str  # how it was started
+    source: str  # where the variables are from
+    text: str  # the variables, as a shell would take them
+    expected: World | str  # the World, or words of the error
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables by name."""
-        return dict(word.partition("=")[::2] for word in shlex.split(self.text))
+        return read_variables(self.text)
 
 
-def world(
+def read_variables(text: str) -> dict[str, str]:
+    """Variables by name, of a text as a shell takes it."""
+    return dict(word.partition("=")[::2] for word in shlex.split(text))
+
+
+def recorded(name: str, text: str, expected: World | str) -> Environment:
+    """One that was found by starting the launcher here."""
+    return Environment(name, RECORDED, text, expected)
+
+
+def world_at(
     launcher: str,
     rank: int,
     size: int,
@@ -76,7 +79,7 @@ def srun(
     **more: Any,
 ) -> World:
     """Make that of a step of the cluster of namespaces."""
-    return world(
+    return world_at(
         "srun",
         *numbers,
         meeting=AtAddress(
@@ -89,83 +92,75 @@ def srun(
 
 def env(rank: int, size: int, local_rank: int = 0, *, master: tuple[str, int]) -> World:
     """Make that of plain variables: which ranks share a node, nobody has said."""
-    return world("env", rank, size, local_rank, 1, meeting=AtMaster(address=master), placed=False)
+    return world_at("env", rank, size, local_rank, 1, meeting=AtMaster(address=master), placed=False)
 
 
 ALONE = World.alone()
 ENVIRONMENTS = [
-    Environment(
+    recorded(
         "mpirun of Open MPI 4.1",
-        RECORDED,
         """\
         OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3 OMPI_COMM_WORLD_NODE_RANK=2
         OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
         PMIX_NAMESPACE=257949697 PMIX_RANK=2""",
-        world("openmpi", 2, 3, 2, 3, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 2, 3, 2, 3, mpi=True, meeting=OverMpi()),
     ),
-    Environment(
+    recorded(
         "mpirun of Open MPI 5.0",
-        RECORDED,
         """\
         OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 OMPI_COMM_WORLD_NODE_RANK=1
         OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
         PMIX_NAMESPACE=prterun-vm-25527@1 PMIX_RANK=1""",
-        world("openmpi", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
     ),
-    Environment(
+    recorded(
         "mpirun of Open MPI 4.1 over two hosts",
-        RECORDED,
         """\
         OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_NODE_RANK=0
         OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=3 PMIX_HOSTNAME=h1
         PMIX_NAMESPACE=3171221505 PMIX_RANK=2""",
-        world("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
     ),
-    Environment(
+    recorded(
         "mpirun of MPICH 5.0",
-        RECORDED,
         """\
         MPI_LOCALNRANKS=3 MPI_LOCALRANKID=1 PMI_FD=11 PMI_HOSTNAME=vm PMI_RANK=1 PMI_SIZE=3""",
-        world("mpich", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
+        world_at("mpich", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
     ),
-    Environment(
+    recorded(
         "horovodrun --mpi",
-        RECORDED,
         """\
         OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1
         OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
         PMIX_NAMESPACE=150077441 PMIX_RANK=1""",
-        world("openmpi", 1, 2, 1, 2, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 1, 2, 1, 2, mpi=True, meeting=OverMpi()),
     ),
-    Environment(
+    recorded(
         "horovodrun --gloo",
-        RECORDED,
         """\
         HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo HOROVOD_CROSS_RANK=0 HOROVOD_CROSS_SIZE=1
         HOROVOD_GLOO_IFACE=lo HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=13938
         HOROVOD_HOSTNAME=localhost HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 HOROVOD_RANK=1
         HOROVOD_SIZE=2""",
-        world("horovodrun", 1, 2, 1, 2, meeting=AtHorovodrun(address=("127.0.0.1", 13938))),
+        world_at("horovodrun", 1, 2, 1, 2, meeting=AtHorovodrun(address=("127.0.0.1", 13938))),
     ),
-    Environment(
+    recorded(
         "horovodrun --gloo over two hosts",
-        RECORDED,
         """\
         HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo HOROVOD_CROSS_RANK=1 HOROVOD_CROSS_SIZE=2
         HOROVOD_GLOO_IFACE=eth0 HOROVOD_GLOO_RENDEZVOUS_ADDR=10.77.0.10
         HOROVOD_GLOO_RENDEZVOUS_PORT=2966 HOROVOD_HOSTNAME=h1 HOROVOD_LOCAL_RANK=0 HOROVOD_LOCAL_SIZE=1
         HOROVOD_RANK=2 HOROVOD_SIZE=3""",
-        world("horovodrun", 2, 3, 0, 1, meeting=AtHorovodrun(address=("10.77.0.10", 2966))),
+        world_at("horovodrun", 2, 3, 0, 1, meeting=AtHorovodrun(address=("10.77.0.10", 2966))),
     ),
-    Environment(
+    recorded(
         "torchrun",
-        RECORDED,
         """\
         GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost
         MASTER_PORT=40603 RANK=1 TORCHELASTIC_RESTART_COUNT=0
         TORCHELASTIC_RUN_ID=a05c029a-9f44-49e5-8e91-e6644d1b340c TORCHELASTIC_USE_AGENT_STORE=True
         WORLD_SIZE=2""",
-        world(
+        world_at(
             "torchrun",
             1,
             2,
@@ -177,9 +172,8 @@ ENVIRONMENTS = [
             ),
         ),
     ),
-    Environment(
+    recorded(
         "one torchrun a node under srun",
-        RECORDED,
         """\
         GROUP_RANK=1 GROUP_WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=39725
         RANK=2 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=1 SLURM_JOB_ID=14
@@ -187,11 +181,10 @@ ENVIRONMENTS = [
         SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2
         SLURM_STEP_TASKS_PER_NODE=1(x2) TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=7
         TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=4""",
-        world("torchrun", 2, 4, 0, 2, 1, meeting=AtTorchrun(address=("h0", 39725), launch_id="7")),
+        world_at("torchrun", 2, 4, 0, 2, 1, meeting=AtTorchrun(address=("h0", 39725), launch_id="7")),
     ),
-    Environment(
+    recorded(
         "srun, uneven",
-        RECORDED,
         """\
         SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=2 SLURM_JOB_ID=1
         SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=3 SLURM_PROCID=2
@@ -199,9 +192,8 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=2,1""",
         srun(2, 3, 0, 1, 1, job=1, sizes=(2, 1)),
     ),
-    Environment(
+    recorded(
         "srun with GPUs",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_GPUS_ON_NODE=2 SLURM_GTIDS=0,1
         SLURM_JOB_ID=2 SLURM_JOB_NODELIST=h0 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_NTASKS=2
@@ -209,9 +201,8 @@ ENVIRONMENTS = [
         SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2""",
         srun(1, 2, 1, 2, 0, job=2, sizes=(2,), promised_gpus="SLURM_GPUS_ON_NODE=2"),
     ),
-    Environment(
+    recorded(
         "srun --mpi=pmix",
-        RECORDED,
         """\
         PMIX_HOSTNAME=h1 PMIX_NAMESPACE=slurm.pmix.3.0 PMIX_RANK=3 SLURMD_NODENAME=h1
         SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=2,3 SLURM_JOB_ID=3 SLURM_JOB_NODELIST=h[0-1]
@@ -220,9 +211,8 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=2(x2)""",
         srun(3, 4, 1, 2, 1, job=3, sizes=(2, 2), mpi=True),
     ),
-    Environment(
+    recorded(
         "srun --mpi=pmi2",
-        RECORDED,
         """\
         PMI_FD=11 PMI_JOBID=4.0 PMI_RANK=2 PMI_SIZE=4 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval
         SLURM_GTIDS=2,3 SLURM_JOB_ID=4 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1
@@ -230,9 +220,8 @@ ENVIRONMENTS = [
         SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)""",
         srun(2, 4, 0, 2, 1, job=4, sizes=(2, 2), mpi=True),
     ),
-    Environment(
+    recorded(
         "srun --pty",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_JOB_ID=5
         SLURM_JOB_NODELIST=h0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=1 SLURM_PROCID=0
@@ -240,9 +229,8 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=1""",
         srun(0, 1, 0, 1, 0, job=5, sizes=(1,)),
     ),
-    Environment(
+    recorded(
         "srun --distribution=arbitrary",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=arbitrary SLURM_GTIDS=1,2
         SLURM_JOB_ID=15 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=3
@@ -250,9 +238,8 @@ ENVIRONMENTS = [
         SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1""",
         "with --distribution=arbitrary task 0 may run anywhere",
     ),
-    Environment(
+    recorded(
         "srun in a batch script",
-        RECORDED,
         """\
         SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=block SLURM_GTIDS=3
         SLURM_JOB_ID=8 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=4
@@ -260,43 +247,38 @@ ENVIRONMENTS = [
         SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=3,1""",
         srun(3, 4, 0, 1, 1, job=8, sizes=(3, 1)),
     ),
-    Environment(
+    recorded(
         "a batch script",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_JOB_ID=8
         SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=4 SLURM_PROCID=0""",
         ALONE,
     ),
-    Environment(
+    recorded(
         "an salloc shell",
-        RECORDED,
         """\
         SLURM_CLUSTER_NAME=dualeval SLURM_JOB_ID=6 SLURM_JOB_NODELIST=h[0-1] SLURM_NTASKS=4""",
         ALONE,
     ),
-    Environment(
+    recorded(
         "mpirun in an salloc shell",
-        RECORDED,
         """\
         OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1
         OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_UNIVERSE_SIZE=4 PMIX_HOSTNAME=h0
         PMIX_NAMESPACE=3204710401 PMIX_RANK=1 SLURM_CLUSTER_NAME=dualeval SLURM_JOB_ID=7
         SLURM_JOB_NODELIST=h[0-1] SLURM_NTASKS=4""",
-        world("openmpi", 1, 4, 1, 2, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 1, 4, 1, 2, mpi=True, meeting=OverMpi()),
     ),
-    Environment(
+    recorded(
         "the batch script of an array's task",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_ARRAY_JOB_ID=9 SLURM_ARRAY_TASK_COUNT=2 SLURM_ARRAY_TASK_ID=4
         SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_JOB_ID=9 SLURM_JOB_NODELIST=h0 SLURM_LOCALID=0
         SLURM_NODEID=0 SLURM_PROCID=0""",
         ALONE,
     ),
-    Environment(
+    recorded(
         "srun in an array's task",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_ARRAY_JOB_ID=9 SLURM_ARRAY_TASK_COUNT=2 SLURM_ARRAY_TASK_ID=3
         SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=0 SLURM_JOB_ID=10
@@ -305,18 +287,16 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=1""",
         srun(0, 1, 0, 1, 0, job=10, sizes=(1,)),
     ),
-    Environment(
+    recorded(
         "the batch script of a heterogeneous job",
-        RECORDED,
         """\
         SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_HET_SIZE=2 SLURM_JOB_ID=11
         SLURM_JOB_NODELIST=h1 SLURM_JOB_NODELIST_HET_GROUP_0=h1 SLURM_JOB_NODELIST_HET_GROUP_1=h0
         SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_PROCID=0""",
         ALONE,
     ),
-    Environment(
+    recorded(
         "srun of both components, rank 0",
-        RECORDED,
         """\
         SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=0,1
         SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_NODELIST_HET_GROUP_0=h1
@@ -325,9 +305,8 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=1,2""",
         srun(0, 3, 0, 2, 0, job=11, sizes=(2, 1), first="h1"),
     ),
-    Environment(
+    recorded(
         "srun of both components, rank 2",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=2
         SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_NODELIST_HET_GROUP_0=h1
@@ -336,9 +315,8 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=1,2""",
         srun(2, 3, 0, 1, 1, job=11, sizes=(2, 1), first="h1"),
     ),
-    Environment(
+    recorded(
         "srun of the first component",
-        RECORDED,
         """\
         SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=block SLURM_GTIDS=0,1
         SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h1 SLURM_JOB_NODELIST_HET_GROUP_0=h1
@@ -347,9 +325,8 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=2""",
         srun(1, 2, 1, 2, 0, job=11, step=1, sizes=(2,), first="h1"),
     ),
-    Environment(
+    recorded(
         "srun of the second component",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=0
         SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h0 SLURM_JOB_NODELIST_HET_GROUP_0=h1
@@ -358,9 +335,8 @@ ENVIRONMENTS = [
         SLURM_STEP_TASKS_PER_NODE=1""",
         srun(0, 1, 0, 1, 0, job=11, step=2, sizes=(1,), first="h0"),
     ),
-    Environment(
+    recorded(
         "a heterogeneous step in one allocation",
-        RECORDED,
         """\
         SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=block SLURM_GTIDS=1,2
         SLURM_JOB_ID=13 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=3
@@ -368,9 +344,8 @@ ENVIRONMENTS = [
         SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1""",
         "node 1 of this step is h0, and lists h0, h1: a heterogeneous step",
     ),
-    Environment(
+    recorded(
         "no launcher",
-        RECORDED,
         "HOME=/root OMP_NUM_THREADS=1 SLURM_CONF=/etc/slurm.conf",
         ALONE,
     ),
@@ -381,7 +356,7 @@ ENVIRONMENTS = [
         FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1
         FLUX_KVS_NAMESPACE=job-1234 FLUX_URI=local:///run/flux/local PMI_RANK=5 PMI_SIZE=8 PMI_FD=14
         FLUX_PMI_LIBRARY_PATH=/usr/lib/flux/libpmi.so""",
-        world("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
+        world_at("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
     ),
     Environment(
         "flux run of one task",
@@ -389,7 +364,7 @@ ENVIRONMENTS = [
         """\
         FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 PMI_RANK=0 PMI_SIZE=1
         PMI_FD=14""",
-        world("flux", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
+        world_at("flux", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
     ),
     Environment(
         "flux run -o pmi=none",
@@ -403,7 +378,7 @@ ENVIRONMENTS = [
         """\
         FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1 MASTER_ADDR=n1
         MASTER_PORT=29500""",
-        world(
+        world_at(
             "flux", 5, 8, 1, 1, placed=False, meeting=AtAddress(host="n1", port=29500, run_id="flux.ƒ26oXq7")
         ),
     ),
@@ -424,7 +399,7 @@ ENVIRONMENTS = [
         PMI_FD=14 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0
         SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_NODEID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_JOB_ID=3
         SLURM_STEP_ID=0""",
-        world("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
+        world_at("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
     ),
     Environment(
         "a worker of a PyTorchJob",
@@ -439,7 +414,7 @@ ENVIRONMENTS = [
         "a PyTorchJob of a master alone",
         "Kubeflow training-operator, pkg/controller.v1/pytorch/envvar.go",
         "MASTER_PORT=23456 MASTER_ADDR=localhost WORLD_SIZE=1 RANK=0",
-        world("env", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
+        world_at("env", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
     ),
     Environment(
         "a PyTorchJob with nprocPerNode, without torchrun",
@@ -457,7 +432,7 @@ ENVIRONMENTS = [
         PET_NNODES=2 RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1
         MASTER_ADDR=evaluate-master-0 MASTER_PORT=23456 TORCHELASTIC_RUN_ID=none
         TORCHELASTIC_RESTART_COUNT=0""",
-        world(
+        world_at(
             "torchrun",
             3,
             4,
@@ -506,7 +481,7 @@ ENVIRONMENTS = [
         OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1
         OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_UNIVERSE_SIZE=8 AZ_BATCH_MASTER_NODE=10.0.0.4:6000
         AZUREML_RUN_ID=evaluate_1""",
-        world("openmpi", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
     ),
     Environment(
         "Alibaba's PAI, a job of PyTorch",
@@ -544,7 +519,7 @@ ENVIRONMENTS = [
         """\
         SM_HOSTS='["algo-1","algo-2"]' SM_CURRENT_HOST=algo-2 RANK=3 WORLD_SIZE=4 LOCAL_RANK=1
         LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=algo-1 MASTER_PORT=7777 TORCHELASTIC_RUN_ID=none""",
-        world("torchrun", 3, 4, 1, 2, 1, meeting=AtTorchrun(address=("algo-1", 7777), launch_id="none")),
+        world_at("torchrun", 3, 4, 1, 2, 1, meeting=AtTorchrun(address=("algo-1", 7777), launch_id="none")),
     ),
     Environment(
         "a script's own ranks under srun, set from Slurm's",
@@ -595,7 +570,7 @@ ENVIRONMENTS = [
         "mpiexec of MVAPICH2 and Intel MPI",
         "Hydra, as MPICH's",
         "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=9",
-        world("mpich", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
+        world_at("mpich", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
     ),
     Environment(
         "jsrun",
@@ -644,7 +619,7 @@ ENVIRONMENTS = [
         PBS_JOBID=4711.server PBS_TASKNUM=3 PBS_NODENUM=1 OMPI_COMM_WORLD_LOCAL_RANK=0
         OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=3
         PMIX_RANK=2""",
-        world("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
     ),
     Environment(
         "prun of PRRTE",

@@ -57,15 +57,7 @@ class Hanging(Exception):
 
 
 class Run:
-    """A run under way, from ``hurt_run``.
-
-    Attributes:
-        launchers: the processes that were started.
-        size: the number of ranks.
-        ranks: every rank's process that has been seen so far.
-        first_gone: when the first of them was seen to have ended; None before.
-        last_gone: when all of them were.
-    """
+    """A run under way, from ``hurt_run``."""
 
     def __init__(
         self,
@@ -77,8 +69,8 @@ class Run:
         self.launchers = launchers
         self.size = size
         self.ranks: dict[int, psutil.Process] = {}
-        self.first_gone: float | None = None
-        self.last_gone: float | None = None
+        self.first_gone: float | None = None  # when the first rank was seen to have ended
+        self.last_gone: float | None = None  # when all had
         self._folder = folder
         self._find = find or self._descendants
 
@@ -105,11 +97,7 @@ class Run:
         return all(launcher.poll() is not None for launcher in self.launchers)
 
     def wait(self, condition: Callable[[], object], what: str, within_s: float = PATIENCE) -> None:
-        """Look until a condition holds.
-
-        Raises:
-            Hanging: it did not in that time.
-        """
+        """Look until a condition holds."""
         deadline = time.monotonic() + within_s
         while True:
             self.look()
@@ -160,7 +148,7 @@ def is_alive(process: psutil.Process) -> bool:
 def hurt_run(
     launch: Launch,
     commands: Sequence[Sequence[str | Path]],
-    size: int,
+    size: int,  # the number of ranks
     folder: Path,
     *,
     fault: str = "",
@@ -168,18 +156,7 @@ def hurt_run(
     find: Callable[[], list[psutil.Process]] | None = None,
     flush_s: float = 0.2,
 ) -> Iterator[Run]:
-    """Start a run whose model has a fault, and let the caller hurt it further and wait for its end.
-
-    Args:
-        launch: the fixture.
-        commands: those of each host that one is typed on.
-        size: the number of ranks that they start.
-        folder: what is printed goes into files ``*.log`` there.
-        fault: in the words of ``tests.faulty_models``.
-        variables: further ones.
-        find: gives the processes among which the ranks are; None for those that descend from the commands.
-        flush_s: how often a journal file is written.
-    """
+    """Start a run whose model has a fault, and let the caller hurt it further and wait for its end."""
     folder.mkdir(parents=True, exist_ok=True)
     for log in folder.glob("*.log"):
         log.unlink()
@@ -222,20 +199,13 @@ def kill(process: psutil.Process) -> None:
 
 @dataclass(kw_only=True)
 class Found:
-    """What a finished run has in its folder, against what it should have.
+    """What a finished run has in its folder, against what it should have."""
 
-    Attributes:
-        lost: samples that are missing.
-        twice: samples that are there more than once.
-        resumed: chunks that were taken from the journal.
-        wrong: sentences on what else is not as it should be.
-    """
-
-    lost: int = 0
-    twice: int = 0
+    lost: int = 0  # samples that are missing
+    twice: int = 0  # samples that are there more than once
     differs: bool = False
-    resumed: int = 0
-    wrong: list[str] = field(default_factory=list)
+    resumed: int = 0  # chunks that were taken from the journal
+    wrong: list[str] = field(default_factory=list)  # sentences on what else is not as it should be
 
 
 def look_into(out: Path, samples: int, digest: str) -> Found:
@@ -273,29 +243,18 @@ KINDS = (KILL, KILL_0, TERM, *POINTS)
 
 @dataclass(kw_only=True)
 class Round:
-    """One round, and what came of it.
+    """One round, and what came of it."""
 
-    Attributes:
-        kind: one of ``KINDS``.
-        seed: of all that is random in it.
-        story: what was done, a sentence a run.
-        hurt: how often a run was hurt.
-        notice_s: for each of these, the seconds until the last rank was gone.
-        saved: number of journal files that the last run found.
-        found: in the folder, once it was done; None where it never was.
-        wrong: sentences on what went wrong.
-        hanging: whether a run, or a process of it, did not end.
-    """
-
-    kind: str
-    seed: str
-    story: list[str] = field(default_factory=list)
-    hurt: int = 0
+    kind: str  # one of ``KINDS``
+    seed: str  # of all that is random in it
+    story: list[str] = field(default_factory=list)  # what was done, a sentence a run
+    hurt: int = 0  # how often a run was hurt
+    # For each of these, the seconds until the last rank was gone.
     notice_s: list[float] = field(default_factory=list)
-    saved: int = 0
-    found: Found | None = None
-    wrong: list[str] = field(default_factory=list)
-    hanging: bool = False
+    saved: int = 0  # number of journal files that the last run found
+    found: Found | None = None  # in the folder, once it was done; None where it never was
+    wrong: list[str] = field(default_factory=list)  # sentences on what went wrong
+    hanging: bool = False  # whether a run, or a process of it, did not end
 
     def __str__(self) -> str:
         found = self.found

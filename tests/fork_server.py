@@ -29,19 +29,10 @@ from dualeval.vision_library import torchvision
 
 # What the main path and the workers of tests import; nothing that a test wants to see missing or late.
 _LOADED = (
-    "dualeval.cli.run",
-    "dualeval.engine.run",
-    "dualeval.engine.own_loop",
-    "dualeval.engine.session",
-    "dualeval.tasks.image_classification",
-    "dualeval.models.classifiers",
-    "dualeval.backends.torch_distributed",
-    "pyarrow.parquet",
-    "rich.progress",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.launcher.api",
+    *("dualeval.cli.run", "dualeval.engine.run", "dualeval.engine.own_loop", "dualeval.engine.session"),
+    *("dualeval.tasks.image_classification", "dualeval.models.classifiers"),
+    *("dualeval.backends.torch_distributed", "pyarrow.parquet", "rich.progress", "torch._dynamo"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
 )
 
 
@@ -53,11 +44,7 @@ class Job(Exception):
 
 
 def serve(path: str) -> None:
-    """Answer until the one who has started this server is gone.
-
-    Raises:
-        Job: in each child.
-    """
+    """Answer until the one who has started this server is gone."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen()

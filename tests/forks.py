@@ -123,11 +123,7 @@ def run(
     cwd: Path | None,
     timeout: float,
 ) -> tuple[int | None, str, str]:
-    """Run ``python WORDS`` in one process (``size`` 0), or in as many ranks as torchrun would start.
-
-    Returns:
-        the exit code, None if it has not ended in time, and what was written to standard output and error.
-    """
+    """Run ``python WORDS`` in one process (``size`` 0), or in as many ranks as torchrun would start."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         store, ranks = None, []
         environs = [dict(variables)]

@@ -10,11 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CountedKernels(TorchDispatchMode):
-    """Counts the operators that compute or copy, and leaves out views.
-
-    Attributes:
-        counts: how often each was called, by its name.
-    """
+    """Counts the operators that compute or copy, and leaves out views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

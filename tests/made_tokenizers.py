@@ -30,17 +30,11 @@ RIVER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A tokenizer to make encoders of.
+    """A tokenizer to make encoders of."""
 
-    Attributes:
-        text: its tokenizer.json.
-        facts: as the loader found them.
-        transformers: as the library itself would use it; shares nothing with the text.
-    """
-
-    text: str
-    facts: TokenizerFacts
-    transformers: Any
+    text: str  # its tokenizer.json
+    facts: TokenizerFacts  # as the loader found them
+    transformers: Any  # as the library itself would use it; shares nothing with the text
 
     def tokenizer(self) -> Any:
         """A new one, of the tokenizers library."""

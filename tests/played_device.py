@@ -79,18 +79,7 @@ class _Block:
 
 
 class Played(Host):
-    """The played device.
-
-    Args:
-        prompt: names of streams that run at once: "computing", "copying".
-        forgets: what it leaves out: "wait_stream", "keep_for", the host's "synchronize copying" and
-            "synchronize computing". With any of them results must be wrong, or this device proves nothing.
-
-    Attributes:
-        current: the stream that work goes into.
-        pinned_memory: every piece that was asked for.
-        reused: how often memory of the device was given on.
-    """
+    """The played device."""
 
     is_host = False
     batches_ahead = 2

@@ -13,15 +13,10 @@ from dualeval.data.preprocessing import Normalisation
 
 
 class ImageData(Protocol):
-    """Images in a fixed order, each with one class.
-
-    Attributes:
-        labels: which class each label is, and the classes' names.
-        in_memory: whether the images lie in memory as they are evaluated; else reading processes are worth
-            their start.
-    """
+    """Images in a fixed order, each with one class."""
 
     labels: Labels
+    # The images lie in memory as they are evaluated; else reading processes are worth their start.
     in_memory: bool
 
     def __len__(self) -> int: ...
@@ -64,19 +59,15 @@ class ImageData(Protocol):
 
 
 class Labeler(Protocol):
-    """Decides which class each label is.
-
-    Attributes:
-        known: the model's classes, where their names are known.
-        takes_names: whether a class map or an order was asked for, so that labels are names, also those that
-            look like numbers.
-    """
+    """Decides which class each label is."""
 
     @property
-    def known(self) -> KnownClasses | None: ...
+    def known(self) -> KnownClasses | None:
+        """The model's classes, where their names are known."""
 
     @property
-    def takes_names(self) -> bool: ...
+    def takes_names(self) -> bool:
+        """Whether labels are names, also those that look like numbers: a class map or an order was given."""
 
     def __call__(self, names: Sequence[str], noun: str) -> Labels:
         """Decide for labels, sorted; ``noun`` is what one of them is called in messages."""

@@ -21,21 +21,6 @@ class ImageFolder(ImageFiles):
     """Images below ``root/CLASS/``, folders and files in name order; sub-folders of a class count to it.
 
     A class folder may be empty. Files and folders whose names begin with a dot are passed over.
-
-    Args:
-        root: the folder of class folders.
-        preprocessing: as for ``ImageFiles``.
-        label: decides which class each folder is, of their names in order.
-        whole_files: as for ``ImageFiles``.
-        cache: as there; the folders are listed once for all tasks.
-
-    Attributes:
-        classes: the names of the class folders, in order.
-        labels: which class each of them is.
-        passed_over: what lies there and is no sample.
-
-    Raises:
-        UsageError: the folder is missing, or holds no class folders or no images; a folder has no class.
     """
 
     def __init__(

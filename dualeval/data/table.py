@@ -47,14 +47,7 @@ def is_table(path: Path) -> bool:
 
 
 def open_table(path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "") -> Table:
-    """Open a table; its rows are read when they are asked for.
-
-    Args:
-        path: of a file that is there.
-        choose: the columns that are read, of those that it has.
-        example: values by column, for messages.
-        of_texts: what the texts in the first column are, behind "expected texts".
-    """
+    """Open a table; its rows are read when they are asked for."""
     kind = path.suffix.lower()
     if kind == ".parquet":
         return _of_parquet(path, choose, of_texts)

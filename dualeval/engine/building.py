@@ -66,7 +66,7 @@ def mesh_of(run: Run) -> Iterator[DeviceMesh | None]:
             release()
 
 
-def build(task: Task, run: Run, before: Snapshot | None) -> nn.Module:
+def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
     """The task's model on the device; of a caller's script without what wraps it, and with rank 0's buffers.
 
     One that is to be divided stays where it was built.
@@ -75,12 +75,12 @@ def build(task: Task, run: Run, before: Snapshot | None) -> nn.Module:
     with numerics.autocast(run.options.precision, run.device):
         model = task.build_late(run.device) if is_divided else task.build_model(run.device)
     if is_divided:
-        check_owned(task, model, before)
+        check_owned(task, model, caller)
         return model
-    if before is None:
+    if caller is None:
         return moved(model, run.device)
-    model = moved(before.take(model), run.device)
-    run.note_all(before.share_buffers(model, run.backend, run.control))
+    model = moved(caller.take(model), run.device)
+    run.note_all(caller.share_buffers(model, run.backend, run.control))
     return model
 
 
@@ -104,7 +104,7 @@ def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
 
 
-def prepared(
+def identify_and_prepare(
     task: Task, dataset: Dataset, model: nn.Module, run: Run, mesh: DeviceMesh | None, stack: ExitStack
 ) -> tuple[nn.Module, ModelIdentity]:
     """The model that computes, and the identity of the model as it was built; decides schedule and layout.
@@ -129,7 +129,7 @@ def prepared(
 def _divided(
     task: Task, dataset: Dataset, model: nn.Module, run: Run, mesh: DeviceMesh, stack: ExitStack
 ) -> tuple[nn.Module, ModelIdentity]:
-    """As ``prepared``, for a model that is divided over the ranks of a mesh. A collective."""
+    """As ``identify_and_prepare``, for a model that is divided over the ranks of a mesh. A collective."""
     if type(task).build_late is Task.build_late and not has_late(model):
         size = sum(parameter.nbytes for parameter in model.parameters())
         run.note_all(

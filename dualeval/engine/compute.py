@@ -74,7 +74,7 @@ class Compute:
         self._gradients_off = torch.inference_mode if inference else torch.no_grad
         self._task = task
         self._device = device
-        self._precision = precision
+        self._autocast = numerics.autocast_of(precision, device)
         self._model = model
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
@@ -129,7 +129,7 @@ class Compute:
         # These modes and autocast belong to a thread: a pool's thread is in none.
         with self._gradients_off():
             try:
-                with self._around_forward(), numerics.autocast(self._precision, self._device):
+                with self._around_forward(), self._autocast():
                     outputs = self._task.forward(model, data)
                 observed = self._task.observe(outputs, data)
             except (RuntimeError, IndexError, TypeError, ValueError) as error:

@@ -41,10 +41,13 @@ _NAMED_AT_MOST = 5
 
 
 def finish(
-    evaluation: Evaluation, opened: Opened, loop: Loop, proven: Proven, settings_notes: Sequence[str]
+    evaluation: Evaluation, opened: Opened, loop: Loop, proven: Proven, warnings: Sequence[str]
 ) -> Result:
-    """Reduce, check, compute the metrics and, on rank 0, write; every rank gets the same metrics."""
-    result = _Ended(evaluation, opened, loop).result(proven.replay, settings_notes)
+    """Reduce, check, compute the metrics and, on rank 0, write; every rank gets the same metrics.
+
+    The warnings are this rank's own; the result has those of all ranks.
+    """
+    result = _Ended(evaluation, opened, loop).result(proven.replay, warnings)
     # No rank is through before the result is on the disk: a stop until then is all ranks' or none's. One
     # while rank 0 writes ends the others only where rank 0 takes longer than the watch's grace.
     evaluation.run.control.meet(stoppable=False)
@@ -80,7 +83,7 @@ class _Ended:
         self._step = partial(evaluation.run.control.progress.step, "write")
         self._is_main = evaluation.run.backend.world.is_main
 
-    def result(self, replay: str | None, settings_notes: Sequence[str]) -> Result:
+    def result(self, replay: str | None, warnings: Sequence[str]) -> Result:
         """Reduce, check, compute and, on rank 0, write; a collective."""
         recorder = self._recorder
         times = {
@@ -95,7 +98,7 @@ class _Ended:
                 "first_failed": recorder.first_failed,
                 "files": len(self._writer.written),
                 "chunks": recorder.chunks_saved,
-                "settings": list(settings_notes),
+                "warnings": list(warnings),
                 "notes": list(self._loop.notes),
                 "unlike": self._loop.unlike,
                 "shared": self._folder is None or self._folder.shared,
@@ -298,7 +301,7 @@ class _Ended:
                 *warnings_of(part),
                 *previous.notes,
                 *next(filter(None, looked), []),
-                *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
+                *dict.fromkeys(sentence for report in reports for sentence in report["warnings"]),
                 *_warnings(measured, said, len(failures), odd, len(machines)),
             ],
             folder=None if self._folder is None else str(self._folder.path),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,15 @@ from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.looks import look
-from dualeval.engine.loop import Loop, Work, read_alone, unreadable
+from dualeval.engine.loop import Loop, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
+from dualeval.engine.proving import EvaluatesBatch
+from dualeval.engine.recorder import Work
+from dualeval.engine.replay import StoredBatch
 from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import Pending
@@ -102,6 +105,11 @@ def evaluate_alone(
         raise unreadable(evaluation.dataset, failed[0])
     columns = _columns_of(evaluation, data, samples)
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
+
+
+def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
+    """Compute finished batches anew, for ``prove``: each when it is asked for, on the rank that asks."""
+    return partial(evaluate_alone, evaluation)
 
 
 def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ from dualeval.tasks import Task
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
+    from dualeval.engine.run_state import Run
 
 # Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
 _OF_STATE_DICTS = (
@@ -268,6 +269,28 @@ def as_it_was(task: Task) -> Iterator[Snapshot]:
     finally:
         snapshot.put_back()
         generators.put_back()
+
+
+@contextmanager
+def rank_0s_buffers(given: nn.Module | None, run: Run) -> Iterator[None]:
+    """Have a guest's model compute alike on all ranks, and without a collective, until the loop ends."""
+    if given is None or not run.guest:
+        yield
+        return
+    snapshot, model = Snapshot(), unwrapped(given)
+    snapshot.remember_buffers(model)
+    wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
+    broadcasts = wrapper is not None and wrapper.broadcast_buffers
+    try:
+        if wrapper is not None:
+            # Ranks have different numbers of batches: one would wait for a forward that never comes.
+            wrapper.broadcast_buffers = False
+        run.note_all(snapshot.share_buffers(model, run.backend, run.control))
+        yield
+    finally:
+        if wrapper is not None:
+            wrapper.broadcast_buffers = broadcasts
+        snapshot.put_back()
 
 
 def _models_of(task: Task) -> list[nn.Module]:

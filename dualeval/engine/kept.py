@@ -121,6 +121,8 @@ def _is_of_a_library(value: Any) -> bool:
     """Whether an object's class is another's: neither a module, nor of the user, nor a plain container."""
     kind = type(value)
     walked = (type, nn.Module, ModuleType, FunctionType, MethodType, functools.partial)
+    if issubclass(kind, functools._lru_cache_wrapper):
+        return not is_own(value.__wrapped__)
     if issubclass(kind, (*walked, staticmethod, classmethod)) or kind.__module__ in (
         "builtins",
         "collections",
@@ -146,6 +148,9 @@ def _ways_back(value: Any) -> Iterator[Callable[[], object]]:
             read = value.__globals__
             held = {name: read[name] for name in names_in(value.__code__) & read.keys()}
             yield functools.partial(read.update, held)
+    elif issubclass(kind, functools._lru_cache_wrapper):
+        if not value.cache_info().currsize:  # one that holds something cannot be put back
+            yield value.cache_clear
     elif not issubclass(kind, (type, nn.Module, ModuleType, *BY_TYPE_ALONE)) and is_own(kind):
         with suppress(Exception):  # slots, or a property of the user's of this name
             yield functools.partial(put_back, vars(value), dict(vars(value)))

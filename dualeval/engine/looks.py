@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dualeval.columns import Column
 from dualeval.engine.compute import Compute, is_compiled, usable_threads
@@ -24,6 +24,7 @@ from dualeval.engine.kept import Kept
 from dualeval.engine.loop import read_alone
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.detect import is_sharded
+from dualeval.engine.transfer import map_batch
 from dualeval.engine.watched_modules import Watch
 from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE
@@ -164,7 +165,7 @@ def _look(
     with computes(1) as compute:
 
         def alone(number: int, data: Any) -> Mapping[str, Column]:
-            columns = compute.start(data)()
+            columns = compute.start(_copied(data))()
             return postprocessed(task, evaluation.dataset, columns, pieces[number])
 
         found = [alone(0, read[0])]
@@ -176,21 +177,27 @@ def _look(
         seconds = (perf_counter() - start) * (_FORWARDS - 2)
         if not is_short(seconds, _FORWARDS - 2, share / len(pieces[0])):
             return replace(looked, notes=[_TOO_LONG.format(seconds)])
-        changed = Kept(roots).changed_since(before)
+        after = Kept(roots)
+        changed = after.changed_since(before)
         drawn = ["the state of random numbers"] if generators.are_others() else []
+        if not evaluation.run.workers:
+            # What reading leaves in this process for observe is now another batch's, as in the loop.
+            read_alone(evaluation, pieces[-1])
 
         def why() -> str:
             if changed:
                 return f"from one batch to the next {_changes(changed)}"
+            by_reading = Kept(roots).changed_since(after)
+            if by_reading and not _differing(alone(0, read[0]), alone(0, read[0])):
+                return _BY_READING.format(_changes(by_reading))
             return _random_module(model, lambda: alone(0, read[0]))
 
         unlike = differences(found[0], alone(0, again), read[0], again, why)
         if read[1:] and not unlike:
             put_back()
             made = before.changed_since(unused)
-            unlike = differences(
-                found[1], alone(1, read[1]), read[1], read[1], lambda: _MADE.format(_listed(made))
-            )
+            why_made = _MADE.format(f" ({_listed(made)})" if made else "")
+            unlike = differences(found[1], alone(1, read[1]), read[1], read[1], lambda: why_made)
         looked = replace(looked, unlike=unlike)
     if looked.unlike or trusted:
         return looked
@@ -207,8 +214,10 @@ _KEPT = (
     "from one batch to the next, {}: the batches are computed one at a time. In Python let the outputs of "
     "forward hold what observe reads; or give thread_safe=True if no number depends on it"
 )
-_MADE = (
-    "what is made of the first batch decides those of others ({}), and each process begins with another one"
+_MADE = "what is made of the first batch decides those of others{}, and each process begins with another one"
+_BY_READING = (
+    "{} when a batch is read, and batches are read ahead of the one that is computed. Have collate put it "
+    "into the batch"
 )
 _TOO_LONG = (
     "whether the model gives the same numbers twice was not tried: that takes about {:.0f} s, more than a "
@@ -247,7 +256,7 @@ def _in_threads(
     """Why batches cannot be computed at the same time; nothing where they give what each gave alone."""
     try:
         with computes(len(read)) as pool:
-            pending = pool.start_together(read)
+            pending = pool.start_together([_copied(data) for data in read])
             found = [
                 postprocessed(evaluation.task, evaluation.dataset, columns(), samples)
                 for columns, samples in zip(pending, pieces, strict=True)
@@ -257,6 +266,11 @@ def _in_threads(
     differing = [name for one, other in zip(alone, found, strict=True) for name in _differing(one, other)]
     said = f"batches give other numbers when two are computed at the same time ({_listed(differing)})"
     return [f"{said}: they are computed one at a time"] if differing else []
+
+
+def _copied(data: Any) -> Any:
+    """A batch for one forward, which may write into its input."""
+    return map_batch(Tensor.clone, lambda value: value.clone() if isinstance(value, Tensor) else value, data)
 
 
 def _random_module(model: nn.Module, compute: Callable[[], object]) -> str:

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from dualeval.columns import Column
+from dualeval.columns import Column, host_columns
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.clusters import check_cluster
@@ -27,26 +27,11 @@ from dualeval.engine.folder.predictions import load_library
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of, postprocessed
-from dualeval.engine.recorder import Recorder, check_rows
+from dualeval.engine.recorder import Recorder, Work, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
-from dualeval.tasks import Dataset
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """A batch that has been handed out, without its data: these would stay on the device for as long."""
-
-    # Number of its chunk.
-    chunk: int
-    batch: int
-    # Its samples' indices in the data set.
-    samples: range
-    # Whether it is its chunk's last one.
-    is_last: bool
-    # Those that could not be read.
-    failed: tuple[FailedSample, ...] = ()
+from dualeval.tasks import Dataset, Task
 
 
 def ahead_of(schedule: str) -> int:
@@ -168,6 +153,8 @@ class Loop:
                 load_library()
         # Seconds before the loop.
         self.setup_s = perf_counter() - self._run.started
+        # Whether the task makes more of its columns on the host: most do not.
+        self._postprocesses = getattr(self._task.postprocess, "__func__", None) is not Task.postprocess
         self._tried = False
         self._feed: Feed | None = None
         # Seconds of the loop: `evaluate`, and of it `data` and `transfer`; who computes adds `look` and
@@ -280,12 +267,15 @@ class Loop:
         self._progress.step("metrics", work.chunk)
         if columns is not None:
             start = perf_counter()
-            columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)
+            if self._postprocesses:
+                columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)
+            else:
+                columns = host_columns(columns, work.samples)
             self.postprocess_s += perf_counter() - start
             if not self._tried:
                 self._try(work, columns)
         try:
-            self.recorder.add(work.chunk, work.batch, columns, work.failed)
+            self.recorder.add(work, columns)
         except OSError as error:
             raise unwritable(self.recorder, error) from error
         self._control.add_done(len(work.samples))

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -76,9 +77,14 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The autocast context of a precision; one that does nothing where it has none."""
+    """The autocast context of a precision; without one it switches the caller's off."""
+    return autocast_of(precision, device)()
+
+
+def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.autocast]:
+    """Makes ``autocast``, anew for each batch: a context belongs to one thread."""
     dtype = PRECISIONS[precision]
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+    return partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dualeval.columns import Column, Ragged, as_column, host_columns, of_parts, parts_of, to_rows
+from dualeval.columns import Column, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
 from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
 from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.finish import finish, let_go
-from dualeval.engine.guest import Snapshot, version_of
+from dualeval.engine.guest import rank_0s_buffers, version_of
 from dualeval.engine.loop import Loop, read_alone
 from dualeval.engine.opened import open_rows
-from dualeval.engine.options import RunOptions
-from dualeval.engine.own_task import LoopKind, LoopTask
+from dualeval.engine.own_task import LoopKind, LoopTask, check_asked, column_of, named
 from dualeval.engine.parts import drawn
 from dualeval.engine.proving import prove, stored_batches
 from dualeval.engine.run_state import Run
-from dualeval.engine.samples import Samples, check_samples, wrap
-from dualeval.engine.sharding.detect import is_sharded
+from dualeval.engine.samples import Samples, wrap
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.options.choices import AUTO, DYNAMIC, LOCKSTEP, check_kind
+from dualeval.options.choices import DYNAMIC
 from dualeval.result import Result
 
 _HOST = torch.device("cpu")
-_HALF = (torch.float16, torch.bfloat16)
 _USAGE = "for batch in session.batches(dataset): ...; session.add(batch, loss=losses)"
 # The caller's own matter: the loop may be inside of torch.no_grad().
 _CALLERS = ("torch.is_grad_enabled()", "torch.get_default_dtype()")
@@ -66,26 +61,7 @@ class OwnLoop:
         metrics: Sequence[Metric | RowMetric] | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        check_samples(dataset)
-        _check_left_out(run.options)
-        numerics.check_precision(run.options.precision, run.backend.device)
-        kind = "a function of a list of samples, or None for torch's default_collate"
-        check_kind("collate", collate, collate is None or callable(collate), kind)
-        kind = "an nn.Module, or None"
-        check_kind("model", model, model is None or isinstance(model, nn.Module), kind)
-        if model is not None and is_sharded(model) and run.backend.world.size > 1:
-            raise UsageError(
-                "the model is sharded by fully_shard: each forward of one rank waits for all other ranks, "
-                "and ranks have different numbers of batches in your own loop. Let "
-                "dualeval.evaluate(model=..., data=...) compute them: it has all ranks compute together."
-            )
-        if run.options.schedule == LOCKSTEP:
-            raise UsageError(
-                "schedule 'lockstep': in your own loop each rank computes when it likes. Let "
-                "dualeval.evaluate(model=..., data=...) compute, or leave schedule out."
-            )
-        kind = "a list of metrics (docs/metrics.md), or None for the mean of every column"
-        check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
+        check_asked(dataset, run, collate, metrics, model)
         self._run = run
         run.device, run.workers = _HOST, run.options.workers or 0
         samples = drawn(
@@ -120,24 +96,24 @@ class OwnLoop:
             raise UsageError(f"add was called without a current batch: {_USAGE}")
         given, samples, versions = self._in_hand
         if self._added is not None:
-            raise UsageError(f"the batch of {_named(samples)} was added before: add each batch once")
+            raise UsageError(f"the batch of {named(samples)} was added before: add each batch once")
         if not any(batch is part for part in _parts(given)):
             raise UsageError(
                 f"add was given a {type(batch).__name__} that is not the current batch, of "
-                f"{_named(samples)}: give the loop's last batch, or a part of it, unchanged: {_USAGE}"
+                f"{named(samples)}: give the loop's last batch, or a part of it, unchanged: {_USAGE}"
             )
         if any(version_of(tensor) != version for tensor, version in versions):
             raise UsageError(
-                f"the batch of {_named(samples)} was changed in place before it was added: compute on a "
+                f"the batch of {named(samples)} was changed in place before it was added: compute on a "
                 "copy, as in inputs = inputs.clone()"
             )
         if not columns:
-            raise UsageError(f"add was given no column for the batch of {_named(samples)}: {_USAGE}")
-        added = {name: _column(name, values, samples) for name, values in columns.items()}
+            raise UsageError(f"add was given no column for the batch of {named(samples)}: {_USAGE}")
+        added = {name: column_of(name, values, samples) for name, values in columns.items()}
         names = self._task.kinds or added
         if list(names) != list(added) and set(names) != set(added):
             raise UsageError(
-                f"the batch of {_named(samples)} was added with the columns {', '.join(added)}, and others "
+                f"the batch of {named(samples)} was added with the columns {', '.join(added)}, and others "
                 f"with {', '.join(names)}: add the same columns for each batch"
             )
         self._added = {name: added[name] for name in names}
@@ -168,9 +144,9 @@ class OwnLoop:
         run, task = self._run, self._task
         with (
             numerics.settings(run.options.precision, run.backend.device, leave=_CALLERS) as settings,
-            self._rank_0s_buffers(),
+            rank_0s_buffers(task.given_model, run),
         ):
-            self._compare_samples()
+            task.compare_samples(run)
             run.note_all([*settings.notes, *training_note(task.model)])
             yield from self._learn_columns()
             evaluation = evaluation_of(task, task.dataset(), task.model, run, task.rows)
@@ -220,45 +196,6 @@ class OwnLoop:
                 self._done += len(work.samples)
         loop.times["compute"] = compute_s
 
-    @contextmanager
-    def _rank_0s_buffers(self) -> Iterator[None]:
-        """Have a guest's model compute alike on all ranks, and without a collective, until the loop ends."""
-        given = self._task.given_model
-        if given is None or not self._run.guest:
-            yield
-            return
-        snapshot = Snapshot()
-        snapshot.remember_buffers(self._task.model)
-        wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
-        broadcasts = wrapper is not None and wrapper.broadcast_buffers
-        try:
-            if wrapper is not None:
-                # Ranks have different numbers of batches: one would wait for a forward that never comes.
-                wrapper.broadcast_buffers = False
-            run = self._run
-            run.note_all(snapshot.share_buffers(self._task.model, run.backend, run.control))
-            yield
-        finally:
-            if wrapper is not None:
-                wrapper.broadcast_buffers = broadcasts
-            snapshot.put_back()
-
-    def _compare_samples(self) -> None:
-        """Compare a few samples over the ranks: who has shared the data out before would share it again."""
-        world = self._run.backend.world
-        if world.size == 1:
-            return
-        self._run.control.meet()
-        everyone = self._run.backend.all_gather_json(self._task.dataset().probe())
-        for rank, probe in enumerate(everyone):
-            for own, other in zip(everyone[0], probe, strict=False):
-                if own is not None and other is not None and own != other:
-                    raise UsageError(
-                        f"rank {rank} has other samples in its data set than rank 0. Give every rank the "
-                        "whole data set, without a sampler, a shard or a Subset of its own: the session "
-                        "divides it"
-                    )
-
     def _learn_columns(self) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""
         run, world, task = self._run, self._run.backend.world, self._task
@@ -274,20 +211,7 @@ class OwnLoop:
         kinds = [LoopKind.of(column).plain(name) for name, column in own.items()]
         run.control.meet()
         everyone = run.backend.all_gather_json(kinds)
-        known = [(rank, kinds) for rank, kinds in enumerate(everyone) if kinds]
-        if not known:
-            raise UsageError("no sample could be read in the first batch of any chunk")
-        first_rank, first = known[0]
-        for rank, others in known:
-            if sorted(others) != sorted(first):
-                raise UsageError(
-                    f"rank {rank} has added other columns than rank {first_rank} ({_listed(others)}; "
-                    f"{_listed(first)}): add the same columns, of the same dtype, on every rank"
-                )
-        self._task.kinds = {
-            name: LoopKind(getattr(torch, dtype), ndim, form) for name, dtype, ndim, form in first
-        }
-        self._task.make_metrics()
+        task.learn(everyone)
         if self._first is not None:
             self._first = self._first[0], {name: own[name] for name in self._task.kinds}
 
@@ -311,7 +235,7 @@ class OwnLoop:
         added = self._take_added()
         if added is None:
             raise UsageError(
-                f"the batch of {_named(samples)} was not added: call add(batch, ...) for every batch, before "
+                f"the batch of {named(samples)} was not added: call add(batch, ...) for every batch, before "
                 f"the next one: {_USAGE}"
             )
         return added
@@ -321,87 +245,8 @@ class OwnLoop:
         return added
 
 
-def _check_left_out(options: RunOptions) -> None:
-    """Check that nothing is asked for that only the caller can do: the forward is the caller's own."""
-    if numerics.PRECISIONS[options.precision] is not None:
-        raise UsageError(
-            f"precision {options.precision!r}: in your own loop write autocast yourself, "
-            "as torch.autocast(...) around the forward. Leave precision out."
-        )
-    if options.precision in numerics.CASTS:
-        raise UsageError(
-            f"precision {options.precision!r}: in your own loop cast the model and its inputs yourself, "
-            f"as model.to(torch.{str(numerics.CASTS[options.precision])[6:]}). Leave precision out."
-        )
-    if options.layout != AUTO:
-        raise UsageError(
-            f"layout {options.layout!r}: in your own loop bring the model and its inputs into a layout "
-            "yourself, as model.to(memory_format=torch.channels_last). Leave layout out."
-        )
-    if options.optimize is not None:
-        raise UsageError(
-            f"optimize {options.optimize!r}: in your own loop do that yourself, as with torch.compile(model) "
-            "or torch.fx.experimental.optimization.fuse(model). Leave optimize out."
-        )
-    if options.shard is not None:
-        raise UsageError(
-            f"shard {options.shard!r}: in your own loop shard the model yourself, with "
-            "torch.distributed.fsdp.fully_shard. Leave shard out."
-        )
-
-
 def _parts(batch: Any) -> list[Any]:
     """A batch and what it is made of: a loop may unpack it at once."""
     if isinstance(batch, Mapping):
         return [batch, *batch.values()]
     return [batch, *batch] if isinstance(batch, list | tuple) else [batch]
-
-
-def _column(name: str, values: Any, samples: range) -> Column:
-    column = _as_column(name, values)
-    count = 0 if isinstance(column, Tensor) and column.ndim == 0 else len(column)
-    if count != len(samples):
-        found = f"{count} rows" if isinstance(column, Ragged) or column.ndim else "one number"
-        raise UsageError(
-            f"the column {name!r} has {found} for the batch of {_named(samples)}, expected "
-            f"{len(samples)}: one a sample, in order (a loss with reduction='none')"
-        )
-    # The caller may write into it again.
-    parts = [
-        part.detach().to(_HOST, copy=True, memory_format=torch.contiguous_format) for part in parts_of(column)
-    ]
-    return cast(Column, host_columns({name: of_parts(type(column), parts)}, samples)[name])
-
-
-def _as_column(name: str, values: Any) -> Column:
-    """What ``add`` was given as a column, on its device."""
-    if isinstance(values, np.ndarray) and values.dtype.kind == "U":
-        values = values.tolist()
-    if isinstance(values, (list, tuple)) and any(map(_is_row, values)):
-        values = as_column(name, values)
-    if isinstance(values, Ragged):
-        return values if values.values.dtype not in _HALF else Ragged(values.values.float(), values.lengths)
-    try:
-        column = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"the column {name!r} is a {type(values).__name__}, expected a tensor, an array or a list of "
-            "numbers, one a sample; or, where rows differ in length, dualeval.Ragged(values, lengths), a "
-            f"list of tensors or a list of str: {error}"
-        ) from error
-    return column.float() if column.dtype in _HALF else column
-
-
-def _is_row(entry: Any) -> bool:
-    """Whether an entry of a list is a row that may have another length than the others."""
-    return isinstance(entry, str) or (isinstance(entry, Tensor) and entry.ndim > 0)
-
-
-def _named(samples: range) -> str:
-    return f"samples {samples.start} to {samples.stop - 1}"
-
-
-def _listed(kinds: Sequence[Sequence[Any]]) -> str:
-    return ", ".join(
-        f"{name}: {dtype}" if form == "plain" else f"{name}: {form} {dtype}" for name, dtype, _, form in kinds
-    )

@@ -68,16 +68,6 @@ class DrawnSamples(Samples):
 
     A data set with a method ``select(indices)``, which returns one of these samples alone, reads and hashes
     no others.
-
-    Args:
-        whole: the data set that they are drawn from.
-        indices: theirs in it, rising, int64 of shape (samples,).
-        seed: that they were drawn with.
-
-    Attributes:
-        whole: as given.
-        indices: as given.
-        seed: as given.
     """
 
     def __init__(self, whole: Dataset, indices: npt.NDArray[np.int64], seed: int) -> None:

@@ -229,10 +229,10 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     """
     convert_layout = converter(layout)
 
-    def arrive(tensor: Tensor) -> Tensor:
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        return convert_layout(tensor)
+    def cast(tensor: Tensor) -> Tensor:
+        return convert_layout(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    arrive = convert_layout if dtype is None else cast
 
     def leave(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype == dtype else tensor
@@ -241,8 +241,8 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     of_class = type(model).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(mapped(arrive, value) for value in args)
         kwargs = {name: mapped(arrive, value) for name, value in kwargs.items()}
+        args = tuple([mapped(arrive, value) for value in args])
         outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
         return outputs if dtype is None else mapped(leave, outputs)
 

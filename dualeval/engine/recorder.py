@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -30,6 +31,21 @@ FLUSH_ROWS = 16_384
 # Bytes of values of ragged columns and text that it holds at most (and a chunk), likewise.
 FLUSH_BYTES = 256 << 20
 FLUSH_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A batch that has been handed out, without its data: these would stay on the device for as long."""
+
+    # Number of its chunk.
+    chunk: int
+    batch: int
+    # Its samples' indices in the data set.
+    samples: range
+    # Whether it is its chunk's last one.
+    is_last: bool
+    # Those that could not be read.
+    failed: tuple[FailedSample, ...] = ()
 
 
 class _Finished(NamedTuple):
@@ -239,15 +255,9 @@ class Recorder:
         """Where the journal's files are written; None where nothing is."""
         return self.writer.folder
 
-    def add(
-        self,
-        chunk: int,
-        batch: int,
-        columns: Mapping[str, Column] | None,
-        failed: Sequence[FailedSample],
-    ) -> None:
+    def add(self, work: Work, columns: Mapping[str, Column] | None) -> None:
         """Take a batch whose columns (on the CPU) are complete."""
-        samples = self._plan.batch_samples(batch)
+        batch, samples, failed = work.batch, work.samples, work.failed
         check_rows(columns or {}, batch, samples)
         ragged_bytes = 0
         with self._lock:
@@ -261,8 +271,8 @@ class Recorder:
                 columns, ragged_bytes = self._taken(columns, self._empty, batch, samples)
             rows_failed = tuple([sample.index - samples.start for sample in failed]) if failed else ()
             self._chunk.append(_Finished(len(samples), columns, rows_failed, ragged_bytes))
-            if batch == self._plan.chunk_batches(chunk)[-1]:
-                self._finish_chunk(chunk)
+            if work.is_last:
+                self._finish_chunk(work.chunk)
 
     def _note_failures(self, failed: Sequence[FailedSample]) -> None:
         failures = [(sample.index, sample.error[:MOST_OF_AN_ERROR]) for sample in failed]

@@ -20,10 +20,11 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, first_samples
 from dualeval.engine.looks import as_before, differences, is_short
-from dualeval.engine.loop import Loop, Work
+from dualeval.engine.loop import Loop
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.proving import EvaluatesBatch
+from dualeval.engine.recorder import Work
 from dualeval.engine.replay import StoredBatch
 from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import check_sharded, is_sharded

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
-from dualeval.engine.building import build, check, mesh_of, prepared, samples_of
+from dualeval.engine.building import build, check, identify_and_prepare, mesh_of, samples_of
 from dualeval.engine.evaluation import evaluation_of
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.finish import finish, let_go
-from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns
+from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import both_readings, task_attributes
 from dualeval.engine.looks import as_before
@@ -39,65 +39,68 @@ if TYPE_CHECKING:
 
 
 def evaluate(task: Task, run: Run) -> Result:
-    """Evaluate a task; every rank calls this and gets the same metrics.
-
-    Raises:
-        UsageError: task, data, model and options do not fit together.
-        ExactlyOnceError: a sample was counted never, or more than once.
-        PeerError: another rank failed first.
-        Stopped: a signal has ended the run; what was finished is saved.
-    """
+    """Evaluate a task; every rank calls this and gets the same metrics."""
     check(task, run)
     with mesh_of(run) as mesh:
+        # A function of its own: a model that is divided is gone before the ranks' mesh ends.
         return _evaluate(task, run, mesh)
 
 
 def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None) -> Result:
+    # A step that changes something for as long as the run lasts enters the stack. One that has something for
+    # people to read calls ``note_all``; what the result has to say, too, is joined to the warnings as well.
     with ExitStack() as stack:
-        # The process: what the caller has is put back at the end, and the settings are those of every rank.
-        before = stack.enter_context(as_it_was(task)) if run.guest else None
+        # The process: what the caller's script has, and torch's numeric settings, are put back at the end.
+        caller = stack.enter_context(as_it_was(task)) if run.guest else None
         settings = stack.enter_context(numerics.settings(run.options.precision, run.device))
-        run.note_all(settings.notes)  # before a forward that misses its default device
+        # At once: a forward that fails as its default device is another one is understood by them.
+        run.note_all(settings.notes)
 
-        # What is evaluated: model and samples, as they were given.
-        model = build(task, run, before)
-        mode_notes = set_evaluation_mode(model)
+        # What is evaluated: model and samples, as the task gives them.
+        model = build(task, run, caller)
+        mode_warnings = set_evaluation_mode(model)
         run.note_all(task.notes())
         dataset = samples_of(task, run)
+        # Of the task before its first batch, which may change it: for the identity, below.
         attributes = both_readings(run.backend.world, partial(task_attributes, task))
 
-        # The model that computes: its identity is that of the model before.
+        # The model is identified as it was built; then it is folded, cast, laid out, compiled, or divided.
         stack.enter_context(compiler_settings(run.options.optimize))
-        model, identity = prepared(task, dataset, model, run, mesh, stack)
+        model, identity = identify_and_prepare(task, dataset, model, run, mesh, stack)
         evaluation = evaluation_of(task, dataset, model, run, _rows(task, dataset, model, run))
-        own = [*evaluation.warnings, *task.data_warnings(), *mode_notes]
-        changed = settings.check_after_build()  # after all that a task's own code may have set
-        run.note_all([*own, *changed])
+        warnings = [*evaluation.warnings, *task.data_warnings(), *mode_warnings]
+        # The task's own code has run: it may have set torch's settings, which are set again.
+        changed = settings.check_after_build()
+        run.note_all([*warnings, *changed])
 
         # All ranks agree on the job, and open what earlier runs have left of it.
         facts = agree(evaluation, identity, attributes)
         del identity  # holds the model's tensors as they were built
+        # ``finish`` and ``let_go`` close it; where a step raises, the end of the session does (engine/end/).
         opened = open_rows(evaluation, facts)
 
+        # How batches are computed: each rank by itself, or in lockstep, where a forward takes all ranks.
+        if run.options.schedule == LOCKSTEP:
+            evaluate_again, evaluate_remaining = evaluated_together, evaluate_in_rounds
+        else:
+            evaluate_again, evaluate_remaining = evaluated_alone, evaluate_all
+
         # What is finished must be what this job gives now.
-        together = run.options.schedule == LOCKSTEP
         stored = stored_batches(evaluation, opened)
-        again = evaluated_together(evaluation, stored) if together else partial(evaluate_alone, evaluation)
-        proven = prove(evaluation, opened, stored, again)
-        if proven.earlier is not None:
+        proven = prove(evaluation, opened, stored, evaluate_again(evaluation, stored))
+        if proven.earlier is not None:  # an earlier run's result: nothing remains
             let_go(evaluation, opened)
             return proven.earlier
 
-        # Read, compute, count; then sum, check, write.
+        # The loop of what remains: read, compute, count. Then sum over the ranks, check, write.
         loop = Loop(evaluation, opened)
-        compute = evaluate_in_rounds if together else evaluate_all
-        changed_in_loop = compute(evaluation, loop, settings)
-        notes = [*own, *settings.notes, *changed, *changed_in_loop]
-        return finish(evaluation, opened, loop, proven, notes)
+        changed_in_loop = evaluate_remaining(evaluation, loop, settings)
+        warnings += [*settings.notes, *changed, *changed_in_loop]
+        return finish(evaluation, opened, loop, proven, warnings)
 
 
 def _rows(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Sequence[str]:
-    """The names of a task's columns: what it makes of its first samples, where it does not say them."""
+    """The names of a task's columns; where it names none, a forward of its first samples shows them."""
     if task.rows is not None:
         return task.rows
     # One that looks at its columns keeps what its first observe has found.

@@ -81,18 +81,10 @@ def check_samples(data: Any) -> None:
 
 
 class Samples:
-    """A data set as the engine reads it; see ``wrap``.
-
-    Attributes:
-        wrapped: the data set that was given; its class is part of the job's identity.
-        is_hashed: whether the fingerprint says all of its contents.
-        in_memory: whether reading a sample costs nothing.
-        kind: the name of its class, for people.
-        reads_for_ids: whether an id costs the reading of its sample.
-    """
+    """A data set as the engine reads it; see ``wrap``."""
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
-        self._data = self.wrapped = data
+        self._data = self.wrapped = data  # its class is part of the job's identity
         self._ids = ids
         self._given = fingerprint
         self.in_memory = isinstance(data, _IN_MEMORY) and not isinstance(data, np.memmap)

@@ -150,13 +150,18 @@ def _check_values(name: str, column: Column) -> None:
 
 def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
     """What a metric says of one batch, and what did not work on so few samples."""
-    slots = torch.zeros(metric.size, dtype=torch.int64)
+    slots, of_few, again = (torch.zeros(metric.size, dtype=torch.int64) for _ in range(3))
     own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
+    one_row = {name: column[[0]] for name, column in own.items()}
+    before = Kept({type(metric).__name__: metric}, returns=True)
     kept: list[Kept] = []
-    # Twice: what the first update builds, such as a table, is no state.
-    for ledger in (slots, torch.zeros_like(slots)):
+    counted: list[Tensor] = []
+    tried: list[tuple[Measured | None, list[str]]] = []
+    for ledger, given in ((slots, own), (of_few, one_row), (again, own), (again, own)):
+        if given is one_row:
+            before.put_back()  # what is made of one row should be what is made of others
         try:
-            metric.update(ledger, columns_of(metric, own))
+            metric.update(ledger, columns_of(metric, given))
         except DualevalError:
             raise
         except Exception as error:  # raised on with the metric's name; what it is, its own frames show
@@ -164,17 +169,49 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
                 f"metric {metric.name!r} fails on the first batch: {with_type(error)}"
             ) from error
         kept.append(Kept({type(metric).__name__: metric}))
-    _check_pure(metric, columns, own, kept[1].changed_since(kept[0]))
+        counted.append(ledger.clone())
+        if ledger is not again:
+            tried.append(_try_compute(metric.name, partial(metric.compute, slots.clone())))
+    whole, of_one, first, second = kept
+    once, _, same, twice = counted
+    is_equal = torch.equal(once, same) and _same_values(tried[0][0], tried[1][0])
+    # What the first update builds, such as a table, is no state unless a number depends on it.
+    changed = second.changed_since(first)
+    changed += [] if is_equal else first.changed_since(of_one) + of_one.changed_since(whole)
+    _check_pure(metric, columns, own, changed, is_equal)
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
             f"{tuple(slots.shape)}: update adds to it in place"
         )
-    return _try_compute(metric.name, lambda: metric.compute(slots))
+    if not is_equal:
+        raise UsageError(_UNLIKE.format(metric.name))
+    if once.any() and torch.equal(once, twice):
+        raise UsageError(
+            f"metric {metric.name!r} does not add to its ledger: the same samples, counted once more, "
+            "leave it as it is. The ledgers of all batches and ranks are added up: write ledger[0] += count, "
+            "not ledger[0] = count. A largest value is no sum; dualeval.metrics.Rows computes it"
+        )
+    return tried[0]
+
+
+_UNLIKE = (
+    "metric {!r} gives other values when it is given the same samples again: have it seed its random "
+    "numbers, as with numpy.random.default_rng(0), and keep nothing"
+)
+
+
+def _same_values(one: Measured | None, other: Measured | None) -> bool:
+    """Whether two computations gave the same; one that fails on so few samples gave nothing."""
+    return one is None or other is None or one.values == other.values
 
 
 def _check_pure(
-    metric: Metric, given: Mapping[str, Column], own: Mapping[str, Column], changed: Sequence[str]
+    metric: Metric,
+    given: Mapping[str, Column],
+    own: Mapping[str, Column],
+    changed: Sequence[str],
+    is_equal: bool,
 ) -> None:
     """Check that ``update`` has written into its ledger alone, and not into its columns or itself."""
     for name, column in own.items():
@@ -185,7 +222,7 @@ def _check_pure(
                 "rows keep. Have it make a new tensor, as with column.abs() in place of column.abs_()"
             )
     # A global that is counted up may be a log's.
-    kept = [place for place in changed if " of the module " not in place]
+    kept = [place for place in changed if not is_equal or " of the module " not in place]
     if kept and is_own(type(metric)):
         raise UsageError(
             f"metric {metric.name!r} keeps {kept[0]} from one batch to the next, and each rank would keep "
@@ -206,6 +243,10 @@ def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[M
                 f"metric {metric.name!r} writes into its columns, which are read-only: {tried[1][0]}. Have "
                 "it copy what it changes, as with numpy.array(column)"
             )
+        return tried
+    again, _ = _try_compute(metric.name, partial(metric.compute, columns_of(metric, rows)))
+    if not _same_values(tried[0], again):
+        raise UsageError(_UNLIKE.format(metric.name))
     return tried
 
 

@@ -20,20 +20,7 @@ NO_CLASS = -1  # the predicted class of a sample with a NaN logit
 
 
 class _Labels(ABC):
-    """A metric of two columns of classes, whose elements are counted.
-
-    Args:
-        num_classes: the classes are 0 to num_classes - 1.
-        prediction: the column of predicted classes; -1 for none.
-        target: the column of true classes, with as many elements: one label a sample, ``(samples, k)``, or
-            ragged.
-        name: of the metric; without one its kind's.
-        ignore: a target whose elements are left out.
-        keeps_rows: whether the run keeps the two columns, in predictions.parquet.
-
-    Raises:
-        UsageError: an argument is of another kind.
-    """
+    """A metric of two columns of classes, whose elements are counted."""
 
     kind_name: ClassVar[str]
 

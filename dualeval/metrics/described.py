@@ -19,17 +19,7 @@ def direction(higher_is_better: bool) -> str:
 
 
 class Described:
-    """A metric with one value.
-
-    Args:
-        name: of the metric and its value.
-        unit: "fraction" for values of 0 to 1, which are shown in percent; "percent" for values of 0 to 100;
-            any other text is shown behind the value.
-        higher_is_better: whether a higher value is better; None where neither is.
-
-    Raises:
-        UsageError: one of them is of another kind.
-    """
+    """A metric with one value."""
 
     def __init__(self, name: str, unit: str | None, higher_is_better: bool | None) -> None:
         check_kind("name", name, isinstance(name, str) and bool(name), "a text")
@@ -55,16 +45,7 @@ class Described:
         rough: str | None = None,
         warnings: Iterable[str] = (),
     ) -> Measured:
-        """The value under the metric's name.
-
-        Args:
-            value: None where there is none.
-            interval: left out where an end is not finite.
-            nonfinite: what ``nonfinite_counts`` gave.
-            unit: where the metric was given none.
-            rough: why the interval may cover less than it says; None where it covers.
-            warnings: as in ``Measured``.
-        """
+        """The value under the metric's name."""
         unit = self.unit or unit
         known = interval is not None and all(map(math.isfinite, interval))
         return Measured(

@@ -172,21 +172,7 @@ def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
 
 
 class TextModel:
-    """A model of texts and its tokenizer, as a task has them.
-
-    Args:
-        model: a folder with both; or a module, or a function that returns one.
-        use: what it is for.
-        tokenizer: the tokenizer's folder, where the model is none.
-        weights: as ``--weights``; likewise ``weights_key``, ``weights_prefix`` and ``trust``.
-
-    Attributes:
-        folder: where the tokenizer is.
-        loaded: what was taken from a file that ``weights`` names; None before it was built, or without one.
-
-    Raises:
-        UsageError: the folder is none of the library's, or options do not fit together.
-    """
+    """A model of texts and its tokenizer, as a task has them."""
 
     def __init__(
         self,
@@ -201,6 +187,7 @@ class TextModel:
     ) -> None:
         refuse_choice_without_file(weights, weights_key, weights_prefix, trust)
         self.use = use
+        # What was taken from a file that ``weights`` names.
         self.loaded: LoadedWeights | None = None
         self._weights = weights
         self._loading = {"weights_key": weights_key, "weights_prefix": weights_prefix}

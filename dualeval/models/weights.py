@@ -21,6 +21,7 @@ from dualeval.models.tied import are_equal, with_tied_names
 from dualeval.models.weights_name import is_published_name
 
 _LISTED_AT_MOST = 8
+_OTHER_WEIGHTS = " Give the weights of this --model."
 _RANDOM = "random:"
 _LARGEST_SEED = 2**64 - 1
 # How torch's layers, and its weight_norm and parametrizations, name what has a row for each output.
@@ -116,7 +117,7 @@ def load_state_dict(
         fitting = prefixes_that_fit(tensors, own)
         if not fitting or taken.prefix in fitting:
             raise
-        raise UsageError(f"{error} {_advice(fitting)}") from error
+        raise UsageError(f"{str(error).removesuffix(_OTHER_WEIGHTS)} {_advice(fitting)}") from error
     return loaded
 
 
@@ -236,8 +237,7 @@ def _misfit(
     found = "; ".join(filter(None, parts)) or said.splitlines()[-1].strip()
     advice = " Integers in place of weights are quantized ones: save them as floats." if kinds else ""
     return UsageError(
-        f"{source} do not fit the model {type(model).__name__}: {found}. Give the weights of this --model."
-        f"{advice}"
+        f"{source} do not fit the model {type(model).__name__}: {found}.{advice or _OTHER_WEIGHTS}"
     )
 
 

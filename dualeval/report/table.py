@@ -63,14 +63,14 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
     yield "samples", _samples(result)
     if result.clusters:
         yield "clusters", _clusters(result)
-    ranks = f"{world['launcher']}, {world['backend']}, {result.device['device']}{_sharded(result)}"
-    yield "ranks", f"{world['size']} ({ranks})"
+    ranks = f"launcher {world['launcher']}, backend {world['backend']}, device {result.device['device']}"
+    yield "ranks", f"{world['size']} ({ranks}{_sharded(result)})"
     if result.device.get("bits"):
         yield "machine", _machine(result)
     if result.chunks["resumed"]:
         yield "resumed", _resumed(result)
-    seconds = f"{timing['evaluate_s']:.2f} s of {timing['total_s']:.2f} s"
-    yield "speed", f"{result.samples_per_s:,.0f} samples/s, {seconds}"
+    seconds = f"{timing['evaluate_s']:.2f} s for all batches, {timing['total_s']:.2f} s for the whole run"
+    yield "speed", f"{result.samples_per_s:,.0f} samples/s; {seconds}"
     if result.work:
         yield "work", _work(result)
     yield "metrics_digest", f"{result.metrics_digest}{_comparable(result)}"

@@ -198,7 +198,9 @@ class ImageClassification(Task):
         else:
             images = data.open_files(self._labeler(), whole_files=whole_files, cache=cache)
         self._num_classes = agreed_classes(images.labels, num_classes, self._class_map)
-        base = named_preprocessing(named, f"--preprocessing {named}")
+        base = named_preprocessing(
+            named, f"--preprocessing {named}" if isinstance(named, str) else "the argument preprocessing"
+        )
         keeps_size = data.is_small and not wants_resizing(flags)
         known = self._known_normalisation() if keeps_size else None
         needed = {"mean", "std"} if keeps_size else {*NEEDED}

@@ -32,13 +32,9 @@ _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassificationOptions:
-    """One class an image: class folders, a manifest, or a data set by name.
+    """One class an image: class folders, a manifest, or a data set by name."""
 
-    Attributes:
-        known_metrics: the metrics that can be asked for by name, with a line each.
-        start: what ``dualeval init`` writes for this task.
-    """
-
+    # What ``dualeval init`` writes for this task.
     start: ClassVar[Mapping[str, str]] = {
         "imports": "import torch; import torchvision",
         "model": "model = torchvision.models.resnet18(num_classes=10); "
@@ -47,6 +43,7 @@ class ImageClassificationOptions:
         "more": ', preprocessing="imagenet"',
     }
 
+    # The metrics that can be asked for by name.
     known_metrics: ClassVar[Mapping[str, str]] = {
         "loss": "mean cross entropy",
         "top1": "fraction of images whose class is the first prediction; also top2, top3, ...",
@@ -176,11 +173,7 @@ class ImageClassificationOptions:
             )
 
     def check_paths(self) -> None:
-        """Check that files are there, before torch is imported; what may be a name is left to the task.
-
-        Raises:
-            UsageError: one is not.
-        """
+        """Check that files are there, before torch is imported; what may be a name is left to the task."""
         if self.model is not None and ":" in self.model:
             return  # its library or module is named first
         if self.weights and is_path_of_weights(self.weights) and Path(self.weights).suffix:

@@ -31,36 +31,21 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The options of a job that say which images are evaluated.
+    """The options of a job that say which images are evaluated."""
 
-    Attributes:
-        data: a folder, a manifest or ``NAME:DIR``; None is the embedded job's test set.
-        split: one of ``choices.SPLITS``; None takes the test or validation split.
-        image_root: the folder from which a manifest's paths count; None is its own.
-        path_column: a manifest's column of paths; None finds it by its name.
-        label_column: that of labels; None likewise.
-    """
-
+    # A folder, a manifest or ``NAME:DIR``; None is the embedded job's test set.
     data: str | Path | None = None
+    # One of ``choices.SPLITS``; None takes the test or validation split.
     split: str | None = None
+    # The folder from which a manifest's paths count; None is its own.
     image_root: Path | None = None
+    # A manifest's columns; None finds them by their names.
     path_column: str | None = None
     label_column: str | None = None
 
 
 class DataSource:
-    """Where a job's images are. Making one reads only the names of files.
-
-    Args:
-        options: what was asked for.
-
-    Attributes:
-        text: ``--data`` with an absolute path, for the job's options.
-        name: of the data in messages: the folder or file, or ``NAME:DIR``.
-
-    Raises:
-        UsageError: there is no such data set, or an option has no meaning for it.
-    """
+    """Where a job's images are. Making one reads only the names of files."""
 
     def __init__(self, options: DataOptions) -> None:
         if options.split is not None:

@@ -49,7 +49,11 @@ def named_preprocessing(named: Any, origin: str) -> ChosenPreprocessing | None:
         values = Preprocessing()
     elif isinstance(named, Preprocessing):
         values = named
-    elif isinstance(named, Mapping) and {*NEEDED} <= named.keys() <= {*_names(Preprocessing)}:
+    elif (
+        isinstance(named, Mapping)
+        and {*NEEDED} <= named.keys() <= {*_names(Preprocessing)}
+        and all(named[name] is not None for name in NEEDED)
+    ):
         given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
         values = Preprocessing(**given)
     elif callable(named):
@@ -107,7 +111,8 @@ def choose_for_files(
             f"{', '.join(missing)}). Wrong values give wrong metrics: give those of the model's training. "
             "Type --preprocessing none (pictures as they are, scaled to [0, 1]), --preprocessing imagenet "
             "(resize 256, crop 224, ImageNet's mean and std), --preprocessing FILE.py:FUNCTION (from a PIL "
-            "picture to a tensor), or each value, as in --resize 64 --crop 64 --mean 0 --std 1."
+            "picture to a tensor), or each value, as in --resize 64 --crop 64 --mean 0 --std 1. In Python "
+            'these are arguments, as preprocessing="imagenet".'
         )
     own = own or Preprocessing()
     if "resize" in asked:  # of the shorter side, whatever the model's is of

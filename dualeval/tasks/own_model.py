@@ -103,7 +103,11 @@ class ModelTask(Task):
                 )
             )
         if metrics is not None and (isinstance(metrics, str) or not isinstance(metrics, Sequence)):
-            raise UsageError(f"metrics is a {type(metrics).__name__}: expected a list of metrics or names")
+            example = repr(metrics) if isinstance(metrics, str) else "..."
+            raise UsageError(
+                f"metrics is a {type(metrics).__name__}: expected a list of metrics or names. "
+                f"Write metrics=[{example}]"
+            )
         if isinstance(rows, str):
             raise UsageError(f"rows is the text {rows!r}: expected a list of columns, as [{rows!r}]")
         check_metrics([metric for metric in metrics or () if not isinstance(metric, str)])

@@ -21,13 +21,9 @@ _QUESTIONS = "Questions"
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnsweringOptions:
-    """Answers in texts, in the format of SQuAD v1.1 and v2.0.
+    """Answers in texts, in the format of SQuAD v1.1 and v2.0."""
 
-    Attributes:
-        known_metrics: the metrics that can be asked for by name, with a line each.
-        start: what ``dualeval init`` writes for this task.
-    """
-
+    # What ``dualeval init`` writes for this task.
     start: ClassVar[Mapping[str, str]] = {
         "imports": "from transformers import AutoModelForQuestionAnswering",
         "model": 'return AutoModelForQuestionAnswering.from_pretrained("models/mine")',
@@ -35,6 +31,7 @@ class QuestionAnsweringOptions:
         "more": ', tokenizer="models/mine"',
     }
 
+    # The metrics that can be asked for by name.
     known_metrics: ClassVar[Mapping[str, str]] = {
         "exact_match": "percentage of questions whose answer is right",
         "f1": "mean F1 of the words of the answers, in percent",
@@ -86,11 +83,7 @@ class QuestionAnsweringOptions:
         check_fields(self)
 
     def make(self, cache: DataCache | None = None) -> QuestionAnswering:
-        """The task.
-
-        Args:
-            cache: what other tasks of the run have read of their data.
-        """
+        """The task."""
         from dualeval.tasks.question_answering import QuestionAnswering
 
         return QuestionAnswering(

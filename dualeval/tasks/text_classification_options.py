@@ -21,13 +21,9 @@ _TEXTS = "Texts"
 
 @dataclass(frozen=True, kw_only=True)
 class TextClassificationOptions:
-    """One class or one number a text or pair of texts, from a table.
+    """One class or one number a text or pair of texts, from a table."""
 
-    Attributes:
-        known_metrics: the metrics that can be asked for by name, with a line each.
-        start: what ``dualeval init`` writes for this task.
-    """
-
+    # What ``dualeval init`` writes for this task.
     start: ClassVar[Mapping[str, str]] = {
         "imports": "from transformers import AutoModelForSequenceClassification",
         "model": 'return AutoModelForSequenceClassification.from_pretrained("models/mine")',
@@ -35,6 +31,7 @@ class TextClassificationOptions:
         "more": ', tokenizer="models/mine"',
     }
 
+    # The metrics that can be asked for by name.
     known_metrics: ClassVar[Mapping[str, str]] = {
         "accuracy": "fraction of texts whose class is the first prediction; also top2, top3, ...",
         "f1": "mean of the F1 of each class",

@@ -170,52 +170,47 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher; the tables of ``docs/launchers.md`` are made of these values.
+    """One launcher; the tables of ``docs/launchers.md`` are made of these values."""
 
-    Attributes:
-        name: what ``--launcher`` takes.
-        page: its page in ``docs/launchers``.
-        title: its name in sentences to people, where that is another.
-        rank: variable with this process's number; likewise ``size``, ``local_rank`` and ``local_size``. Empty
-            where it tells none.
-        others: further variables that it always sets, and that are needed.
-        optional: those of the four above that may be missing: the hosts of all ranks tell then.
-        mark: a variable that it alone sets; empty where the names above are its own already.
-        is_shared: other tools set variables of these names, too.
-        trace: those of which one shows that it started this process; empty for the four above.
-        contradicts: launchers of which each may have started the other, and the variables do not show which.
-        start: what to type to start with it.
-        read: finds the World in the variables; None where this launcher left no trace there.
-        backends: the backends that its ranks can use, the default first, with a condition for the docs.
-        starts_mpi: it starts ranks of an MPI, and of nothing else: they take Horovod where that is built with
-            MPI, and else mpi.
-        may_start: a rank that it started alone may start ranks of its own: a shell that srun has opened on a
-            node is a step of one task, and a pod may be a job of one.
-        not_handed_on: those of its variables in an environment that the ranks of such a process must not see.
-        ways: how ``dualeval conformance`` starts it.
-        exit_codes: by what is typed; empty where they have not been tried.
-    """
-
+    # What ``--launcher`` takes.
     name: str
+    # Its page in ``docs/launchers``.
     page: str
+    # Its name in sentences to people, where that is another.
     title: str = ""
+    # Variables with this process's number and the other three; empty where it tells none.
     rank: str = ""
     size: str = ""
     local_rank: str = ""
     local_size: str = ""
+    # Further variables that it always sets, and that are needed.
     others: tuple[str, ...] = ()
+    # Those of the four above that may be missing: the hosts of all ranks tell then.
     optional: tuple[str, ...] = ()
+    # A variable that it alone sets; empty where the names above are its own already.
     mark: str = ""
+    # Other tools set variables of these names, too.
     is_shared: bool = False
+    # Those of which one shows that it started this process; empty for the four above.
     trace: tuple[str, ...] = ()
+    # Launchers of which each may have started the other, and the variables do not show which.
     contradicts: tuple[str, ...] = ()
+    # What to type to start with it.
     start: str
+    # Finds the World in the variables; None where this launcher left no trace there.
     read: Callable[[Environment], World | None] = Environment.world_of_four
+    # The backends that its ranks can use, the default first, with a condition for the docs.
     backends: Mapping[str, str]
+    # It starts ranks of an MPI alone: they take Horovod where that is built with MPI, and else mpi.
     starts_mpi: bool = False
+    # A rank that it started alone may start ranks of its own: a shell that srun has opened on a node is a
+    # step of one task, and a pod may be a job of one.
     may_start: bool = False
+    # Those of its variables in an environment that the ranks of such a process must not see.
     not_handed_on: Callable[[Mapping[str, str]], Collection[str]] = lambda environ: ()
+    # How ``dualeval conformance`` starts it.
     ways: tuple[Way, ...] = ()
+    # By what is typed; empty where they have not been tried.
     exit_codes: Mapping[str, ExitCodes]
 
     def probe(self, environ: Mapping[str, str]) -> World | None:

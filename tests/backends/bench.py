@@ -153,12 +153,7 @@ def largest_piece(backend: Backend) -> Iterator[list[int]]:
 
 
 def sample(rank: int, layout: str, dtype: torch.dtype, rows: int | None = None) -> Tensor:
-    """Make the input of a rank: the same in every process, over the whole range of an integer dtype.
-
-    Args:
-        layout: a name in SHAPES.
-        rows: number of rows, in place of that in SHAPES.
-    """
+    """Make the input of a rank: the same in every process, over the whole range of an integer dtype."""
     shape = SHAPES[layout]
     if layout == "large":
         shape = (2**20 // dtype.itemsize,)

@@ -14,6 +14,7 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
 from tests.conftest import Launch
+from tests.environments import read_variables, world_at
 from tests.launch.test_env_ranks import free_port
 
 
@@ -40,15 +41,7 @@ PAIRS = {
 
 def world_of(launcher: str) -> World:
     size = 1 if launcher == "none" else 2
-    return World(
-        rank=0,
-        size=size,
-        local_rank=0,
-        local_size=size,
-        node_rank=None,
-        launcher=launcher,
-        mpi=launcher in ("openmpi", "mpich", "srun"),
-    )
+    return world_at(launcher, 0, size, 0, size, mpi=launcher in ("openmpi", "mpich", "srun"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,8 +97,7 @@ def test_single_imports_no_distributed_backend(launch: Launch) -> None:
         "import sys; from dualeval.backends import connect; from dualeval.world import World; "
         "connect(None, World.alone()); sys.exit('dualeval.backends.torch_distributed' in sys.modules)"
     )
-    finished = launch([sys.executable, "-c", code])
-    assert finished.returncode == 0, finished.stderr
+    launch([sys.executable, "-c", code]).ok()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +138,7 @@ with connect("torch", detect(os.environ)) as backend:
 
 def test_nccl_is_made_with_the_first_tensor_on_a_gpu(launch: Launch) -> None:
     """Played: a run that has GPUs sends none by itself, and had NCCL's part of a group all the same."""
-    finished = launch([sys.executable, "-c", NCCL], variables=of_one_rank())
-    assert finished.returncode == 0, finished.stderr
+    finished = launch([sys.executable, "-c", NCCL], variables=of_one_rank()).ok()
     assert finished.stdout.splitlines() == ["cpu:gloo [] cuda:0", "['nccl']"]
 
 
@@ -159,8 +150,7 @@ def test_a_closed_group_has_no_threads_left(launch: Launch) -> None:
         "with connect('torch', detect(os.environ)): import torch.distributed.nn\n"
         "print([path.read_text() for path in Path('/proc/self/task').glob('*/comm')])"
     )
-    finished = launch([sys.executable, "-c", code], variables=of_one_rank())
-    assert finished.returncode == 0, finished.stderr
+    finished = launch([sys.executable, "-c", code], variables=of_one_rank()).ok()
     assert "gloo" not in finished.stdout
 
 
@@ -179,16 +169,9 @@ def test_a_group_of_another_world(launch: Launch) -> None:
         "except LaunchError as error: print(error)\n"
         "dist.destroy_process_group()"
     )
-    variables = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    finished = launch([sys.executable, "-c", code], variables=variables)
-    assert finished.returncode == 0, finished.stderr
+    variables = read_variables(
+        "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
+    )
+    finished = launch([sys.executable, "-c", code], variables=variables).ok()
     assert "already initialised as rank 0 of 1" in finished.stdout
     assert "rank 1 of 2" in finished.stdout

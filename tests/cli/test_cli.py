@@ -52,15 +52,8 @@ CASES = {
     ),
     "no image": BadInput(
         arguments=[
-            *RESNET,
-            "--num-classes",
-            "2",
-            "--data",
-            "{tmp}/images",
-            "--batch-size",
-            "1",
-            "--crop",
-            "32",
+            *(*RESNET, "--num-classes", "2", "--data", "{tmp}/images", "--batch-size", "1"),
+            *("--crop", "32"),
         ],
         words=["a/broken.png", "cannot be read", "--on-error skip"],
     ),
@@ -137,10 +130,7 @@ CASES = {
 }
 # These say no before any process is started, or are about starting itself.
 PLAIN_ONLY = {
-    "output without a name",
-    "output with too long a name",
-    "nproc beyond reason",
-    "half-set torchrun",
+    *("output without a name", "output with too long a name", "nproc beyond reason", "half-set torchrun"),
     "backend without launcher",
 }
 # Of those that ranks find: in the data, in the weights, and in the output folder.
@@ -233,18 +223,10 @@ def test_ranks_exit_2_under_a_users_own_launcher(launch: Launch, inputs: Path, t
 )
 def test_skip_counts_and_lists(launch: Launch, inputs: Path, tmp_path: Path, start: list[str]) -> None:
     arguments: list[str | Path] = [
-        *RESNET,
-        "--data",
-        inputs / "images",
-        "--batch-size",
-        "2",
-        "--crop",
-        "32",
-        "--on-error",
-        "skip",
+        *(*RESNET, "--batch-size", "2", "--crop", "32", "--on-error", "skip"),
+        *("--data", inputs / "images"),
     ]
-    done = launch([*RUN, *start, *arguments, "--out", tmp_path / "out"], timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = launch([*RUN, *start, *arguments, "--out", tmp_path / "out"], timeout=60).ok()
     assert "6 of 7 evaluated, 1 failed" in done.stdout
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert [entry["id"] for entry in result["failed"]] == ["a/broken.png"]
@@ -258,8 +240,7 @@ def test_the_key_that_was_used_is_said_once(
 ) -> None:
     weights: list[str | Path] = ["--model", "fashion-cnn", "--weights", inputs / "several.pt"]
     out: list[str | Path] = ["--limit", "200", "--out", tmp_path / "out"]
-    done = launch([*RUN, *start, *weights, "--weights-key", "model_ema", *out], cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = launch([*RUN, *start, *weights, "--weights-key", "model_ema", *out], cwd=tmp_path, timeout=60).ok()
     note = (
         f"dualeval: note: weights: the state_dict under 'model_ema' of {inputs / 'several.pt'}, "
         "prefix 'module.' removed, 1 left out: n_averaged\n"
@@ -272,17 +253,10 @@ def test_the_key_that_was_used_is_said_once(
 
 def test_nan_logits_are_reported(launch: Launch, inputs: Path, tmp_path: Path) -> None:
     arguments: list[str | Path] = [
-        "--model",
-        "fashion-cnn",
-        "--weights",
-        inputs / "nan.pt",
-        "--limit",
-        "70",
-        "--out",
-        tmp_path / "out",
+        *("--model", "fashion-cnn", "--weights", inputs / "nan.pt", "--limit", "70"),
+        *("--out", tmp_path / "out"),
     ]
-    done = launch([*RUN, *arguments], timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = launch([*RUN, *arguments], timeout=60).ok()
     assert "warning: logits: 70 samples have a NaN" in done.stdout
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert result["metrics"]["loss"] is None
@@ -291,16 +265,16 @@ def test_nan_logits_are_reported(launch: Launch, inputs: Path, tmp_path: Path) -
 
 
 def test_json_is_all_that_is_printed(launch: Launch, tmp_path: Path) -> None:
-    done = launch([*RUN, "--nproc", "2", "--limit", "70", "--json", "--out", tmp_path / "out"], timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = launch(
+        [*RUN, "--nproc", "2", "--limit", "70", "--json", "--out", tmp_path / "out"], timeout=60
+    ).ok()
     assert json.loads(done.stdout) == json.loads((tmp_path / "out/result.json").read_text())
 
 
 def test_dry_run_prints_the_job(launch: Launch, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text('batch-size = 32\nlimit = 5\nmetric = ["loss"]\n')
-    done = launch([*RUN, "--config", job, "--limit", "7", "--dry-run"], cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = launch([*RUN, "--config", job, "--limit", "7", "--dry-run"], cwd=tmp_path, timeout=60).ok()
     printed = json.loads(done.stdout)
     assert (printed["batch_size"], printed["limit"], printed["metric"]) == (32, 7, ["loss"])
     assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
@@ -331,8 +305,7 @@ def test_a_job_file_says_where_and_on_how_many_ranks(launch: Launch, tmp_path: P
     (tmp_path / "jobs").mkdir()
     job = tmp_path / "jobs/job.toml"
     job.write_text('out = "found"\nnproc = 2\nlimit = 70\n')
-    done = launch([*RUN, "--config", job, "--no-progress"], cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
+    launch([*RUN, "--config", job, "--no-progress"], cwd=tmp_path, timeout=60).ok()
     result = json.loads((tmp_path / "jobs/found/result.json").read_text())
     assert (result["world"]["size"], result["samples"]["total"]) == (2, 70)
     assert "nproc" not in result["job"]

@@ -59,8 +59,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_the_embedded_job(launch: Launch, tmp_path: Path) -> None:
-    done = launch([*RUN, "--dry-run", "--out", tmp_path / "out"], cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = launch([*RUN, "--dry-run", "--out", tmp_path / "out"], cwd=tmp_path, timeout=60).ok()
     assert list(tmp_path.iterdir()) == []
     job = json.loads(done.stdout)
     assert job["weights"] == str(EMBEDDED_WEIGHTS)
@@ -141,8 +140,7 @@ def test_ranks_of_a_launcher(launch: Launch, tmp_path: Path) -> None:
     torch.save({**FashionCNN().state_dict(), "stray": torch.zeros(1)}, tmp_path / "misfit.pt")
     start: list[str | Path] = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command = [*start, "-m", "dualeval", "run", "--dry-run", "--out", tmp_path / "out"]
-    done = launch(command, cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = launch(command, cwd=tmp_path, timeout=60).ok()
     assert json.loads(done.stdout)["model"] == "fashion-cnn"
     done = launch([*command, "--model", "fashion-cnn", "--weights", "misfit.pt"], cwd=tmp_path, timeout=60)
     assert done.returncode != 0

@@ -81,8 +81,7 @@ def test_a_broken_horovod_is_not_passed_over(launch: Launch, broken_horovod: dic
     """What mpirun takes by itself must not depend on a node's Horovod being whole; another can be named."""
     command = [*start("mpirun", 2), *RUN]
     check_error(launch, command, broken_horovod, "cannot be loaded", "setup-horovod")
-    done = launch([*command, "--backend", "mpi", "--json"], variables=broken_horovod)
-    assert done.returncode == 0, done.stderr
+    done = launch([*command, "--backend", "mpi", "--json"], variables=broken_horovod).ok()
     assert json.loads(done.stdout)["world"]["backend"] == "mpi"
 
 
@@ -224,8 +223,7 @@ def test_all_else_works_without_horovod(
     launch: Launch, tmp_path: Path, command: list[str | Path], backend: str
 ) -> None:
     out = tmp_path / "out"
-    done = launch([*command, "--out", out], variables=without(tmp_path, "horovod"))
-    assert done.returncode == 0, done.stderr
+    launch([*command, "--out", out], variables=without(tmp_path, "horovod")).ok()
     assert json.loads((out / "result.json").read_text())["world"]["backend"] == backend
 
 
@@ -237,7 +235,6 @@ def test_nothing_of_horovod_or_mpi_is_imported_without_need(launch: Launch, tmp_
     )
     for size in (1, 2):
         command = [*(start("torchrun", size) if size > 1 else []), sys.executable, "-c", code]
-        done = launch([*command, "run", "--limit", "64", "--out", tmp_path / str(size)])
-        assert done.returncode == 0, done.stderr
+        done = launch([*command, "run", "--limit", "64", "--out", tmp_path / str(size)]).ok()
         # Anywhere: two ranks write into one pipe, also in the midst of each other's lines.
         assert done.stdout.count("[]") == size

@@ -111,10 +111,7 @@ class Cluster:
         Slurm alone would start it only when the job's earlier credentials have expired.
         """
         question = [
-            "squeue",
-            "--noheader",
-            "--states=all",
-            f"--jobs={job_id}",
+            *("squeue", "--noheader", "--states=all", f"--jobs={job_id}"),
             "--Format=RestartCnt:4,State:20",
         ]
         begun = {f"{restarts:<4}{state}" for state in {"RUNNING", *ENDS}}

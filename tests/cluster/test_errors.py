@@ -71,17 +71,6 @@ def test_a_wrong_start_is_said_once(typed: Typed, option: str, words: str, expec
     assert not (typed.folder / "out").exists()
 
 
-def test_contradictory_variables_of_a_step_are_shown(typed: Typed) -> None:
-    done = typed(f"{TASKS} env SLURM_STEP_TASKS_PER_NODE=1(x3) dualeval run")
-    assert done.returncode == 2
-    # No rank knows which one it is.
-    assert done.stderr.count(f"{MESSAGE}2 nodes are named, but tasks are given for 3 (found: ") == 2
-    for found in ("SLURM_PROCID=0", "SLURM_PROCID=1", "SLURM_STEP_NODELIST=h[0-1]"):
-        assert found in done.stderr
-    assert "'srun --ntasks-per-node N dualeval run'" in done.stderr
-    assert not (typed.folder / "out").exists()
-
-
 def occupied(number: int, step: str) -> str:
     """A command for a job whose step finds so many of its ports taken."""
     worker = FOLDER / "occupied_ports_worker.py"
@@ -89,8 +78,7 @@ def occupied(number: int, step: str) -> str:
 
 
 def test_a_port_that_another_has_is_passed_over(typed: Typed) -> None:
-    done = typed(occupied(1, f"{TASKS} dualeval run --limit 200"))
-    assert done.returncode == 0, done.stderr
+    done = typed(occupied(1, f"{TASKS} dualeval run --limit 200")).ok()
     # The other rank has come to the wrong one first.
     assert int(done.stdout.split()[-1]) >= 1
     result = typed.result()

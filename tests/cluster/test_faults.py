@@ -147,27 +147,16 @@ def test_torchrun_starts_ranks_on_two_hosts_again(
 
 @dataclass(frozen=True, kw_only=True)
 class Standstill:
-    """A way in which one rank is no longer there, or does not go on.
+    """A way in which one rank is no longer there, or does not go on."""
 
-    Attributes:
-        fault: in the words of ``tests.faulty_models``; None where a reading hangs.
-        rank: whose it is.
-        says: what the others say of it, a regular expression.
-        stack: what its own stacks contain; None where it cannot write them.
-        size: the number of ranks.
-        stopped: whether it stays, stopped, until somebody kills it.
-        workers: reading processes, where a reading hangs.
-        hosts: on how many it is tried.
-    """
-
-    fault: str | None
-    rank: int
-    says: str
-    stack: str | None = None
-    size: int = 3
-    stopped: bool = False
-    workers: int = 0
-    hosts: int = 1
+    fault: str | None  # in the words of ``tests.faulty_models``; None where a reading hangs
+    rank: int  # whose it is
+    says: str  # what the others say of it, a regular expression
+    stack: str | None = None  # what its own stacks contain; None where it cannot write them
+    size: int = 3  # the number of ranks
+    stopped: bool = False  # whether it stays, stopped, until somebody kills it
+    workers: int = 0  # reading processes, where a reading hangs
+    hosts: int = 1  # on how many it is tried
 
 
 NO_PROGRESS = r"no progress for \d+ s, chunk \d+, stage forward"
@@ -251,14 +240,8 @@ def job_of(kind: Standstill, images: Path) -> list[str]:
     words = "--model tests.faulty_models:means --weights random:0 --batch-size 2"
     sizes = "--resize 20 --crop 20 --mean 0 --std 1"
     return [
-        *words.split(),
-        *sizes.split(),
-        "--no-progress",
-        "--data",
-        str(images),
-        "--workers",
-        str(kind.workers),
-        *common,
+        *(*words.split(), *sizes.split(), "--no-progress", "--data", str(images)),
+        *("--workers", str(kind.workers), *common),
     ]
 
 

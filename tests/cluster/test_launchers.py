@@ -40,18 +40,12 @@ class Places:
     """Where so many ranks are put, in the words of each launcher.
 
     A single rank runs on the host where the command is not typed, but for torchrun's, which knows no hosts.
-
-    Attributes:
-        nodes: number of hosts.
-        tasks: options of srun.
-        hosts: what follows -H.
-        agents: number of ranks of torchrun's agent on each host.
     """
 
-    nodes: int
-    tasks: str
-    hosts: str
-    agents: Sequence[int]
+    nodes: int  # number of hosts
+    tasks: str  # options of srun
+    hosts: str  # what follows -H
+    agents: Sequence[int]  # number of ranks of torchrun's agent on each host
 
 
 PLACES = {
@@ -64,17 +58,11 @@ PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterWay(Way):
-    """A way to start ranks on two hosts: what is typed on h0, with the fields of ``PLACES`` filled in.
+    """A way to start ranks on two hosts: what is typed on h0, with the fields of ``PLACES`` filled in."""
 
-    Attributes:
-        on_each: it is typed on every host that ranks run on, with {node} for the host's number.
-        sizes: for how many ranks.
-        further: what the machine needs beside what launcher and backend do.
-    """
-
-    on_each: bool = False
-    sizes: Sequence[int] = (1, 2, 3, 4)
-    further: Sequence[str] = ()
+    on_each: bool = False  # it is typed on every host that ranks run on, with {node} for the host's number
+    sizes: Sequence[int] = (1, 2, 3, 4)  # for how many ranks
+    further: Sequence[str] = ()  # what the machine needs beside what launcher and backend do
 
     def command(self, size: int) -> str:
         agents = PLACES[size].agents
@@ -288,8 +276,7 @@ class Batch:
 
     def order(self, typed: str) -> str:
         """Have Slurm do something, from h0; returns what it printed."""
-        done = self.launch(self.cluster.on("h0", typed.split()), variables=self.cluster.variables)
-        assert done.returncode == 0, done.stderr
+        done = self.launch(self.cluster.on("h0", typed.split()), variables=self.cluster.variables).ok()
         return done.stdout
 
     def facts(self, number: int | str) -> dict[str, str]:

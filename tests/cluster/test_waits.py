@@ -110,15 +110,13 @@ def test_a_guest_finds_the_network_between_the_hosts(
     """Their own names lead to 127.0.1.1, by which gloo would go."""
     done = on(
         cluster, "h0", launch, tmp_path, *TASKS, "env", f"PYTHONPATH={ROOT}", sys.executable, "-c", GUEST
-    )
-    assert done.returncode == 0, done.stderr
+    ).ok()
     assert len(done.stdout.split()) == 4 and len(set(done.stdout.split())) == 1
 
 
 @pytest.mark.needs("horovod")
 def test_nccl_keeps_its_network(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
-    done = on(cluster, "h0", launch, tmp_path, *TASKS, sys.executable, NCCL_WORKER, "found")
-    assert done.returncode == 0, done.stderr
+    on(cluster, "h0", launch, tmp_path, *TASKS, sys.executable, NCCL_WORKER, "found").ok()
     for rank in (0, 1):
         found = json.loads((tmp_path / f"found.{rank}").read_text())
         assert found == [None, "=eth0", None]
@@ -128,8 +126,7 @@ def test_nccl_keeps_its_network(cluster: Cluster, launch: Launch, tmp_path: Path
 @pytest.mark.needs("horovod")
 def test_a_users_own_network_of_nccls_stays(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
     command: list[str | Path] = ["env", "NCCL_SOCKET_IFNAME=ib0", sys.executable, NCCL_WORKER, "own"]
-    done = on(cluster, "h0", launch, tmp_path, *TASKS, *command)
-    assert done.returncode == 0, done.stderr
+    on(cluster, "h0", launch, tmp_path, *TASKS, *command).ok()
     assert json.loads((tmp_path / "own.0").read_text()) == ["ib0"] * 3
 
 

@@ -358,24 +358,13 @@ def test_ranks_have_the_same_digest_with_and_without_it(
             (library / "simplejpeg.py").write_text(PLAYED[played])
         command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--model", "made:means"]
         command += [
-            "--weights",
-            "random:0",
-            "--data",
-            folder / "val",
-            "--preprocessing",
-            "imagenet",
-            "--resize",
-            "20",
-            "--crop",
-            "16",
-            "--batch-size",
-            "4",
+            *("--weights", "random:0", "--data", folder / "val", "--preprocessing", "imagenet"),
+            *("--resize", "20", "--crop", "16", "--batch-size", "4"),
         ]
         command += ["--workers", workers, "--out", out, "--no-progress", "--device", "cpu"]
         spread = ["--nproc", str(processes)] if processes > 1 else []
         variables = {"PYTHONPATH": f"{library}:{ROOT}", "OMP_NUM_THREADS": "1"}
-        done = launch([*command, *spread], cwd=folder, variables=variables)
-        assert done.returncode == 0, done.stderr
+        done = launch([*command, *spread], cwd=folder, variables=variables).ok()
         assert done.stderr.count(OTHER) == (played == "differs")
         result = json.loads((out / "result.json").read_text())
         found[processes, played] = result["metrics_digest"], result["fingerprint"]

@@ -144,44 +144,24 @@ def test_files_that_are_passed_over_are_counted(tmp_path: Path) -> None:
     assert str(ImageFolder(tmp_path, SMALL).passed_over) == "passed over: 2 files (.gif, .heic)"
 
 
-def test_only_files_that_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/1.heic").touch()
-    with pytest.raises(UsageError, match=r"holds no sample: .*\. passed over: 1 file \(\.heic\)\."):
-        ImageFolder(tmp_path, SMALL)
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere does not exist.*--data") as caught:
-        ImageFolder(tmp_path / "nowhere", SMALL)
+@pytest.mark.parametrize(
+    ("files", "root", "said"),
+    [
+        ("", "nowhere", "nowhere does not exist.*--data"),
+        ("image.png", "image.png", r"image\.png is a file.*--data"),
+        ("", "", "found 0 class folders without images and 0 images beside them"),
+        ("a/notes.txt b/", "", "found 2 class folders without images and 0 images"),
+        ("1.png 2.PNG 3.txt", "", "0 class folders.* and 2 images beside them; expected .*/CLASS/IMAGE"),
+        ("a/1.heic", "", r"holds no sample: .*\. passed over: 1 file \(\.heic\)\."),
+    ],
+)
+def test_a_folder_without_samples_is_refused(tmp_path: Path, files: str, root: str, said: str) -> None:
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    with pytest.raises(UsageError, match=said) as caught:
+        ImageFolder(tmp_path / root, SMALL)
     assert caught.value.exit_code == EXIT_USAGE
-
-
-def test_file_in_place_of_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"image\.png is a file.*--data"):
-        ImageFolder(save(tmp_path / "image.png"), SMALL)
-
-
-def test_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="found 0 class folders without images and 0 images beside them"):
-        ImageFolder(tmp_path, SMALL)
-
-
-def test_folders_without_images(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "a/notes.txt").touch()
-    with pytest.raises(UsageError, match="found 2 class folders without images and 0 images"):
-        ImageFolder(tmp_path, SMALL)
-
-
-def test_loose_images(tmp_path: Path) -> None:
-    for name in ("1.png", "2.PNG", "3.txt"):
-        (tmp_path / name).touch()
-    with pytest.raises(
-        UsageError, match=r"0 class folders.* and 2 images beside them; expected .*/CLASS/IMAGE"
-    ):
-        ImageFolder(tmp_path, SMALL)
 
 
 def test_loose_images_beside_class_folders_are_no_samples(tmp_path: Path) -> None:
@@ -351,11 +331,6 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
     assert ids(data) == ["a/caf\\xe9-é.png"]
     assert len(data.fingerprint(1)) == 64
     assert len(data.__getitems__([0])) == 1
-
-
-def test_unknown_interpolation() -> None:
-    with pytest.raises(UsageError, match=r"--interpolation 'cubic': expected one of .*bicubic"):
-        Preprocessing(interpolation="cubic")
 
 
 def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:

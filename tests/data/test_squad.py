@@ -35,11 +35,8 @@ def test_real_questions() -> None:
     path = package_folder("allennlp") / "tests/fixtures/data/squad.json"
     questions = read_questions(path)
     assert [questions.id(index) for index in range(len(questions))] == [
-        "5733be284776f41900661182",
-        "5733be284776f4190066117e",
-        "5733b1da4776f41900661068",
-        "5733b1da4776f4190066106b",
-        "5733b1da4776f41900661067",
+        *("5733be284776f41900661182", "5733be284776f4190066117e", "5733b1da4776f41900661068"),
+        *("5733b1da4776f4190066106b", "5733b1da4776f41900661067"),
     ]
     first, second, third, fourth, fifth = questions.questions
     assert first.question == "To whom did the Virgin Mary allegedly appear in 1858 in Lourdes France?"

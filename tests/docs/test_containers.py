@@ -30,19 +30,12 @@ SETTING = re.compile(r"\w+=")
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """What a file says.
+    """What a file says."""
 
-    Attributes:
-        base: the image that it begins with.
-        copied: by path in the clone, the path in the image, from /opt/dualeval.
-        lines: the commands that build it, in their order.
-        defaults: the values of its arguments.
-    """
-
-    base: str
-    copied: dict[str, str]
-    lines: list[str]
-    defaults: dict[str, str]
+    base: str  # the image that it begins with
+    copied: dict[str, str]  # by path in the clone, the path in the image, from /opt/dualeval
+    lines: list[str]  # the commands that build it, in their order
+    defaults: dict[str, str]  # the values of its arguments
 
     @property
     def make_lines(self) -> list[str]:

@@ -41,8 +41,7 @@ def test_an_example_is_short(path: Path) -> None:
 def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of the embedded job, in the example's batches."""
     out = tmp_path_factory.mktemp("run") / "out"
-    done = launch([*ALONE, "-m", "dualeval", "run", "--batch-size", "50", "--out", out])
-    assert done.returncode == 0, done.stderr
+    launch([*ALONE, "-m", "dualeval", "run", "--batch-size", "50", "--out", out]).ok()
     return str(read(out / "result.json")["metrics_digest"])
 
 
@@ -55,8 +54,7 @@ def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_a_script_evaluates(launch: Launch, tmp_path: Path, digest: str, launcher: list[str]) -> None:
-    done = launch([*launcher, SCRIPT, tmp_path / "out"])
-    assert done.returncode == 0, done.stderr
+    done = launch([*launcher, SCRIPT, tmp_path / "out"]).ok()
     assert done.stdout.count(digest) == 1
 
 
@@ -77,8 +75,7 @@ def test_a_killed_script_goes_on(
         await_that(lambda: list(out.glob("journal/*.journal")), process)
         ranks_of(process)[-1].kill()
         process.communicate(timeout=60)
-    done = launch([*then, SCRIPT, out, *FAULTY], variables={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
+    launch([*then, SCRIPT, out, *FAULTY], variables={"OMP_NUM_THREADS": "1"}).ok()
     result = read(out / "result.json")
     assert result["metrics_digest"] == digest and result["chunks"]["resumed"] > 0
 
@@ -114,8 +111,7 @@ def test_a_script_that_stands_still_is_named(launch: Launch, tmp_path: Path, lau
 def test_training_goes_on_bit_for_bit(launch: Launch, launcher: list[str], words: list[str]) -> None:
     found = []
     for evaluates in ("with", "without"):
-        done = launch([*launcher, WORKER, TRAINING, evaluates, *words])
-        assert done.returncode == 0, done.stderr
+        done = launch([*launcher, WORKER, TRAINING, evaluates, *words]).ok()
         found.append(sorted(re.findall(r"<(\d) (\w+) (\w+)>", done.stdout)))
         assert len(re.findall(r"epoch 2: \{'correct': \d", done.stdout)) == 2
     assert found[0] == found[1] and len(found[0]) == 2

@@ -63,12 +63,8 @@ def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     assert {
-        "dualeval/backends/base.py",
-        "dualeval/launch/detect.py",
-        "dualeval/tools/submit/slurm/eval.sbatch",
-        "README.md",
-        "setup.py",
-        "LICENSE",
+        *("dualeval/backends/base.py", "dualeval/launch/detect.py"),
+        *("dualeval/tools/submit/slurm/eval.sbatch", "README.md", "setup.py", "LICENSE"),
     } <= names
 
 
@@ -79,15 +75,10 @@ def test_wheel_holds_dualeval_alone(built: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"dualeval"}
     assert {
-        "dualeval/py.typed",
-        "dualeval/backends/base.py",
-        "dualeval/launch/detect.py",
-        "dualeval/tools/submit/slurm/eval.sbatch",
-        "dualeval/tools/submit/slurm/eval_horovod.sbatch",
-        "dualeval/assets/fashion_cnn.safetensors",
-        "dualeval/assets/imagenet_wnids.txt",
-        "dualeval/assets/t10k-images-idx3-ubyte.gz",
-        "dualeval/assets/LICENSE-fashion-mnist.txt",
+        *("dualeval/py.typed", "dualeval/backends/base.py", "dualeval/launch/detect.py"),
+        *("dualeval/tools/submit/slurm/eval.sbatch", "dualeval/tools/submit/slurm/eval_horovod.sbatch"),
+        *("dualeval/assets/fashion_cnn.safetensors", "dualeval/assets/imagenet_wnids.txt"),
+        *("dualeval/assets/t10k-images-idx3-ubyte.gz", "dualeval/assets/LICENSE-fashion-mnist.txt"),
     } <= set(names)
 
 
@@ -96,8 +87,7 @@ def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch:
     [wheel] = built.glob("*.whl")
     assert launch([sys.executable, "-m", "venv", tmp_path / "venv"], timeout=120).returncode == 0
     python = tmp_path / "venv/bin/python"
-    done = launch([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = launch([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], timeout=120).ok()
     own = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True, capture_output=True, text=True, timeout=60,
@@ -110,34 +100,29 @@ def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch:
         "assert not importlib.util.find_spec('backends') and not importlib.util.find_spec('launch')\n"
     )
     nothing = {"PYTHONPATH": ""}
-    done = launch([python, "-c", code], cwd=tmp_path, variables=nothing)
-    assert done.returncode == 0, done.stderr
+    done = launch([python, "-c", code], cwd=tmp_path, variables=nothing).ok()
     assert done.stdout.startswith(own)
     done = launch(
         [tmp_path / "venv/bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"],
         cwd=tmp_path,
         variables=nothing,
-    )
-    assert done.returncode == 0, done.stderr
+    ).ok()
     assert (tmp_path / "out/result.json").is_file()
 
     # Where torch and torchvision do not fit, one command lets every script of the environment import both.
     fits = launch([python, "-c", "import torchvision"], variables=nothing).returncode == 0
-    done = launch([python, "-m", "dualeval.vision_library"], cwd=tmp_path, variables=nothing)
-    assert done.returncode == 0, done.stderr
+    done = launch([python, "-m", "dualeval.vision_library"], cwd=tmp_path, variables=nothing).ok()
     said = "fit together" if fits else f"with {own}/_dualeval_torchvision.pth 'import torchvision' works here"
     assert said in done.stdout
     for script in ("import torchvision; torchvision.models.resnet18()", "import torchmetrics.detection"):
-        done = launch([python, "-c", script], cwd=tmp_path, variables=nothing)
-        assert done.returncode == 0, done.stderr
+        done = launch([python, "-c", script], cwd=tmp_path, variables=nothing).ok()
     # At the start of Python it is one small module, and nobody who looks for torchvision imports torch.
     code = (
         "import sys; new = {'torch', 'typing', 'dualeval'} & {*sys.modules}; assert not new, new\n"
         "import importlib.util; assert importlib.util.find_spec('torchvision')\n"
         "assert 'torch' not in sys.modules"
     )
-    done = launch([python, "-c", code], cwd=tmp_path, variables=nothing)
-    assert done.returncode == 0, done.stderr
+    done = launch([python, "-c", code], cwd=tmp_path, variables=nothing).ok()
 
 
 def interpreter(minor: int) -> Path:
@@ -159,18 +144,11 @@ def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch:
     venv = tmp_path / "venv"
     assert launch([interpreter(minor), "-m", "venv", venv], variables=nothing).returncode == 0
     pip: list[str | Path] = [
-        venv / "bin/python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
+        *(venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
     ]
-    done = launch([*pip, "."], cwd=built / "clone", variables=nothing, timeout=3000)
-    assert done.returncode == 0, done.stderr
+    launch([*pip, "."], cwd=built / "clone", variables=nothing, timeout=3000).ok()
     command: list[str | Path] = [venv / "bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"]
-    done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
-    assert done.returncode == 0, done.stderr
+    launch(command, cwd=tmp_path, variables=nothing, timeout=300).ok()
     assert (tmp_path / "out/result.json").is_file()
     shutil.rmtree(venv)  # with CUDA several GB
 
@@ -216,13 +194,11 @@ def test_the_oldest_versions_that_setup_py_names(
         python = Path(folder) / "bin/python"
         assert launch([oldest_python, "-m", "venv", folder], timeout=120).returncode == 0
         install: list[str | Path] = [python, "-m", "pip", "install", "-q", *oldest, wheel]
-        done = launch(install, timeout=1800, variables=nothing)
-        assert done.returncode == 0, done.stderr
+        launch(install, timeout=1800, variables=nothing).ok()
         digests = []
         for ranks in ("1", "2"):
             words = ["run", "--limit", "256", "--nproc", ranks, "--out", ranks]
             command: list[str | Path] = [python.with_name("dualeval"), *words]
-            done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
-            assert done.returncode == 0, done.stderr
+            launch(command, cwd=tmp_path, variables=nothing, timeout=300).ok()
             digests.append(json.loads((tmp_path / ranks / "result.json").read_text())["metrics_digest"])
     assert digests[0] == digests[1]

@@ -135,8 +135,7 @@ def test_loops_without_a_library_count_every_image_once(peers: Any, ready: bool)
 @pytest.mark.needs("peers")
 def test_the_smallest_form(launch: Launch, peers: Any) -> None:
     options = ["--rounds=2", "--starts=1", "--images=640", "--resnet-images=16", "--json"]
-    done = launch([PEERS_PYTHON, ROOT / "benchmarks/peers.py", *options], timeout=850)
-    assert done.returncode == 0, done.stderr
+    done = launch([PEERS_PYTHON, ROOT / "benchmarks/peers.py", *options], timeout=850).ok()
     figures = json.loads(done.stdout)
     right, by_loop = figures["exact"], figures["starts"]
     counted = {loop: [of[loop][0]["samples"] for of in by_loop.values()] for loop in peers.LOOPS}

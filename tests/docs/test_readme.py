@@ -61,8 +61,7 @@ def test_the_table_was_found() -> None:
 def test_every_way_to_start_runs(launch: Launch, tmp_path: Path, command: str) -> None:
     # Two ranks for every eight: this is about the words, and each rank costs a second of a core.
     words = ["2" if word == "8" else word for word in shlex.split(command)]
-    done = launch([*words, "--limit", "100", "--out", tmp_path / "out"], cwd=ROOT, timeout=90)
-    assert done.returncode == 0, done.stderr
+    done = launch([*words, "--limit", "100", "--out", tmp_path / "out"], cwd=ROOT, timeout=90).ok()
     assert "first 100 of 10,000 (10 of 10 classes), 0 failed" in done.stdout
     if command == "dualeval run":
         assert names_of(done.stdout.splitlines()) == names_of(shown()), "type: make picture"
@@ -86,8 +85,7 @@ def first_example() -> str:
 def printed_by_first_example(launch: Launch, folder: Path, start: str) -> set[str]:
     """What each rank prints: the number of samples, the metrics and the digest."""
     (folder / "mine.py").write_text(first_example())
-    done = launch([*start.split(), "mine.py"], cwd=folder, timeout=90)
-    assert done.returncode == 0, done.stderr
+    done = launch([*start.split(), "mine.py"], cwd=folder, timeout=90).ok()
     return set(re.findall(r"1000 \{.*\} [0-9a-f]{8}", done.stdout))
 
 
@@ -123,8 +121,7 @@ def test_a_checkpoint_and_pictures(launch: Launch, tmp_path: Path) -> None:
     assert len(lines) == 4
     printed = []
     for line in lines:
-        done = launch(shlex.split(line), cwd=tmp_path, timeout=240)
-        assert done.returncode == 0, done.stderr
+        done = launch(shlex.split(line), cwd=tmp_path, timeout=240).ok()
         printed.append(done.stdout)
     labels = [line.split("  ")[0] for line in README.partition("The second prints:")[2].splitlines()[3:10]]
     assert all(label in printed[1] for label in labels)

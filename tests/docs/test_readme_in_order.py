@@ -18,16 +18,7 @@ from tests.conftest import BIN, ROOT, Launch
 from tests.docs.test_readme import README, needs_slurm
 
 PROGRAMS = (
-    "make",
-    "dualeval",
-    "torchrun",
-    "horovodrun",
-    "mpirun",
-    "srun",
-    "sbatch",
-    "python",
-    "pip",
-    "apt",
+    *("make", "dualeval", "torchrun", "horovodrun", "mpirun", "srun", "sbatch", "python", "pip", "apt"),
     ".",
 )
 # Begun by the README's words, but not tried here.
@@ -127,8 +118,7 @@ class Shell:
             "MAKELEVEL": "",
             "MAKEFLAGS": "",
         }
-        done = self._launch(["bash", "-c", script], variables=variables, cwd=self._clone, timeout=timeout)
-        assert done.returncode == 0, done.stderr
+        self._launch(["bash", "-c", script], variables=variables, cwd=self._clone, timeout=timeout).ok()
         for number in range(len(typed)):
             said = (output / str(number)).read_text(errors="replace")
             yield Done(code=int((output / f"{number}.code").read_text()), said=said)
@@ -139,8 +129,7 @@ class Shell:
 @pytest.mark.needs("mpi", "horovod")
 def test_each_line_works_with_what_was_installed_before(launch: Launch, tmp_path: Path) -> None:
     clone, pictures = a_clone(tmp_path / "clone"), tmp_path / "pictures"
-    made = launch([sys.executable, "-m", "tests.readers_files", clone, pictures])
-    assert made.returncode == 0, made.stderr
+    launch([sys.executable, "-m", "tests.readers_files", clone, pictures]).ok()
     shell = Shell(launch, clone)
     wanted = [line for line in lines() if line not in ELSEWHERE and not needs_slurm(line)]
     # For those who do without Horovod: tried last, when that is gone.

@@ -42,6 +42,7 @@ from dualeval.engine.trial import check_columns
 from dualeval.errors import DualevalError, UsageError
 from tests.played_device import Played
 from tests.ragged_task import WORDS
+from tests.works import work_of
 
 ROWS = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0], []]
 
@@ -191,7 +192,7 @@ def test_values_that_cannot_be_written_are_refused(values: Tensor, message: str)
 def test_the_recorder_refuses_another_kind_and_another_number() -> None:
     plan = EvalPlan(num_samples=12, batch_size=4)
     taking = Recorder(plan, [], ["c"], MemoryWriter(keeps=True))
-    taking.add(0, 0, {"c": Ragged(torch.ones(2), torch.tensor([2, 0, 0, 0]))}, [])
+    taking.add(work_of(plan, 0), {"c": Ragged(torch.ones(2), torch.tensor([2, 0, 0, 0]))})
     others: list[tuple[Any, str]] = [
         (torch.ones(4), r"is torch.float32 with rows of shape \(\)"),
         (Text(["a"] * 4), "is text"),
@@ -201,18 +202,19 @@ def test_the_recorder_refuses_another_kind_and_another_number() -> None:
         with pytest.raises(
             UsageError, match=rf"'c' of batch 1 \(samples 4 to 7\) {found}, and in the first .*ragged"
         ):
-            taking.add(1, 1, {"c": column}, [])
+            taking.add(work_of(plan, 1), {"c": column})
     with pytest.raises(DualevalError, match=r"'c' of batch 1 .* has 3 values, expected 4"):
-        taking.add(1, 1, {"c": Ragged(torch.ones(2), torch.tensor([2, 0, 0]))}, [])
+        taking.add(work_of(plan, 1), {"c": Ragged(torch.ones(2), torch.tensor([2, 0, 0]))})
 
 
 def test_waiting_rows_keep_no_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualeval.engine.recorder.FLUSH_BYTES", 60)
     writer = MemoryWriter(keeps=True)
-    taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [], ["c"], writer)
+    plan = EvalPlan(num_samples=12, batch_size=4)
+    taking = Recorder(plan, [], ["c"], writer)
     large = torch.arange(1000)
     for batch in range(3):
-        taking.add(batch, batch, {"c": Ragged(large[batch * 4 :][:4], torch.tensor([4, 0, 0, 0]))}, [])
+        taking.add(work_of(plan, batch), {"c": Ragged(large[batch * 4 :][:4], torch.tensor([4, 0, 0, 0]))})
         assert len(writer.written) == batch // 2 + batch % 2, "two batches' values are more than 60 bytes"
         assert all(
             part.base is None or part.base.nbytes < 100 for _, parts in writer.written for part in parts
@@ -336,9 +338,9 @@ def test_a_file_without_columns_has_empty_rows() -> None:
     plan = EvalPlan(num_samples=6, batch_size=3)
     writer = MemoryWriter(keeps=True)
     taking = Recorder(plan, [], ["c"], writer)
-    taking.add(0, 0, None, [FailedSample(index=index, error="OSError") for index in range(3)])
+    taking.add(work_of(plan, 0, [FailedSample(index=index, error="OSError") for index in range(3)]), None)
     taking.flush()
-    taking.add(1, 1, {"c": Text(["a", "", "é"])}, [])
+    taking.add(work_of(plan, 1), {"c": Text(["a", "", "é"])})
     taking.flush()
     with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
         files = writer.collect(backend, 2)

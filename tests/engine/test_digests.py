@@ -37,8 +37,7 @@ def matrix(launch: Launch, folder: Path, size: int, manners: list[tuple[int, int
     """Digests of the embedded job at a world size, for each (limit, workers, threads)."""
     folder.mkdir()
     torchrun: list[str | Path] = [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
-    done = launch([*torchrun, WORKER, folder, json.dumps(manners)], timeout=280)
-    assert done.returncode == 0, done.stderr
+    launch([*torchrun, WORKER, folder, json.dumps(manners)], timeout=280).ok()
     found = json.loads((folder / "found.json").read_text())
     for (limit, _, _), entry in zip(manners, found, strict=True):
         assert (entry["total"], entry["resumed"]) == (limit, 0)
@@ -112,19 +111,12 @@ def test_every_combination(
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to start an evaluation, and what its ranks are then to find.
+    """A way to start an evaluation, and what its ranks are then to find."""
 
-    Attributes:
-        typed: what a user types, with {n} for the number of processes.
-        launcher: none, torchrun, horovodrun or mpirun, whose ranks they become.
-        backend: over which they talk.
-        folder: where it is typed; None: anywhere.
-    """
-
-    typed: str
-    launcher: str
-    backend: str
-    folder: Path | None = None
+    typed: str  # what a user types, with {n} for the number of processes
+    launcher: str  # none, torchrun, horovodrun or mpirun, whose ranks they become
+    backend: str  # over which they talk
+    folder: Path | None = None  # where it is typed; None: anywhere
 
     def command(self, size: int) -> str:
         return self.typed.format(n=size)
@@ -150,12 +142,9 @@ class Evaluation:
 
 # Each launcher and backend is in another way, too, or typed by the README's own test.
 DOUBLES = {
-    "dualeval run --nproc {n}",
-    "mpirun -np {n} dualeval run --backend torch",
-    "horovodrun --gloo -np {n} dualeval run",
-    "horovodrun --mpi -np {n} dualeval run",
-    "mpirun -np {n} dualeval run --backend horovod",
-    "python -m dualeval run",
+    *("dualeval run --nproc {n}", "mpirun -np {n} dualeval run --backend torch"),
+    *("horovodrun --gloo -np {n} dualeval run", "horovodrun --mpi -np {n} dualeval run"),
+    *("mpirun -np {n} dualeval run --backend horovod", "python -m dualeval run"),
 }
 SINGLE = Way(typed="dualeval run", launcher="none", backend="single")
 MANY = [
@@ -292,8 +281,7 @@ def test_every_launcher_at_every_size(
 
 def test_mean_loss_is_the_exact_sum_over_n(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = launch([sys.executable, "-m", "dualeval", "run", "--nproc", "3", "--limit", "997", "--out", out])
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, "-m", "dualeval", "run", "--nproc", "3", "--limit", "997", "--out", out]).ok()
     losses = pyarrow.parquet.read_table(out / "predictions.parquet")["loss"].to_pylist()
     loss = json.loads((out / "result.json").read_text())["metrics"]["loss"]
     assert loss == math.fsum(losses) / 997

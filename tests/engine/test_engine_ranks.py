@@ -25,8 +25,7 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Run a scenario of the worker on ``size`` ranks; returns their reports in rank order."""
     launcher, backend = way
-    done = launch([*start(launcher, size), sys.executable, WORKER, scenario, folder, backend])
-    assert done.returncode == 0, done.stderr
+    launch([*start(launcher, size), sys.executable, WORKER, scenario, folder, backend]).ok()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
 

@@ -45,16 +45,14 @@ def rows_of(out: Path) -> dict[int, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_process(launch: Launch, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one")
-    done = launch([sys.executable, WORKER, inputs, out])
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, WORKER, inputs, out]).ok()
     return out
 
 
 @pytest.fixture(scope="module")
 def two_processes(launch: Launch, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("two")
-    done = launch([*start("torchrun", 2), sys.executable, WORKER, inputs, out])
-    assert done.returncode == 0, done.stderr
+    launch([*start("torchrun", 2), sys.executable, WORKER, inputs, out]).ok()
     return out
 
 

@@ -629,8 +629,7 @@ def embedded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     out = tmp_path_factory.mktemp("embedded") / "out"
     words: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--limit", "300", "--no-progress"]
     words += ["--out", out]
-    done = launch(words)
-    assert done.returncode == 0, done.stderr
+    launch(words).ok()
     return words, json.loads((out / "result.json").read_text())["metrics_digest"]
 
 
@@ -650,8 +649,7 @@ def test_ranks_launchers_and_backends_do_not_matter(
 ) -> None:
     words, digest = embedded
     command = [*start(launcher, size), *words, "--backend", backend, "--json"]
-    done = launch(command, variables=variables(launcher))
-    assert done.returncode == 0, done.stderr
+    done = launch(command, variables=variables(launcher)).ok()
     assert "finished before" in done.stderr
     assert digest in done.stdout
 

@@ -73,8 +73,7 @@ def test_the_same_model_made_twice_and_copied(name: str) -> None:
 
 def test_another_process_finds_the_same(launch: Launch) -> None:
     """Sets of strings have another order in each process, and objects other addresses."""
-    done = launch([sys.executable, "-m", "tests.made_models"], variables={"PYTHONHASHSEED": "1"})
-    assert done.returncode == 0, done.stderr
+    done = launch([sys.executable, "-m", "tests.made_models"], variables={"PYTHONHASHSEED": "1"}).ok()
     assert json.loads(done.stdout) == {name: identity(make) for name, make in BY_NAME.items()}
 
 
@@ -425,8 +424,7 @@ print(json.dumps([structure(Holder(kinds)), structure(Holder(set(kinds.values())
 def test_a_cycle_that_comes_out_of_a_set(launch: Launch) -> None:
     found = set()
     for seed in "123":
-        done = launch([sys.executable, "-c", CYCLES], variables={"PYTHONHASHSEED": seed})
-        assert done.returncode == 0, done.stderr
+        done = launch([sys.executable, "-c", CYCLES], variables={"PYTHONHASHSEED": seed}).ok()
         found.add(done.stdout)
     assert len(found) == 1
 

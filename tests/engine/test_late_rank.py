@@ -42,12 +42,8 @@ def check(launch: Launch, folder: Path, seconds: float) -> None:
         reports.mkdir()
         too_much = []
         command: list[str | Path] = [
-            *start(launcher, SIZE),
-            sys.executable,
-            WORKER,
-            backend,
-            str(seconds),
-            reports,
+            *(*start(launcher, SIZE), sys.executable),
+            *(WORKER, backend, str(seconds), reports),
         ]
         done = launch(command, timeout=2 * seconds + 150, variables={"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, f"{way}: {done.stdout} {done.stderr}"

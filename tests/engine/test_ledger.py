@@ -70,3 +70,9 @@ def test_metrics_have_slots_of_their_own() -> None:
         values.update(metric.compute(slots).values)
     assert values == {"first": 1.5, "second": 20.0}
     assert ledger.values[: 3 * PLAN.num_chunks].sum() == 0
+    assert len(ledger.values) == 3 * PLAN.num_chunks + 2 * Mean("a").size
+    metrics = ledger.values[3 * PLAN.num_chunks :].clone()
+    ledger.fold([0, 1, 2], [4, 4, 2], [0, 0, 0])
+    ledger.verify_exactly_once()
+    assert ledger.totals() == (10, 0)
+    assert torch.equal(ledger.values[3 * PLAN.num_chunks :], metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import queue
 import threading
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 import dualeval
 from dualeval.engine import looks
 from dualeval.engine.kept import Kept
-from dualeval.metrics import Mean
+from dualeval.metrics import Mean, Measured, Rows
 from dualeval.result import Result
 from tests.tiny import TinyTask
 
@@ -305,6 +306,47 @@ def test_a_data_set_that_gives_other_samples_again_is_a_warning(capsys: pytest.C
     assert result.deterministic is False
 
 
+class WritesInput(Net):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows.mul_(2))
+
+
+def test_a_forward_that_writes_into_its_input_is_computed_from_the_same_input(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result, said = evaluate(WritesInput(), capsys)
+    assert result.deterministic is True and said == "" and len(THREADS) > 1
+
+
+def test_what_collate_leaves_for_observe_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    last: dict[str, Tensor] = {}
+
+    def collate(samples: Any) -> Any:
+        rows, labels = torch.utils.data.default_collate(samples)
+        last["rows"] = rows
+        return rows, labels
+
+    observe = lambda outputs, batch: {"f": last["rows"][: len(outputs), 0]}  # noqa: E731
+    result, _ = evaluate(Net(), capsys, metrics=["f"], collate=collate, observe=observe)
+    [warning] = result.warnings
+    assert "['rows'] changes when a batch is read, and batches are read ahead" in warning
+    assert result.deterministic is False
+
+
+def test_a_cache_that_keeps_what_is_drawn_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    @functools.cache
+    def drawn(features: int) -> Tensor:
+        return torch.rand(features)
+
+    class Projected(Net):
+        def hidden(self, values: Tensor) -> Tensor:
+            return values * drawn(values.shape[1])
+
+    result, _ = evaluate(Projected(), capsys)
+    [warning] = result.warnings
+    assert "what is made of the first batch decides those of others" in warning
+
+
 class Both(Counting):
     def hidden(self, values: Tensor) -> Tensor:
         return nn.functional.dropout(super().hidden(values), 0.5)
@@ -375,6 +417,66 @@ class Stateful(Adding):
         self.seen["samples"] += len(columns["loss"])
 
 
+class Largest(Adding):
+    """Is as it was after the same batch."""
+
+    best = 0.0
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        self.best = max(self.best, float(columns["loss"].max()))
+
+    def compute(self, slots: Tensor) -> Measured:
+        return Measured(values={"adding": self.best})
+
+
+class FirstEdges(Adding):
+    """Takes from its first batch what decides the others."""
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        if not hasattr(self, "edge"):
+            self.edge = float(columns["loss"].mean())
+        slots[0] += (columns["loss"] > self.edge).sum()
+
+
+SEEN: list[int] = []
+
+
+class Global(Adding):
+    def update(self, slots: Tensor, columns: Any) -> None:
+        SEEN.append(len(columns["loss"]))
+
+    def compute(self, slots: Tensor) -> Measured:
+        return Measured(values={"adding": sum(SEEN)})
+
+
+class Logs(Adding):
+    """A global that no value is made of."""
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        SEEN.append(len(columns["loss"]))
+        super().update(slots, columns)
+
+
+class Assigning(Adding):
+    def update(self, slots: Tensor, columns: Any) -> None:
+        slots[0] = len(columns["loss"])
+
+
+class Drawing(Adding):
+    def update(self, slots: Tensor, columns: Any) -> None:
+        slots[0] += torch.randint(1 << 30, ())
+
+
+class Memo(Adding):
+    """Keeps what follows from a sample alone."""
+
+    def __init__(self) -> None:
+        self.memo: dict[float, int] = {}
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        slots[0] += sum(self.memo.setdefault(loss, 1) for loss in columns["loss"].tolist())
+
+
 class Lazy(Adding):
     def update(self, slots: Tensor, columns: Any) -> None:
         if not hasattr(self, "table"):
@@ -388,6 +490,15 @@ class Lazy(Adding):
         (Writing(), "metric 'adding' writes into its column 'loss'"),
         (WritingNumpy(), "metric 'adding' writes into its column 'loss'"),
         (Stateful(), "metric 'adding' keeps Stateful.seen['samples'] from one batch to the next"),
+        (Largest(), "metric 'adding' keeps Largest.best from one batch to the next"),
+        (FirstEdges(), "metric 'adding' keeps FirstEdges.edge from one batch to the next"),
+        (Global(), "metric 'adding' keeps SEEN of the module"),
+        (Assigning(), "metric 'adding' does not add to its ledger"),
+        (Drawing(), "metric 'adding' gives other values when it is given the same samples again"),
+        (
+            Rows(lambda loss: float(np.random.choice(loss)), ["loss"], name="drawn"),
+            "'drawn' gives other values",
+        ),
     ],
 )
 def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: Any, words: str) -> None:
@@ -395,8 +506,10 @@ def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: 
         dualeval.evaluate(model=Net(), data=data(), metrics=["loss", metric], batch_size=BATCH)
 
 
-def test_a_metric_may_build_a_table_once() -> None:
-    result = dualeval.evaluate(model=Net(), data=data(), metrics=[Mean("loss"), Lazy()], batch_size=BATCH)
+@pytest.mark.parametrize("made", [Lazy, Logs, Memo])
+def test_what_a_metric_may_keep(made: Callable[[], Any]) -> None:
+    """A table that it builds once, a log, and what follows from a sample alone."""
+    result = dualeval.evaluate(model=Net(), data=data(), metrics=[Mean("loss"), made()], batch_size=BATCH)
     assert result.metrics["adding"] == SAMPLES
 
 

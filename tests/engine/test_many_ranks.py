@@ -38,8 +38,7 @@ Launched = Sequence[Mapping[str, str]]
 def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest that one process computes."""
     out = tmp_path_factory.mktemp("single") / "out"
-    done = launch([sys.executable, "-m", "dualeval", "run", "--out", out])
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, "-m", "dualeval", "run", "--out", out]).ok()
     return str(json.loads((out / "result.json").read_text())["metrics_digest"])
 
 
@@ -70,8 +69,7 @@ def check(launch: Launch, folder: Path, launched: Launched, wanted: str) -> dict
     """Run the ranks and compare the digest of each; returns the World of result.json."""
     variables = folder / "variables.json"
     variables.write_text(json.dumps(launched))
-    done = launch([sys.executable, WORKER, folder, variables], variables=ONE_THREAD, timeout=270)
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, WORKER, folder, variables], variables=ONE_THREAD, timeout=270).ok()
     assert [(folder / f"rank-{rank}").read_text() for rank in range(SIZE)] == [wanted] * SIZE
     result = json.loads((folder / "out/result.json").read_text())
     assert result["metrics_digest"] == wanted

@@ -45,8 +45,7 @@ def own_bits(precision: str) -> str:
 
 
 def test_the_same_in_every_process(launch: Launch) -> None:
-    done = launch([sys.executable, "-c", PRINT_BITS, *PRECISIONS], variables={"OMP_NUM_THREADS": "4"})
-    assert done.returncode == 0, done.stderr
+    done = launch([sys.executable, "-c", PRINT_BITS, *PRECISIONS], variables={"OMP_NUM_THREADS": "4"}).ok()
     assert done.stdout.split() == [own_bits(precision) for precision in PRECISIONS]
 
 
@@ -107,10 +106,9 @@ def test_where_a_runs_digest_is_another_so_are_the_bits(launch: Launch, tmp_path
     found = []
     for number, variables in enumerate(({}, *VARIABLES)):
         out = tmp_path / str(number)
-        done = launch(
+        launch(
             [sys.executable, "-m", "dualeval", "run", "--limit", "640", "--out", out], variables=variables
-        )
-        assert done.returncode == 0, done.stderr
+        ).ok()
         bits = json.loads((out / "job.json").read_text())["machine"]["bits"]
         found.append((json.loads((out / "result.json").read_text())["metrics_digest"], bits))
     assert {bits for digest, bits in found if digest == found[0][0]} == {found[0][1]}

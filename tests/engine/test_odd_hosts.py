@@ -63,8 +63,7 @@ def test_a_host_name_of_64_letters(launch: Launch, tmp_path: Path, words: list[s
 @pytest.mark.parametrize("words", [[], pytest.param(["--nproc", "2"], marks=pytest.mark.long)])
 def test_without_proc(launch: Launch, tmp_path: Path, words: list[str]) -> None:
     mounted = 'mount -t tmpfs tmpfs /proc && exec "$@"'
-    done = launch(["unshare", "--mount", "bash", "-c", mounted, "bash", *SMALL, *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    launch(["unshare", "--mount", "bash", "-c", mounted, "bash", *SMALL, *words], cwd=tmp_path).ok()
     assert read(tmp_path / "out/result.json")["samples"]["evaluated"] == 64
 
 

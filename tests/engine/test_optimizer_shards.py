@@ -25,8 +25,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
     """What two ranks with a ZeroRedundancyOptimizer have saved."""
     folder = tmp_path_factory.mktemp("written")
     worker: list[str | Path] = [sys.executable, ROOT / "tests/workers/optimizer_shards_worker.py", folder]
-    done = launch([*start("torchrun", 2), *worker], variables={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
+    launch([*start("torchrun", 2), *worker], variables={"OMP_NUM_THREADS": "1"}).ok()
     return folder
 
 
@@ -77,25 +76,12 @@ def test_so_it_is_on_two_ranks(written: Path, tmp_path: Path, launch: Launch) ->
     digests = {}
     for name, ranks in (("plain.pt", 1), ("one.pt", 2), ("rank-0.pt", 2)):
         job: list[str | Path] = [
-            "--model",
-            "fashion-cnn",
-            "--weights",
-            written / name,
-            "--data",
-            ROOT / "dualeval/assets",
+            *("--model", "fashion-cnn", "--weights", written / name, "--data", ROOT / "dualeval/assets"),
         ]
         words: list[str | Path] = [
-            "run",
-            *job,
-            "--limit",
-            "400",
-            "--no-progress",
-            "--nproc",
-            str(ranks),
-            "--out",
-            tmp_path / name,
+            *("run", *job, "--limit", "400", "--no-progress", "--nproc", str(ranks)),
+            *("--out", tmp_path / name),
         ]
-        done = launch([sys.executable, "-m", "dualeval", *words])
-        assert done.returncode == 0, done.stderr
+        launch([sys.executable, "-m", "dualeval", *words]).ok()
         digests[name] = json.loads((tmp_path / name / "result.json").read_text())["metrics_digest"]
     assert len({*digests.values()}) == 1, digests

@@ -363,8 +363,7 @@ def test_the_loop_of_the_docs_runs_as_it_stands(launch: Launch, tmp_path: Path, 
     text = (ROOT / "docs/own-loop.md").read_text().partition("```python\n")[2].partition("```")[0]
     script.write_text(text)
     ways = {"none": [sys.executable], "torchrun": [*start("torchrun", 2), sys.executable]}
-    done = launch([*ways[launcher], script], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = launch([*ways[launcher], script], cwd=tmp_path).ok()
     printed = {tuple(line.split()[-3:]) for line in done.stdout.splitlines()}
     assert len(printed) == 1
     alone = printed if launcher == "none" else {tuple(launch([sys.executable, script]).stdout.split())}

@@ -42,7 +42,7 @@ def test_every_chunk_has_one_rank(size: int) -> None:
 
 
 def test_chunks_are_bounded_and_even() -> None:
-    assert EvalPlan(num_samples=MAX_CHUNKS * 8, batch_size=8).num_chunks == MAX_CHUNKS
+    assert EvalPlan(num_samples=131_073 * 8, batch_size=8).num_chunks == MAX_CHUNKS == 131_072
     plan = EvalPlan(num_samples=1_281_167, batch_size=4)
     assert plan.num_batches > plan.num_chunks == MAX_CHUNKS
     lengths = {len(plan.chunk_batches(chunk)) for chunk in range(plan.num_chunks)}

@@ -97,12 +97,7 @@ def evaluate(model: nn.Module, **options: Any) -> dualeval.Result:
 
 CONVOLUTIONAL = (
     *(
-        "alexnet",
-        "vgg11_bn",
-        "resnet18",
-        "resnext50_32x4d",
-        "wide_resnet50_2",
-        "squeezenet1_0",
+        *("alexnet", "vgg11_bn", "resnet18", "resnext50_32x4d", "wide_resnet50_2", "squeezenet1_0"),
         "densenet121",
     ),
     *("inception_v3", "googlenet", "shufflenet_v2_x0_5", "mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5"),
@@ -578,8 +573,7 @@ def digest_of(out: Path) -> tuple[str, str]:
 )
 def test_ranks_change_no_bit(launch: Launch, tmp_path: Path, words: list[str]) -> None:
     for ranks in (1, 2, 3):
-        done = launch([*RUN, *words, "--nproc", str(ranks), "--out", tmp_path / str(ranks)], timeout=120)
-        assert done.returncode == 0, done.stderr
+        launch([*RUN, *words, "--nproc", str(ranks), "--out", tmp_path / str(ranks)], timeout=120).ok()
     assert len({digest_of(tmp_path / str(ranks)) for ranks in (1, 2, 3)}) == 1
 
 
@@ -587,8 +581,7 @@ def test_ranks_change_no_bit(launch: Launch, tmp_path: Path, words: list[str]) -
 def test_a_compiled_model_at_one_and_two_ranks(launch: Launch, tmp_path: Path) -> None:
     words = ["--optimize", "compile", "--limit", "200"]
     for ranks in (1, 2):
-        done = launch([*RUN, *words, "--nproc", str(ranks), "--out", tmp_path / str(ranks)], timeout=300)
-        assert done.returncode == 0, done.stderr
+        launch([*RUN, *words, "--nproc", str(ranks), "--out", tmp_path / str(ranks)], timeout=300).ok()
     assert digest_of(tmp_path / "1") == digest_of(tmp_path / "2")
 
 

@@ -155,8 +155,7 @@ def test_a_finished_run_has_succeeded(
     launch: Launch, tmp_path: Path, redirected: str, words: list[str], why: str | None
 ) -> None:
     """Whatever has become of its standard streams: the result is in the folder."""
-    done = in_shell(launch, [*RUN, *words, "--out", "out"], redirected, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = in_shell(launch, [*RUN, *words, "--out", "out"], redirected, tmp_path).ok()
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert result["samples"]["evaluated"] == 64
     # Nothing of what was printed has gone into a file that took the number of a closed stream.
@@ -224,10 +223,8 @@ subprocess.run([sys.executable, "-c", "import os; os.fstat(0), os.fstat(1)"], ch
 def test_streams_are_as_python_makes_them(launch: Launch, flags: list[str]) -> None:
     command = [sys.executable, *flags, "-c", AS_BEFORE]
     variables = {"PYTHONIOENCODING": "ascii:backslashreplace", "PYTHONUNBUFFERED": ""}
-    done = launch(command, variables=variables)
-    assert done.returncode == 0, done.stderr
+    launch(command, variables=variables).ok()
 
 
 def test_what_was_closed_is_open_in_children_too(launch: Launch, tmp_path: Path) -> None:
-    done = in_shell(launch, [sys.executable, "-c", CHILD], "<&- >&-", tmp_path)
-    assert done.returncode == 0, done.stderr
+    in_shell(launch, [sys.executable, "-c", CHILD], "<&- >&-", tmp_path).ok()

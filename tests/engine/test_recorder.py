@@ -21,6 +21,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.metrics import Mean
 from tests.kernels import CountedKernels
+from tests.works import work_of
 
 COLUMNS: dict[str, Callable[[], Any]] = {
     "sliced": lambda: torch.arange(1000.0)[10:14],
@@ -43,10 +44,11 @@ def test_columns_keep_no_memory_of_others(
         return finished(rows, columns, *more)
 
     monkeypatch.setattr(recorder, "_Finished", noted)
-    taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [Mean("m")], ["kept"], MemoryWriter(keeps=True))
+    plan = EvalPlan(num_samples=12, batch_size=4)
+    taking = Recorder(plan, [Mean("m")], ["kept"], MemoryWriter(keeps=True))
     for batch in range(3):
         # Column "other" is read by nobody.
-        taking.add(batch, batch, {"m": make(), "kept": make().int(), "other": torch.zeros(4, 5000)}, [])
+        taking.add(work_of(plan, batch), {"m": make(), "kept": make().int(), "other": torch.zeros(4, 5000)})
     assert [sorted(columns) for columns in waiting] == 3 * [["kept", "m"]]
     for columns in waiting:
         for column in columns.values():
@@ -62,9 +64,10 @@ def test_a_column_that_needs_no_copy_is_none() -> None:
 
 def test_row_metrics_columns_alone_are_kept_in_memory() -> None:
     writer = MemoryWriter(keeps=False)
-    taking = Recorder(EvalPlan(num_samples=8, batch_size=4), [Mean("m")], [], writer)
+    plan = EvalPlan(num_samples=8, batch_size=4)
+    taking = Recorder(plan, [Mean("m")], [], writer)
     for batch in range(2):
-        taking.add(batch, batch, {"m": torch.arange(4.0)}, [])
+        taking.add(work_of(plan, batch), {"m": torch.arange(4.0)})
     taking.flush()
     assert writer.written == []
     assert taking.ledger.parts()[0][0].compute(taking.ledger.parts()[0][1]).values == {"m": 1.5}
@@ -75,10 +78,10 @@ def test_a_batch_costs_no_kernel_until_the_fold() -> None:
     plan = EvalPlan(num_samples=24, batch_size=4)
     taking = Recorder(plan, [Mean("m")], ["kept"], MemoryWriter(keeps=True))
     batches = [{"m": torch.rand(4), "kept": torch.arange(4)} for _ in range(6)]
-    taking.add(0, 0, batches[0], [])
+    taking.add(work_of(plan, 0), batches[0])
     with CountedKernels() as kernels:
         for batch in range(1, 6):
-            taking.add(batch, batch, batches[batch], [])
+            taking.add(work_of(plan, batch), batches[batch])
     assert not kernels.counts
     taking.flush()
     assert taking.ledger.totals() == (24, 0)
@@ -95,14 +98,15 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.Monke
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", slow)
-    taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [Mean("m")], ["m"], journal(tmp_path))
-    taking.add(0, 0, {"m": torch.arange(4.0)}, [])
+    plan = EvalPlan(num_samples=12, batch_size=4)
+    taking = Recorder(plan, [Mean("m")], ["m"], journal(tmp_path))
+    taking.add(work_of(plan, 0), {"m": torch.arange(4.0)})
     assert begun.wait(20)
     assert taking.flush(0.01) is False, "a disk that hangs is said at a stop"
     assert taking.chunks_saved == 0
     goes_on.set()
-    taking.add(1, 1, {"m": torch.arange(4.0)}, [])
-    taking.add(2, 2, {"m": torch.arange(4.0)}, [])
+    taking.add(work_of(plan, 1), {"m": torch.arange(4.0)})
+    taking.add(work_of(plan, 2), {"m": torch.arange(4.0)})
     assert taking.flush()
     assert taking.chunks_saved == 3 and taking.ledger.totals() == (12, 0)
     files = [read_journal_file(path) for path in sorted(tmp_path.glob("*.journal"))]
@@ -122,10 +126,11 @@ def test_what_could_not_be_written_is_raised_once_and_tried_again(
         write(*words, **named)
 
     monkeypatch.setattr(JournalWriter, "write", full)
-    taking = Recorder(EvalPlan(num_samples=8, batch_size=4), [Mean("m")], ["m"], journal(tmp_path))
-    taking.add(0, 0, {"m": torch.arange(4.0)}, [])
+    plan = EvalPlan(num_samples=8, batch_size=4)
+    taking = Recorder(plan, [Mean("m")], ["m"], journal(tmp_path))
+    taking.add(work_of(plan, 0), {"m": torch.arange(4.0)})
     with pytest.raises(OSError, match="No space left"):
-        taking.add(1, 1, {"m": torch.arange(4.0)}, [])
+        taking.add(work_of(plan, 1), {"m": torch.arange(4.0)})
     assert taking.chunks_saved == 0
     assert taking.flush()
     assert taking.chunks_saved == 2 and taking.ledger.totals() == (8, 0)
@@ -144,7 +149,7 @@ def test_failed_samples_are_marked_where_they_are() -> None:
     for batch, indices in failed.items():
         samples = [FailedSample(index=index, error="E") for index in indices]
         rows = torch.tensor([float(index) for index in plan.batch_samples(batch)])
-        taking.add(batch, batch, {"m": rows}, samples)
+        taking.add(work_of(plan, batch, samples), {"m": rows})
     taking.flush()
     marked: dict[float, int] = {}
     for header, [evaluated, values] in writer.written:

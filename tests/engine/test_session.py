@@ -60,8 +60,7 @@ def status(out: Path) -> dict[str, Any]:
 def test_an_owner_evaluates_twice(
     launch: Launch, tmp_path: Path, wanted: str, launcher: list[str], ranks: int
 ) -> None:
-    done = launch([*launcher, WORKER, tmp_path / "out", "twice"])
-    assert done.returncode == 0, done.stderr
+    done = launch([*launcher, WORKER, tmp_path / "out", "twice"]).ok()
     assert [(said["owner"], said["digest"], said["again"]) for said in lines(done)] == [
         (True, wanted, wanted)
     ] * ranks
@@ -82,8 +81,7 @@ def test_an_owner_evaluates_twice(
 def test_a_guest_leaves_the_group_as_it_was(
     launch: Launch, tmp_path: Path, wanted: str, launcher: list[str], mode: str
 ) -> None:
-    done = launch([*launcher, WORKER, tmp_path / "out", mode, "twice"])
-    assert done.returncode == 0, done.stderr
+    done = launch([*launcher, WORKER, tmp_path / "out", mode, "twice"]).ok()
     found = [(said["owner"], said["digest"], said["again"], said["sum"]) for said in lines(done)]
     assert found == [(False, wanted, wanted, 2.0)] * 2
     assert done.stdout.count("went on") == 2
@@ -126,8 +124,7 @@ def test_an_owner_that_is_stopped_exits_75_and_goes_on(launch: Launch, tmp_path:
 
 
 def test_what_is_caught_does_not_end_the_script(launch: Launch, tmp_path: Path) -> None:
-    done = launch([*ALONE, WORKER, tmp_path / "out", "term", "catches"])
-    assert done.returncode == 0, done.stderr
+    done = launch([*ALONE, WORKER, tmp_path / "out", "term", "catches"]).ok()
     assert lines(done)[0]["raised"] == "Stopped" and "went on" in done.stdout
 
 
@@ -140,8 +137,7 @@ def test_a_guest_that_fails_raises_on_every_rank(
 ) -> None:
     out = tmp_path / "out"
     launcher = TORCHRUN if group == "torch" else HOROVODRUN
-    done = launch([*launcher, WORKER, out, group, mode], variables={"BAD": "1"})
-    assert done.returncode == 0, done.stderr
+    done = launch([*launcher, WORKER, out, group, mode], variables={"BAD": "1"}).ok()
     assert [said["sum"] for said in lines(done)] == [2.0, 2.0]
     first, second = lines(done)
     says = "twelve" if mode == "error" else "no progress for"
@@ -153,8 +149,7 @@ def test_a_guest_that_fails_raises_on_every_rank(
 
 def test_a_guest_is_stopped_by_what_it_polls(launch: Launch, tmp_path: Path, wanted: str) -> None:
     out = tmp_path / "out"
-    done = launch([*TORCHRUN, WORKER, out, "torch", "stop"])
-    assert done.returncode == 0, done.stderr
+    done = launch([*TORCHRUN, WORKER, out, "torch", "stop"]).ok()
     assert [(said["raised"], said["says"]) for said in lines(done)] == [("Stopped", "enough")] * 2
     assert status(out)["state"] == "stopped"
     again = launch([*TORCHRUN, WORKER, out, "torch"])
@@ -207,8 +202,7 @@ time.sleep(1.5)
 
 
 def test_nothing_ends_a_script_that_went_on(launch: Launch) -> None:
-    done = launch([*ALONE, "-c", CAUGHT])
-    assert done.returncode == 0, done.stderr
+    done = launch([*ALONE, "-c", CAUGHT]).ok()
     assert done.stderr.count("batchsize") == 2 and "Timeout" not in done.stderr
 
 

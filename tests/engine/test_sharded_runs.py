@@ -73,8 +73,7 @@ def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Run:
         if key not in results:
             out = tmp_path_factory.mktemp("whole") / "out"
             words = ["dualeval", "run", *job.arguments, *more, "--no-progress", "--out", out]
-            done = launch(words, variables={"OMP_NUM_THREADS": "1"})
-            assert done.returncode == 0, done.stderr
+            launch(words, variables={"OMP_NUM_THREADS": "1"}).ok()
             results[key] = json.loads((out / "result.json").read_text())
         return results[key]
 
@@ -96,16 +95,14 @@ def test_every_size(
     evaluate: Callable[..., Finished], whole: Run, job: Job, size: int, tmp_path: Path
 ) -> None:
     """Two ranks have another number of batches than each other, and so have three."""
-    done = evaluate(job, *SHARD, before=start("torchrun", size))
-    assert done.returncode == 0, done.stderr
+    evaluate(job, *SHARD, before=start("torchrun", size)).ok()
     found = json.loads((tmp_path / "out/result.json").read_text())
     check(found, whole(job), size, job.samples)
 
 
 @pytest.mark.long
 def test_without_a_launcher(evaluate: Callable[..., Finished], whole: Run, job: Job, tmp_path: Path) -> None:
-    done = evaluate(job, *SHARD)
-    assert done.returncode == 0, done.stderr
+    evaluate(job, *SHARD).ok()
     check(json.loads((tmp_path / "out/result.json").read_text()), whole(job), 1, job.samples)
 
 
@@ -151,14 +148,8 @@ def test_twenty_of_twenty_runs_exit_0(launch: Launch, tmp_path: Path, size: int)
     codes, digests = [], set()
     for number in range(20):
         words = [
-            "dualeval",
-            "run",
-            "--limit",
-            "200",
-            *SHARD,
-            "--no-progress",
-            "--out",
-            str(tmp_path / str(number)),
+            *("dualeval", "run", "--limit", "200", *SHARD, "--no-progress"),
+            *("--out", str(tmp_path / str(number))),
         ]
         codes.append(
             launch([*start("torchrun", size), *words], variables={"OMP_NUM_THREADS": "1"}).returncode

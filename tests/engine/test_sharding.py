@@ -337,8 +337,7 @@ def run_models(launch: Launch, ranks: int, options: dict[str, Any], names: list[
             *(json.dumps(options), *names),
         ],
         timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    ).ok()
     found = json.loads(done.stdout.splitlines()[-1])
     assert found and all(found.values()), found
 
@@ -370,8 +369,7 @@ def test_large_models_of_torchvision(launch: Launch, name: str) -> None:
 
 
 def digest_of(launch: Launch, *words: str, timeout: float = 300) -> tuple[str, Any]:
-    done = launch([sys.executable, "-m", "dualeval", "run", *words], timeout=timeout)
-    assert done.returncode == 0, done.stderr
+    done = launch([sys.executable, "-m", "dualeval", "run", *words], timeout=timeout).ok()
     result = json.loads(done.stdout)
     return result["metrics_digest"], result["weights"]
 
@@ -415,5 +413,4 @@ def test_nothing_of_fsdp_is_imported_where_nothing_is_divided(launch: Launch, tm
     )
     (tmp_path / "script.py").write_text(code)
     # A start of its own: what tests are forked from has it loaded.
-    done = launch([sys.executable, tmp_path / "script.py"], variables={"PYTHONHASHSEED": "0"})
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, tmp_path / "script.py"], variables={"PYTHONHASHSEED": "0"}).ok()

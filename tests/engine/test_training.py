@@ -158,13 +158,7 @@ LAUNCHERS = [
 
 def start(launch: Launch, launcher: str, data: Path, out: Path, *options: str) -> Any:
     words: list[str | Path] = [
-        SCRIPTS / f"{launcher}_one_node.sh",
-        "--model",
-        MODEL,
-        "--data",
-        data,
-        "--out",
-        out,
+        *(SCRIPTS / f"{launcher}_one_node.sh", "--model", MODEL, "--data", data, "--out", out),
     ]
     return launch([*words, "--epochs", "2", *SMALL, *options], variables=ONE_THREAD)
 
@@ -173,8 +167,7 @@ def start(launch: Launch, launcher: str, data: Path, out: Path, *options: str) -
 def of_two_ranks(fashion: Path, tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
     """A run of two ranks of torchrun; alone it takes as long as two tests."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    done = start(launch, "torchrun", fashion, out)
-    assert done.returncode == 0, done.stderr
+    done = start(launch, "torchrun", fashion, out).ok()
     assert (
         done.stdout.count("Acc@1") == 1 and len(re.findall(r"^ +[12]/2 .*%", done.stdout, re.MULTILINE)) == 2
     )
@@ -203,16 +196,10 @@ def test_horovod_trains_to_the_same_bits(
 ) -> None:
     # Over gloo: MPI's ranks wait with a core each, which other tests could use.
     words: list[str | Path] = [
-        "horovodrun",
-        "--gloo",
-        "-np",
-        "2",
-        sys.executable,
-        EXAMPLES / "train_with_eval.py",
+        *("horovodrun", "--gloo", "-np", "2", sys.executable, EXAMPLES / "train_with_eval.py"),
     ]
     words += ["--model", MODEL, "--data", fashion, "--out", tmp_path / "run", "--epochs", "2", *SMALL]
-    done = launch(words, variables=ONE_THREAD)
-    assert done.returncode == 0, done.stderr
+    launch(words, variables=ONE_THREAD).ok()
     assert read(tmp_path / "run/run.json")["backend"] == "horovod"
     assert bits(tmp_path / "run", "model", "epoch") == bits(of_two_ranks, "model", "epoch")
     wanted = [entry["metrics_digest"] for entry in log_of(of_two_ranks)]
@@ -226,8 +213,7 @@ def test_training_is_bit_for_bit_as_without_the_evaluation(
     launch: Launch, fashion: Path, tmp_path: Path, launcher: str, backend: str, precision: str
 ) -> None:
     for name, options in (("with", []), ("without", ["--no-eval"])):
-        done = start(launch, launcher, fashion, tmp_path / name, "--precision", precision, *options)
-        assert done.returncode == 0, done.stderr
+        start(launch, launcher, fashion, tmp_path / name, "--precision", precision, *options).ok()
         assert read(tmp_path / name / "run.json")["backend"] == backend
     assert bits(tmp_path / "with") == bits(tmp_path / "without")
     assert [entry["metrics"] for entry in log_of(tmp_path / "without")] == [{}, {}]
@@ -245,20 +231,13 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     options = ["--epochs", "6", "--precision", "amp-bf16"]
     assert start(launch, launcher, fashion, whole, *options).returncode == 0
     command: list[str | Path] = [
-        SCRIPTS / f"{launcher}_one_node.sh",
-        "--model",
-        MODEL,
-        "--data",
-        fashion,
-        "--out",
-        killed,
+        *(SCRIPTS / f"{launcher}_one_node.sh", "--model", MODEL, "--data", fashion, "--out", killed),
     ]
     with launch.started([*command, *SMALL, *options], variables=ONE_THREAD) as process:
         await_that(lambda: [killed] * (killed / "last.pt").exists(), process)
         process.kill()
         process.communicate(timeout=60)
-    done = start(launch, launcher, fashion, killed, *options, "--resume")
-    assert done.returncode == 0, done.stderr
+    start(launch, launcher, fashion, killed, *options, "--resume").ok()
     assert bits(killed) == bits(whole)
     assert bits(killed, "model", name="best.pt") == bits(whole, "model", name="best.pt")
     digests = [[entry["metrics_digest"] for entry in log_of(run)] for run in (killed, whole)]
@@ -501,12 +480,10 @@ def test_three_epochs_on_two_processes_and_their_curves(launch: Launch, tmp_path
     for script, batch_size in (("torchrun_one_node", "32"), ("one_process", "64")):
         words = ["--model", "fashion-cnn", "--data", str(data), "--out", str(tmp_path / script)]
         command: list[str | Path] = [SCRIPTS / f"{script}.sh", *words, "--batch-size", batch_size, *options]
-        done = launch(command, variables=ONE_THREAD, timeout=250)
-        assert done.returncode == 0, done.stderr
+        launch(command, variables=ONE_THREAD, timeout=250).ok()
         log = log_of(tmp_path / script)
         assert len(log) == 3 and log[-1]["metrics"]["top1"] > 0.7
         assert log[-1]["metrics_digest"] == digest_by_dualeval(tmp_path / script, data)
     drawing: list[str | Path] = [sys.executable, EXAMPLES / "plot_curves.py", "--out", tmp_path / "curves"]
-    done = launch([*drawing, tmp_path / "torchrun_one_node", tmp_path / "one_process"])
-    assert done.returncode == 0, done.stderr
+    launch([*drawing, tmp_path / "torchrun_one_node", tmp_path / "one_process"]).ok()
     assert {path.suffix for path in (tmp_path / "curves").iterdir()} >= {".png", ".svg"}

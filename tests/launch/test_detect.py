@@ -21,85 +21,38 @@ from dualeval.world.meetings.horovodrun import AtHorovodrun
 from dualeval.world.meetings.master import AtTorchrun
 from dualeval.world.meetings.mpi import OverMpi
 from tests.conftest import ROOT, Launch
+from tests.environments import read_variables, world_at
 from tests.launchers import needs, start
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-HOROVODRUN = {
-    "HOROVOD_RANK": "5",
-    "HOROVOD_SIZE": "8",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "4",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT": "29500",
-    "HOROVOD_CROSS_RANK": "1",
-    "HOROVOD_CROSS_SIZE": "2",
-    "HOROVOD_HOSTNAME": "node1",
-    "HOROVOD_CONTROLLER": "gloo",
-    "HOROVOD_CPU_OPERATIONS": "gloo",
-    "HOROVOD_GLOO_IFACE": "eth0",
-}
+TORCHRUN = read_variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node0 MASTER_PORT=29500 "
+    "TORCHELASTIC_RUN_ID=none"
+)
+HOROVODRUN = read_variables(
+    "HOROVOD_RANK=5 HOROVOD_SIZE=8 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=4 "
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR=10.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=29500 HOROVOD_CROSS_RANK=1 "
+    "HOROVOD_CROSS_SIZE=2 HOROVOD_HOSTNAME=node1 HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo "
+    "HOROVOD_GLOO_IFACE=eth0"
+)
 # As mpirun of Open MPI 4.1 and 5.0 sets them; NODE_RANK is the rank among those on the node.
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "OMPI_UNIVERSE_SIZE": "8",
-    "PMIX_RANK": "5",
-}
+OPEN_MPI = read_variables(
+    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_COMM_WORLD_NODE_RANK=1 OMPI_UNIVERSE_SIZE=8 PMIX_RANK=5"
+)
 # As mpirun of MPICH 5.0 sets them.
-MPICH = {
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "4",
-    "PMI_FD": "9",
-    "PMI_HOSTNAME": "node1",
-}
+MPICH = read_variables(
+    "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=9 PMI_HOSTNAME=node1"
+)
 # As srun of Slurm 22.05 sets them for a step of 8 tasks on two nodes; the job had asked for 8 and 2 as well.
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NODELIST": "h[0-1]",
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "3",
-    "SLURMD_NODENAME": "h1",
-    "SLURM_CLUSTER_NAME": "big",
-    "SLURM_CPUS_ON_NODE": "4",
-    "SLURM_GTIDS": "4,5,6,7",
-    "SLURM_JOBID": "17",
-    "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
-    "SLURM_JOB_NODELIST": "h[0-1]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_NNODES": "2",
-    "SLURM_NODELIST": "h[0-1]",
-    "SLURM_NTASKS": "8",
-    "SLURM_NTASKS_PER_NODE": "4",
-    "SLURM_STEPID": "3",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
-    "SLURM_TASK_PID": "18",
-}
-FLUX = {
-    "FLUX_TASK_RANK": "5",
-    "FLUX_JOB_SIZE": "8",
-    "FLUX_TASK_LOCAL_ID": "1",
-    "FLUX_JOB_ID": "f4",
-    "PMI_FD": "9",
-}
+SRUN = read_variables(
+    "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=8 SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_NODEID=1 "
+    "SLURM_STEP_NODELIST=h[0-1] SLURM_JOB_ID=17 SLURM_STEP_ID=3 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=big "
+    "SLURM_CPUS_ON_NODE=4 SLURM_GTIDS=4,5,6,7 SLURM_JOBID=17 SLURM_JOB_CPUS_PER_NODE=4(x2) "
+    "SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_NODELIST=h[0-1] SLURM_NTASKS=8 "
+    "SLURM_NTASKS_PER_NODE=4 SLURM_STEPID=3 SLURM_STEP_NUM_NODES=2 SLURM_TASKS_PER_NODE=4(x2) "
+    "SLURM_TASK_PID=18"
+)
+FLUX = read_variables("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_ID=f4 PMI_FD=9")
 # By launcher: what it sets, the four that place a process, and what of the rest is needed.
 RECORDED = {
     "horovodrun": (HOROVODRUN, list(HOROVODRUN)[:4], list(HOROVODRUN)[4:6]),
@@ -111,33 +64,18 @@ MARK = "TORCHELASTIC_RUN_ID"
 
 
 def test_torchrun() -> None:
-    world = World(
-        rank=5,
-        size=8,
-        local_rank=1,
-        local_size=4,
-        node_rank=1,
-        launcher="torchrun",
-        meeting=AtTorchrun(address=("node0", 29500), launch_id="none"),
-    )
+    meeting = AtTorchrun(address=("node0", 29500), launch_id="none")
+    world = world_at("torchrun", 5, 8, 1, 4, 1, meeting=meeting)
     assert detect(TORCHRUN) == world
-    again = replace(world, meeting=replace(world.meeting, restarts=2))
+    again = replace(world, meeting=replace(meeting, restarts=2))
     assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}) == again
 
 
 @pytest.mark.parametrize("launcher", RECORDED)
 def test_recorded(launcher: str) -> None:
     environ, _, _ = RECORDED[launcher]
-    expected = World(
-        rank=5,
-        size=8,
-        local_rank=1,
-        local_size=4,
-        node_rank=None,
-        launcher=launcher,
-        mpi=launcher != "horovodrun",
-        meeting=AtHorovodrun(address=("10.0.0.1", 29500)) if launcher == "horovodrun" else OverMpi(),
-    )
+    meeting = AtHorovodrun(address=("10.0.0.1", 29500)) if launcher == "horovodrun" else OverMpi()
+    expected = world_at(launcher, 5, 8, 1, 4, mpi=launcher != "horovodrun", meeting=meeting)
     assert detect(environ) == expected
     assert detect(environ, launcher) == expected
     assert detect(environ, "none") == World.alone()
@@ -146,8 +84,7 @@ def test_recorded(launcher: str) -> None:
 def test_torchs_older_launcher_sets_what_torchrun_sets(launch: Launch) -> None:
     """It also passes --local-rank, which stands before 'run' there."""
     command = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "-m", "dualeval"]
-    finished = launch([*command, "run", "--dry-run", "--limit", "17"])
-    assert finished.returncode == 0, finished.stderr
+    finished = launch([*command, "run", "--dry-run", "--limit", "17"]).ok()
     assert json.loads(finished.stdout)["limit"] == 17
 
 
@@ -407,8 +344,7 @@ def test_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_under_the_real_launcher(launcher: str, name: str, launch: Launch) -> None:
     """Its variables give every rank its own place."""
     code = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
-    finished = launch([*start(launcher, 2), sys.executable, "-c", code])
-    assert finished.returncode == 0, finished.stderr
+    finished = launch([*start(launcher, 2), sys.executable, "-c", code]).ok()
     for rank in range(2):
         place = f"World(rank={rank}, size=2, local_rank={rank}, local_size=2, node_rank="
         assert finished.stdout.count(place) == 1
@@ -417,8 +353,7 @@ def test_under_the_real_launcher(launcher: str, name: str, launch: Launch) -> No
 
 def test_importing_detect_loads_no_torch(launch: Launch) -> None:
     code = "import sys, dualeval.launch; sys.exit('torch' in sys.modules)"
-    finished = launch([sys.executable, "-c", code])
-    assert finished.returncode == 0, finished.stderr
+    launch([sys.executable, "-c", code]).ok()
 
 
 @pytest.mark.parametrize("name", ["launch", "backends"])

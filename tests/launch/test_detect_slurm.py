@@ -10,23 +10,15 @@ from dualeval.errors import LaunchError
 from dualeval.launch import detect, examine
 from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
+from tests.environments import read_variables, world_at
 from tests.launch.test_detect import SRUN, TORCHRUN
 
 # In an salloc shell and in a batch script there is a job and no step; a script is "process 0" of the job.
-SALLOC = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_JOBID": "17",
-    "SLURM_JOB_NAME": "interactive",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_JOB_NODELIST": "h[0-1]",
-    "SLURM_JOB_CPUS_PER_NODE": "3,1",
-    "SLURM_NNODES": "2",
-    "SLURM_NODELIST": "h[0-1]",
-    "SLURM_TASKS_PER_NODE": "3,1",
-    "SLURM_NTASKS": "4",
-    "SLURM_NPROCS": "4",
-    "SLURM_CLUSTER_NAME": "big",
-}
+SALLOC = read_variables(
+    "SLURM_JOB_ID=17 SLURM_JOBID=17 SLURM_JOB_NAME=interactive SLURM_JOB_NUM_NODES=2 "
+    "SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_CPUS_PER_NODE=3,1 SLURM_NNODES=2 SLURM_NODELIST=h[0-1] "
+    "SLURM_TASKS_PER_NODE=3,1 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_CLUSTER_NAME=big"
+)
 BATCH = {
     **SALLOC,
     "SLURM_PROCID": "0",
@@ -43,16 +35,8 @@ PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "11", "PMI_JOBID": "17.3"}
 
 def test_srun() -> None:
     world = detect(SRUN)
-    assert world == World(
-        rank=5,
-        size=8,
-        local_rank=1,
-        local_size=4,
-        node_rank=1,
-        launcher="srun",
-        meeting=AtAddress(host="h0", port=16384 + 131 * 17 + 3, run_id="big.17.3.0"),
-        node_sizes=(4, 4),
-    )
+    meeting = AtAddress(host="h0", port=16384 + 131 * 17 + 3, run_id="big.17.3.0")
+    assert world == world_at("srun", 5, 8, 1, 4, 1, meeting=meeting, node_sizes=(4, 4))
     assert detect(SRUN, "srun") == world
     assert detect({**SRUN, "SLURM_RESTART_COUNT": "2"}).meeting == AtAddress(
         host="h0", port=16384 + 131 * 17 + 3, run_id="big.17.3.2", restarts=2

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from dualeval.world import World, place_by_hosts
+from dualeval.world import place_by_hosts
 from dualeval.world.meetings.master import AtMaster
 from tests.conftest import ROOT, Finished, Launch
+from tests.environments import world_at
 from tests.requirements import MPI_WHEELS
 
 PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/place_worker.py"]
@@ -82,15 +83,8 @@ def test_places_follow_from_hosts(
     hosts: str, claimed: list[int], local: list[int], nodes: list[int], sizes: tuple[int, ...]
 ) -> None:
     for rank in range(len(hosts)):
-        world = World(
-            rank=rank,
-            size=len(hosts),
-            local_rank=claimed[rank],
-            local_size=1,
-            node_rank=None,
-            launcher="env",
-            meeting=AtMaster(address=("a", 1)),
-            placed=False,
+        world = world_at(
+            "env", rank, len(hosts), claimed[rank], 1, meeting=AtMaster(address=("a", 1)), placed=False
         )
         placed = place_by_hosts(world, hosts, claimed)
         assert (placed.local_rank, placed.node_rank, placed.node_sizes) == (local[rank], nodes[rank], sizes)
@@ -141,8 +135,7 @@ def test_a_pmi_that_something_has_closed_is_named(launch: Launch) -> None:
 
 
 def test_an_evaluation_has_the_same_bits(launch: Launch, tmp_path: Path) -> None:
-    alone = launch(["dualeval", "run", "--limit", "997", "--out", "alone"], cwd=tmp_path)
-    assert alone.returncode == 0, alone.stderr
+    launch(["dualeval", "run", "--limit", "997", "--out", "alone"], cwd=tmp_path).ok()
     done = start_ranks(launch, ["dualeval", "run", "--limit", "997", "--out", "out"], 2, cwd=tmp_path)
     assert [rank.returncode for rank in done] == [0, 0], done
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("alone", "out")]
@@ -155,17 +148,8 @@ def test_a_job_of_one_needs_no_address_and_may_start_ranks(launch: Launch, tmp_p
     """A PyTorchJob of a master alone: the pod has several GPUs, and nobody else is to be met."""
     pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "23456"}
     for words in ([], ["--nproc", "2"]):
-        command: list[str | Path] = [
-            "dualeval",
-            "run",
-            *words,
-            "--limit",
-            "3",
-            "--out",
-            tmp_path / f"out{len(words)}",
-        ]
-        done = launch(command, variables=pod)
-        assert done.returncode == 0, done.stderr
+        out = str(tmp_path / f"out{len(words)}")
+        launch(["dualeval", "run", *words, "--limit", "3", "--out", out], variables=pod).ok()
     assert json.loads((tmp_path / "out0/result.json").read_text())["world"]["launcher"] == "env"
     assert json.loads((tmp_path / "out2/result.json").read_text())["world"]["size"] == 2
 

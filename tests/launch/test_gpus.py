@@ -12,16 +12,11 @@ from dualeval.launch.gpus import Gpu, Sight, choose_gpus, promised_gpus
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What each rank sees (a letter a GPU, "-" for none), what was asked for, and who gets which.
-
-    Attributes:
-        sees: by rank, the GPUs in the order of their numbers, behind the host's name.
-        gets: by rank, the letter of its GPU, "-" for the CPU; or a part of the error.
-    """
+    """What each rank sees (a letter a GPU, "-" for none), what was asked for, and who gets which."""
 
     name: str
-    sees: str
-    gets: str
+    sees: str  # by rank, the GPUs in the order of their numbers, behind the host's name
+    gets: str  # by rank, the letter of its GPU, "-" for the CPU; or a part of the error
     wanted: str | None = None
     allow_shared: bool = False
     mix: bool = False

@@ -54,8 +54,7 @@ def wanted(launch: Launch, script: Path, tmp_path_factory: pytest.TempPathFactor
     code = SCRIPT.replace("nproc=count, ", "")
     alone = script.with_name("alone.py")
     alone.write_text(code)
-    done = launch([sys.executable, alone, tmp_path_factory.mktemp("alone") / "out", "nproc=0"])
-    assert done.returncode == 0, done.stderr
+    done = launch([sys.executable, alone, tmp_path_factory.mktemp("alone") / "out", "nproc=0"]).ok()
     return done.stdout.split()[-1]
 
 
@@ -75,8 +74,7 @@ def test_the_script_becomes_the_ranks(
     command: Words = [sys.executable, "-O", "-W", "ignore::ImportWarning", *run, tmp_path / "out", "nproc=2"]
     more: Words = ["backend=horovod"] if way == "horovod" else []
     variables = {"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{script.parent.parent}"}
-    done = launch([*command, *more], cwd=script.parent.parent, variables=variables)
-    assert done.returncode == 0, done.stderr
+    done = launch([*command, *more], cwd=script.parent.parent, variables=variables).ok()
     before, *rest = sorted(done.stdout.splitlines(), reverse=True)
     after = f"after 2 1 ['ignore::ImportWarning'] {wanted}"
     assert [before, *rest] == ["before", "before", "before", after, after]
@@ -95,8 +93,7 @@ def test_a_signal_stops_all_and_the_same_command_goes_on(
         code, said = end(process)
     assert code == 75, said
     assert said.count(f"dualeval: stopped by {number.name}.") == said.count("\n") == 1, said
-    done = launch(command)
-    assert done.returncode == 0, done.stderr
+    launch(command).ok()
     result = read(out / "result.json")
     assert result["metrics_digest"] == wanted
     assert result["chunks"]["resumed"] > 0
@@ -122,8 +119,7 @@ def test_no_script_to_run_again(launch: Launch, tmp_path: Path, command: list[st
 @pytest.mark.long
 def test_under_a_launcher(launch: Launch, script: Path, tmp_path: Path, wanted: str) -> None:
     torchrun: Words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", script]
-    done = launch([*torchrun, tmp_path / "out", "nproc=1"])
-    assert done.returncode == 0, done.stderr
+    done = launch([*torchrun, tmp_path / "out", "nproc=1"]).ok()
     assert done.stdout.split()[-1] == wanted, "as many: it has nothing to do"
     done = launch([*torchrun, tmp_path / "other", "nproc=3"])
     assert done.returncode != 0

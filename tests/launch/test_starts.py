@@ -13,6 +13,7 @@ from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
 from dualeval.launch.starts import child_environ, choose_ways, may_start_ranks, start_words, why_not
 from dualeval.tools.trials import plan_trials
 from dualeval.world import World
+from tests.environments import read_variables
 
 PROGRAMS = {name: name for name in ("torchrun", "horovodrun", "mpirun", "srun", "ssh")}
 EVERYTHING = Libraries(horovod=frozenset({"gloo", "mpi"}), mpi="4.1.2 (Open MPI v4.1.4)")
@@ -142,34 +143,19 @@ def test_default_ranks() -> None:
 
 def test_what_a_job_was_asked_for_with_is_not_handed_on() -> None:
     """srun would take a job's --ntasks-per-node for that of a step without one."""
-    environ = {
-        "PATH": "/usr/bin",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_TASKS_PER_NODE": "2(x2)",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_CPU_BIND_LIST": "0x1",
-        "SRUN_CPUS_PER_TASK": "4",
-        "SLURM_CPUS_PER_TASK": "4",
-    }
+    environ = read_variables(
+        "PATH=/usr/bin SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[1-2] SLURM_TASKS_PER_NODE=2(x2) "
+        "SLURM_NTASKS_PER_NODE=1 SLURM_CPU_BIND_LIST=0x1 SRUN_CPUS_PER_TASK=4 SLURM_CPUS_PER_TASK=4"
+    )
     kept = child_environ(environ, "/env/bin")
-    assert kept == {
-        "PATH": "/env/bin:/usr/bin",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_TASKS_PER_NODE": "2(x2)",
-    }
+    assert kept == read_variables(
+        "PATH=/env/bin:/usr/bin SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[1-2] SLURM_TASKS_PER_NODE=2(x2)"
+    )
 
 
 def test_what_makes_this_process_a_rank_is_not_handed_on() -> None:
     """A pod of one replica, a task of Flux's: ranks of another launcher would find two who disagree."""
-    pod = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-        "PET_NPROC_PER_NODE": "auto",
-    }
+    pod = read_variables("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1 PET_NPROC_PER_NODE=auto")
     task = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_ID": "f1"}
     pmi = {"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "1"}
     assert child_environ({**pod, **task, **pmi}, "/env/bin") == {"PATH": "/env/bin:/usr/bin:/bin"}

@@ -274,20 +274,6 @@ def test_precision_recall_against_scikit_learn(samples: int) -> None:
     assert per_class["predicted"] == np.bincount(guess, minlength=12).tolist()
 
 
-@pytest.mark.parametrize("samples", [5, 2_000])
-def test_precision_recall_against_torchmetrics(torchmetrics: ModuleType, samples: int) -> None:
-    logits, target = sample_logits(samples, 12, seed=6)
-    values = measure("precision_recall", 12, observe_logits(logits, target, 5)).values
-    for average in ("micro", "macro"):
-        for key, function in (
-            ("precision", torchmetrics.multiclass_precision),
-            ("recall", torchmetrics.multiclass_recall),
-            ("f1", torchmetrics.multiclass_f1_score),
-        ):
-            expected = function(logits, target, num_classes=12, average=average)
-            assert number(values[f"{average}_{key}"]) == pytest.approx(expected.item(), abs=1e-6)
-
-
 def test_precision_recall_with_samples_that_are_predicted_as_no_class() -> None:
     values = measure("precision_recall", 3, columns_of([0, 0, 1, 1], [0, -1, 1, 0])).values
     assert values["micro_precision"] == 2 / 3  # of three predictions
@@ -491,13 +477,7 @@ def test_auroc_without_an_area() -> None:
 
 def test_default_metrics() -> None:
     assert default_metrics(10) == (
-        "loss",
-        "top1",
-        "top5",
-        "precision_recall",
-        "confusion",
-        "ece",
-        "nonfinite_logits",
+        *("loss", "top1", "top5", "precision_recall", "confusion", "ece", "nonfinite_logits"),
     )
     assert "top5" not in default_metrics(5)
     assert "top5" in default_metrics(6)

@@ -33,20 +33,8 @@ from tests.tiny import TinyTask
 
 def test_public_names() -> None:
     assert dualeval.metrics.__all__ == [
-        "Confusion",
-        "Count",
-        "IoU",
-        "Mean",
-        "Measured",
-        "Metric",
-        "PrecisionRecall",
-        "Ratio",
-        "RowMetric",
-        "Rows",
-        "Score",
-        "TopK",
-        "Value",
-        "from_torchmetrics",
+        *("Confusion", "Count", "IoU", "Mean", "Measured", "Metric", "PrecisionRecall", "Ratio"),
+        *("RowMetric", "Rows", "Score", "TopK", "Value", "from_torchmetrics"),
     ]
     for name in dualeval.metrics.__all__:
         assert getattr(dualeval.metrics, name) is not None

@@ -189,19 +189,8 @@ def tokenizer() -> tuple[Any, TokenizerFacts]:
 WORDS = [
     *("river", "hill", "town", "mile", "mill", "meadow", "old", "bridge", "sea", "harbour", "built", "year"),
     *(
-        "stone",
-        "road",
-        "north",
-        "south",
-        "east",
-        "west",
-        "wind",
-        "rain",
-        "snow",
-        "sun",
-        "moon",
-        "star",
-        "tree",
+        *("stone", "road", "north", "south", "east", "west", "wind", "rain", "snow", "sun", "moon"),
+        *("star", "tree"),
     ),
     *("leaf", "root", "bird", "fish", "horse"),
 ]
@@ -217,17 +206,7 @@ def ask(
     *,
     left: bool = False,
 ) -> tuple[Answer, list[list[tuple[int, int]]]]:
-    """The best answer in a text, whose tokens have the start and end logits that ``favours`` gives them.
-
-    Args:
-        tokenizer: with its facts.
-        context: the text.
-        favours: number of the window and characters of a token of the text to its two logits.
-        left: whether the text comes before the question.
-
-    Returns:
-        The answer, and the characters of the tokens of each window.
-    """
+    """The best answer in a text, whose tokens have the start and end logits that ``favours`` gives them."""
     made, facts = tokenizer
     encoder = WindowEncoder(
         made, replace(facts, left=left), max_length=ROOM + 6, stride=STRIDE, most_windows=4

@@ -37,19 +37,12 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """One window as plain Python has it.
+    """One window as plain Python has it."""
 
-    Attributes:
-        starts: its tokens' start logits.
-        ends: their end logits.
-        spans: the characters of each token; (-1, -1) where it is not the context's.
-        null: the place for no answer.
-    """
-
-    starts: list[float]
-    ends: list[float]
-    spans: list[tuple[int, int]]
-    null: int
+    starts: list[float]  # its tokens' start logits
+    ends: list[float]  # their end logits
+    spans: list[tuple[int, int]]  # the characters of each token; (-1, -1) where it is not the context's
+    null: int  # the place for no answer
 
 
 def sum_of(one: float, other: float) -> float:

@@ -67,20 +67,7 @@ HARD = {
 # Pieces of texts, in which much is equal once it is normalised.
 PIECES = (
     *(
-        "cat",
-        "Cat",
-        "dog",
-        "york",
-        "new",
-        "the",
-        "The",
-        "a",
-        "an",
-        "AN",
-        "1,000",
-        "1000",
-        "１",
-        "é",
+        *("cat", "Cat", "dog", "york", "new", "the", "The", "a", "an", "AN", "1,000", "1000", "１", "é"),
         "e\u0301",
     ),
     *("ı", "İ", "I", "ß", " ", " ", " ", " ", "\t", "\u00a0", "\u200b", "\x1c", "-", "—", ".", ",", "'", "“"),
@@ -141,11 +128,8 @@ def as_dataset(questions: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str,
 
 REAL_ANSWERS = {
     "good": [
-        "Saint Bernadette Soubirous",
-        "golden statue of the Virgin Mary",
-        "1882",
-        "Father Julius Nieuwland",
-        "early wind tunnel",
+        *("Saint Bernadette Soubirous", "golden statue of the Virgin Mary", "1882"),
+        *("Father Julius Nieuwland", "early wind tunnel"),
     ],
     "bad": ["", "the", "1,882", "nuclear accelerator", "An early wind-tunnel, used to compare lift to drag"],
     "mixed": ["the Saint", "copper statue", "In 1882,", "Nieuwl; Father, Julius...", "wind"],

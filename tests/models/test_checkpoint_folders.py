@@ -190,10 +190,7 @@ def test_other_dtypes_and_layouts(tmp_path: Path) -> None:
 def test_parts_of_a_tensor_are_put_together(tmp_path: Path, launch: Launch) -> None:
     """FSDP on two ranks has saved it."""
     worker = ROOT / "tests/workers/sharded_worker.py"
-    done = launch(
-        [*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
+    launch([*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}).ok()
     assert len(list((tmp_path / "folder").glob("*.distcp"))) == 2
     wanted = torch.load(tmp_path / "whole.pt", weights_only=True)
     found = read_state_dict(tmp_path / "folder")
@@ -208,25 +205,15 @@ def test_the_result_of_a_folder_is_that_of_a_file_on_any_number_of_ranks(
     tmp_path: Path, launch: Launch
 ) -> None:
     worker = ROOT / "tests/workers/sharded_worker.py"
-    done = launch(
-        [*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
+    launch([*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}).ok()
     digests = set()
     for ranks, weights in ((1, "whole.pt"), (1, "folder"), (3, "folder")):
         out = tmp_path / f"{weights}-{ranks}"
         words: list[str | Path] = [
-            "run",
-            "--model",
-            "fashion-cnn",
-            "--weights",
-            tmp_path / weights,
-            "--limit",
-            "600",
+            *("run", "--model", "fashion-cnn", "--weights", tmp_path / weights, "--limit", "600"),
         ]
         words += ["--data", ROOT / "dualeval/assets", "--nproc", str(ranks), "--out", out]
-        done = launch([sys.executable, "-m", "dualeval", *words])
-        assert done.returncode == 0, done.stderr
+        launch([sys.executable, "-m", "dualeval", *words]).ok()
         digests.add(json.loads((out / "result.json").read_text())["metrics_digest"])
     assert len(digests) == 1
 
@@ -353,8 +340,7 @@ def test_other_parts_of_deepspeed_are_refused(tmp_path: Path, state: dict[str, T
 def written(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
     """The checkpoints of tests/checkpoint_writers.py; the libraries are imported in another process."""
     folder = tmp_path_factory.mktemp("written")
-    done = launch([sys.executable, "-m", "tests.checkpoint_writers", folder], cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, "-m", "tests.checkpoint_writers", folder], cwd=ROOT).ok()
     return folder
 
 

@@ -59,11 +59,7 @@ def is_late(model: nn.Module) -> bool:
 @pytest.mark.parametrize(
     "name",
     [
-        "fashion-cnn",
-        "resnet18",
-        "googlenet",
-        "mnasnet0_5",
-        "timm:vit_tiny_patch16_224",
+        *("fashion-cnn", "resnet18", "googlenet", "mnasnet0_5", "timm:vit_tiny_patch16_224"),
         "timm:swin_tiny_patch4_window7_224",
     ],
 )

@@ -561,8 +561,7 @@ def run(
 ) -> dict[str, Any]:
     command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", *arguments, "--no-progress"]
     spread = ["--nproc", str(processes)] if processes > 1 else []
-    done = launch([*command, "--batch-size", "4", "--workers", "0", "--out", out, *spread], cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    launch([*command, "--batch-size", "4", "--workers", "0", "--out", out, *spread], cwd=cwd).ok()
     found: dict[str, Any] = json.loads((out / "result.json").read_text())
     return found
 
@@ -609,15 +608,8 @@ def test_a_program_whose_last_batch_does_not_fit(
     launch: Launch, pictures: Path, programs: dict[str, str], tmp_path: Path
 ) -> None:
     size = [
-        "--preprocessing",
-        "imagenet",
-        "--resize",
-        str(SIZE),
-        "--crop",
-        str(SIZE),
-        "--trust-checkpoint",
-        "--workers",
-        "0",
+        *("--preprocessing", "imagenet", "--resize", str(SIZE), "--crop", str(SIZE), "--trust-checkpoint"),
+        *("--workers", "0"),
     ]
     command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--model", programs["four"]]
     more: list[str | Path] = ["--data", pictures, *size, "--batch-size", "4", "--out", tmp_path / "out"]
@@ -699,6 +691,7 @@ def test_a_module_and_a_folder_are_the_command_lines_task(
 
     named = dualeval.evaluate(**given, preprocessing=pixels, metrics=["top1", "loss"])
     assert [*named.metrics] == ["top1", "loss"]
+    assert named.description["preprocessing"].endswith("(the argument preprocessing)")
 
     rows = result.predictions()
     assert rows.num_rows == 11

@@ -146,6 +146,7 @@ def test_a_prefix_that_not_all_names_have_stays(tmp_path: Path, state: dict[str,
     names = {stray: torch.zeros(1), **{f"module.{name}": tensor for name, tensor in state.items()}}
     message = refused(small(), saved(tmp_path / "w.pt", names))
     assert "10 not in the model" in message
+    assert "Give the weights of this" not in message, "they are the weights of this model"
     assert "The names that begin with 'module.' are those of the model: --weights-prefix module." in message
 
 

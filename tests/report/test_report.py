@@ -201,9 +201,9 @@ def test_numbers_of_any_size_are_readable(
 def test_the_lines_below() -> None:
     lines = printed(result()).splitlines()
     assert "samples         9,998 of 10,000 evaluated, 2 failed" in lines
-    assert "ranks           2 (torchrun, torch, cpu)" in lines
+    assert "ranks           2 (launcher torchrun, backend torch, device cpu)" in lines
     assert not any(line.startswith(("machine", "resumed")) for line in lines)
-    assert "speed           4,999 samples/s, 2.00 s of 3.50 s" in lines
+    assert "speed           4,999 samples/s; 2.00 s for all batches, 3.50 s for the whole run" in lines
     # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
     assert f"metrics_digest  {result().metrics_digest}" in lines
     assert "samples_digest" not in printed(result()), "one of an earlier version"

@@ -143,19 +143,18 @@ def test_without_arguments_it_is_the_embedded_job() -> None:
     assert task.fingerprint()["model"] == "fashion-cnn"
 
 
-def test_data_without_a_model(folder: Path) -> None:
-    with pytest.raises(UsageError, match="--data was given without --model"):
-        ImageClassification(data=folder)
-
-
-def test_weights_without_a_model() -> None:
-    with pytest.raises(UsageError, match="--weights was given without --model"):
-        ImageClassification(weights="DEFAULT")
-
-
-def test_a_model_without_weights(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"--model resnet18 was given without --weights.*random:SEED"):
-        ImageClassification(model="resnet18", data=folder)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"data": Path()}, "--data was given without --model"),
+        ({"weights": "DEFAULT"}, "--weights was given without --model"),
+        ({"model": "resnet18", "data": Path()}, "resnet18 was given without --weights.*random:SEED"),
+        ({"preprocessing": {"interpolation": "bicubic"}}, "no meaning for the idx files in"),
+    ],
+)
+def test_arguments_that_make_no_job(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ImageClassification(**arguments)
 
 
 def test_the_embedded_model_brings_its_weights(tmp_path: Path) -> None:
@@ -208,17 +207,6 @@ def test_images_are_scaled_in_float32_whatever_a_factory_sets(folder: Path, mode
             torch.set_default_dtype(torch.float32)
         found.append(task.forward(model, {"images": images}))
     assert torch.equal(*found)
-
-
-def test_an_unknown_interpolation_is_told_before_any_image_is_read(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"--interpolation 'cubic'.*bicubic"):
-        small(folder, preprocessing={"interpolation": "cubic"})
-
-
-def test_an_interpolation_without_a_size() -> None:
-    """Refused, not ignored."""
-    with pytest.raises(UsageError, match="--interpolation has no meaning for the idx files in"):
-        ImageClassification(preprocessing={"interpolation": "bicubic"})
 
 
 # -- what does not fit together ------------------------------------------------------------------------

@@ -343,6 +343,7 @@ def test_two_logs_can_be_told_apart(folder: Path, tmp_path: Path) -> None:
         ({"std": (0.0,)}, "--std 0.0: expected numbers above 0"),
         ({"std": ("a",)}, "--std a: expected numbers"),
         ({"crop": -1}, "--crop -1: expected a whole number"),
+        ({"interpolation": "cubic"}, "--interpolation 'cubic': expected one of .*bicubic"),
         ({"resize": 31.5}, "--resize 31.5: expected a whole number"),
     ],
 )

@@ -278,8 +278,11 @@ def test_a_carried_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_dict_that_leaves_something_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = carrying(monkeypatch, "preprocessing", {"resize": 64, "size": 64})
+@pytest.mark.parametrize(
+    "values", [{"resize": 64, "size": 64}, {"resize": 64, "crop": 64, "mean": None, "std": None}]
+)
+def test_a_dict_that_leaves_something_open(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+    model = carrying(monkeypatch, "preprocessing", values)
     with pytest.raises(
         UsageError, match=r"model\.preprocessing: found .* a dict with resize, crop, mean, std"
     ):
@@ -295,7 +298,7 @@ def test_timms_configuration(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     assert made(model).description()["preprocessing"] == (
         f"64 bicubic, crop 32, mean 0.5, std 0.25 (model.{name})"
     )
-    with pytest.raises(UsageError, match="nothing says how its pictures are prepared"):
+    with pytest.raises(UsageError, match=r"nothing says how its pictures are prepared.*In Python these are"):
         made(carrying(monkeypatch, name, config))
 
 

@@ -134,27 +134,6 @@ def test_a_broken_file_is_said_once_with_its_own_lines(launch: Launch, tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["broken.py"]
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "dualeval"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "command",
-    [
-        TORCHRUN,
-        pytest.param(["horovodrun", "-np", "2", "dualeval"], marks=pytest.mark.needs("horovod")),
-        pytest.param(["mpirun", "-np", "2", "dualeval"], marks=pytest.mark.needs("mpi")),
-    ],
-    ids=["torchrun", "horovodrun", "mpirun"],
-)
-def test_every_launcher(
-    home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path, command: list[str]
-) -> None:
-    words: list[str | Path] = ["--task", "tasks/mine.py:Mine", "--batch-size", "8", "--threshold", "0.4"]
-    done = launch([*command, "run", *words, "--out", tmp_path / "out"], cwd=home, timeout=240)
-    assert result(done, tmp_path / "out")["metrics_digest"] == alone["metrics_digest"]
-
-
 @pytest.mark.long
 def test_reading_processes_that_are_started_anew(
     home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path

@@ -16,6 +16,7 @@ import pytest
 from tests import questions
 from tests.conftest import BIN, ROOT, Finished, Launch
 from tests.engine.test_digests import write_table
+from tests.environments import read_variables
 from tests.launchers import needs, start
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
@@ -45,12 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(home: Path, out: Path, *more: str) -> list[str | Path]:
     job: list[str | Path] = [
-        "--task",
-        "question-answering",
-        "--model",
-        home / "model",
-        "--data",
-        home / "v2.json",
+        *("--task", "question-answering", "--model", home / "model", "--data", home / "v2.json"),
     ]
     return ["run", *job, "--batch-size", BATCH_SIZE, "--no-progress", "--out", out, *more]
 
@@ -60,8 +56,7 @@ def run(launch: Launch, home: Path, tmp_path_factory: pytest.TempPathFactory) ->
     def evaluate(*more: str, before: list[str] | None = None) -> Ran:
         out = tmp_path_factory.mktemp("run") / "out"
         words = [*before, BIN / "dualeval"] if before else DUALEVAL
-        done = launch([*words, *command(home, out, *more)])
-        assert done.returncode == 0, done.stderr
+        launch([*words, *command(home, out, *more)]).ok()
         return ran(out)
 
     return evaluate
@@ -171,8 +166,7 @@ def test_every_launcher(
         words: list[str | Path] = [*start(launcher, size), BIN / "dualeval"]
         found = run("--backend", backend, before=start(launcher, size))
         check(found, wanted, size, backend)
-        done = launch([*words, *command(home, tmp_path / str(size), *minilm, "--backend", backend)])
-        assert done.returncode == 0, done.stderr
+        launch([*words, *command(home, tmp_path / str(size), *minilm, "--backend", backend)]).ok()
         result = json.loads((tmp_path / str(size) / "result.json").read_text())
         assert (result["metrics"]["exact_match"], result["metrics"]["f1"]) == (100.0, 100.0)
         learnt.append(result["metrics_digest"])
@@ -195,8 +189,7 @@ def test_a_question_without_room_stops_all_ranks(launch: Launch, home: Path, tmp
     assert stopped.returncode == 2
     assert f"sample {qas[0]['id']} (index" in stopped.stderr
     assert "Traceback" not in stopped.stderr
-    done = launch([*DUALEVAL, *words, "--on-error", "skip", "--fresh"])
-    assert done.returncode == 0, done.stderr
+    launch([*DUALEVAL, *words, "--on-error", "skip", "--fresh"]).ok()
     [failed] = ran(out).result["failed"]
     assert failed["id"] == qas[0]["id"]
     assert qas[0]["id"] not in json.loads(ran(out).files["predictions.json"])
@@ -216,10 +209,7 @@ def test_a_stopped_run_goes_on_over_another_backend(launch: Launch, home: Path, 
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    done = launch(
-        [*DUALEVAL, *command(home, out, *data, "--nproc", "2", "--backend", "horovod")], timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    launch([*DUALEVAL, *command(home, out, *data, "--nproc", "2", "--backend", "horovod")], timeout=280).ok()
     assert 0 < ran(out).result["chunks"]["resumed"] < ran(out).result["chunks"]["total"]
     assert ran(out).result["metrics_digest"] == ran(whole).result["metrics_digest"]
     assert ran(out).files == ran(whole).files
@@ -266,17 +256,10 @@ def test_a_job_file(launch: Launch, home: Path, wanted: Ran, tmp_path: Path) -> 
     lines = ['task = "question-answering"', 'model = "model"', 'data = "v2.json"', "batch-size = 4"]
     (home / "job.toml").write_text("\n".join([*lines, "null-threshold = 0.5", "n-best = 20"]))
     words: list[str | Path] = [
-        "run",
-        "--config",
-        home / "job.toml",
-        "--null-threshold",
-        "0",
-        "--out",
-        tmp_path / "out",
+        *("run", "--config", home / "job.toml", "--null-threshold", "0", "--out", tmp_path / "out"),
         "--json",
     ]
-    done = launch([*DUALEVAL, *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = launch([*DUALEVAL, *words], cwd=tmp_path).ok()
     assert json.loads(done.stdout)["metrics_digest"] == wanted.result["metrics_digest"]
 
 
@@ -288,8 +271,7 @@ def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path) ->
     commands = [line for line in page.splitlines() if line.startswith("dualeval ") and "--task" in line]
     assert len(commands) == 2
     for line in commands:
-        done = launch([BIN / "dualeval", *line.split()[1:]], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        launch([BIN / "dualeval", *line.split()[1:]], cwd=tmp_path).ok()
     found = [
         json.loads((tmp_path / f"runs/{name}/result.json").read_text())["metrics"]
         for name in ("squad", "score")
@@ -315,17 +297,10 @@ def test_score(launch: Launch, tmp_path: Path) -> None:
     given[last] = "the wind"
     (tmp_path / "preds.json").write_text(json.dumps(given))
     words: list[str | Path] = [
-        "--task",
-        "question-answering",
-        "--data",
-        data,
-        "--predictions",
-        "preds.json",
-        "--out",
-        "scores",
+        *("--task", "question-answering", "--data", data, "--predictions", "preds.json"),
+        *("--out", "scores"),
     ]
-    done = launch([*DUALEVAL, "score", *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = launch([*DUALEVAL, "score", *words], cwd=tmp_path).ok()
     assert "80.00 %" in done.stdout
     result = json.loads((tmp_path / "scores/result.json").read_text())
     assert result["metrics"] == questions.official_script().evaluate(content, given)
@@ -368,13 +343,7 @@ def test_score_does_not_remove_what_it_reads(launch: Launch, tmp_path: Path) -> 
 def test_score_is_one_process(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "stray.json").write_text("{}")
     words: list[str | Path] = ["score", "--data", questions.squad_file(), "--predictions", "stray.json"]
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-    }
+    variables = read_variables("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0")
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     message = error(launch([*DUALEVAL, *words], cwd=tmp_path, variables=variables))
     assert "'dualeval score' is one process, but torchrun has started 2" in message

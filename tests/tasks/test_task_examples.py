@@ -264,8 +264,7 @@ def test_two_ranks_give_the_same_bits(
 ) -> None:
     """All scripts in turn, by the same two ranks."""
     commands = [shlex.join(script(example, model)) for example in ALL]
-    done = launch([*start("torchrun", 2), sys.executable, WORKER, *commands], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    launch([*start("torchrun", 2), sys.executable, WORKER, *commands], cwd=tmp_path).ok()
     for example in ALL:
         result = result_of(tmp_path, example)
         assert result["metrics_digest"] == alone[example.file][0].metrics_digest, example
@@ -299,8 +298,7 @@ def test_each_way_gives_the_same_bits(
     words = [sys.executable, *script(example, model)]
     if way == "command line":
         words = [sys.executable, "-m", *command_line(example, model)]
-    done = launch([*(start(launcher, size) if size > 1 else []), *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = launch([*(start(launcher, size) if size > 1 else []), *words], cwd=tmp_path).ok()
     result = result_of(tmp_path, example)
     assert result["metrics_digest"] == alone[example.file][0].metrics_digest
     assert result["world"]["size"] == size
@@ -319,8 +317,7 @@ def test_one_command_starts_ranks_over_horovod(
 ) -> None:
     pytest.importorskip("horovod")
     words = command_line(example, model, "--nproc", "2", "--backend", "horovod")
-    done = launch([sys.executable, "-m", *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, "-m", *words], cwd=tmp_path).ok()
     assert result_of(tmp_path, example)["metrics_digest"] == alone[example.file][0].metrics_digest
 
 

@@ -22,6 +22,7 @@ from dualeval.tools.horovod.build import (
     Nccl,
     Torch,
 )
+from tests.environments import read_variables
 from tests.horovod_bench import (
     BUILD,
     CUDA_BUILD,
@@ -330,15 +331,10 @@ def test_makeflags(environ: dict[str, str], expected: str) -> None:
 
 
 def test_variables_of_the_build() -> None:
-    environ = {
-        "PATH": "/bin",
-        "HOME": "/me",
-        "HOROVOD_BUILD_CUDA_CC_LIST": "90",
-        "CXXFLAGS": "-pipe",
-        "HOROVOD_WITH_MXNET": "1",
-        "CMAKE_GENERATOR": "Ninja",
-        "MFLAGS": "x",
-    }
+    environ = read_variables(
+        "PATH=/bin HOME=/me HOROVOD_BUILD_CUDA_CC_LIST=90 CXXFLAGS=-pipe HOROVOD_WITH_MXNET=1 "
+        "CMAKE_GENERATOR=Ninja MFLAGS=x"
+    )
     variables = CUDA_BUILD.variables(environ, 2)
     kept = ("PATH", "HOME", "HOROVOD_BUILD_CUDA_CC_LIST", "CXXFLAGS")
     assert {name: variables[name] for name in kept} == {name: environ[name] for name in kept}

@@ -152,8 +152,7 @@ def bench(tmp_path: Path, launch: Launch) -> Bench:
 
 
 def test_built_then_nothing_then_from_the_cache(bench: Bench) -> None:
-    built = bench()
-    assert built.returncode == 0, built.stderr
+    built = bench().ok()
     assert re.search(r"MPI +Open MPI 4\.1\.4", built.stdout)
     assert re.search(r"takes \d+ to \d+ min, and more on a busy machine", built.stdout)
     assert "Horovod 0.28.1 is installed (gloo, Open MPI 4.1.4, no NCCL)." in built.stdout
@@ -164,15 +163,13 @@ def test_built_then_nothing_then_from_the_cache(bench: Bench) -> None:
     assert record["torch"]["version"] == torch.__version__
     assert (bench.site / "horovod/torch/__init__.py").exists()
 
-    again = bench()
-    assert again.returncode == 0, again.stderr
+    again = bench().ok()
     assert again.stdout.startswith("Nothing to do")
     assert bench.calls() == []
 
     shutil.rmtree(bench.site / "horovod")
     shutil.rmtree(bench.site / "horovod-0.28.1.dist-info")
-    cached = bench()
-    assert cached.returncode == 0, cached.stderr
+    cached = bench().ok()
     assert f"Installing the wheel in {entry}" in cached.stdout
     assert bench.calls() == ["install"]
     assert list(bench.temporary.iterdir()) == []
@@ -196,8 +193,7 @@ def test_what_its_ranks_need_is_installed_with_it(bench: Bench) -> None:
     assert bench("--without-mpi").returncode == 0
     assert bench.calls() == ["download", "wheel", "install"]
     for expected in (["install", "download", "wheel", "install"], ["install", "install"]):
-        done = bench()
-        assert done.returncode == 0, done.stderr
+        done = bench().ok()
         assert "Installing mpi4py." in done.stdout
         assert bench.calls() == expected
         assert bench().stdout.startswith("Nothing to do")
@@ -223,8 +219,7 @@ def test_a_damaged_wheel_is_built_again(bench: Bench) -> None:
     [wheel] = entry.glob("*.whl")
     wheel.write_bytes(wheel.read_bytes()[:-10])
     bench.calls()
-    again = bench()
-    assert again.returncode == 0, again.stderr
+    again = bench().ok()
     assert "is damaged" in again.stdout
     assert bench.calls() == ["download", "wheel", "install"]
     assert "Nothing to do" in bench().stdout
@@ -242,17 +237,11 @@ def test_constraint_reaches_every_install(bench: Bench) -> None:
 
 
 def test_a_dry_run_does_nothing(bench: Bench) -> None:
-    done = bench("--dry-run")
-    assert done.returncode == 0, done.stderr
+    done = bench("--dry-run").ok()
     key = re.search(r"^key: ([0-9a-f]{64})", done.stdout, re.MULTILINE)
     assert key is not None
     for word in (
-        "pip",
-        "download",
-        "wheel",
-        "--force-reinstall",
-        '"compiler": "c++ 12.2"',
-        "in the cache: no",
+        *("pip", "download", "wheel", "--force-reinstall", '"compiler": "c++ 12.2"', "in the cache: no"),
     ):
         assert word in done.stdout
     assert bench.calls() == []
@@ -412,16 +401,10 @@ def test_a_second_environment_takes_seconds(environment: Path, tmp_path: Path, l
 )
 def test_built_from_source(mpi: bool, environment: Path, tmp_path: Path, launch: Launch) -> None:
     command: list[str | Path] = [
-        environment,
-        "-m",
-        "dualeval",
-        "setup-horovod",
-        "--cache",
-        tmp_path / "cache",
+        *(environment, "-m", "dualeval", "setup-horovod", "--cache", tmp_path / "cache"),
     ]
     command.append("--with-mpi" if mpi else "--without-mpi")
-    done = launch(command, timeout=1500, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    launch(command, timeout=1500, cwd=tmp_path).ok()
     found = launch([environment, "-c", HOROVOD_IS_WHERE], cwd=tmp_path)
     assert found.stdout.split() == [
         str(next(environment.parent.parent.glob("lib/python*/site-packages/horovod/torch/__init__.py"))),

@@ -341,23 +341,14 @@ def test_script_starts_over_only_once(found: Script) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How ranks end, and what the script is then to do.
+    """How ranks end, and what the script is then to do."""
 
-    Attributes:
-        code: srun's exit code.
-        before: what stands in status.json when the job begins.
-        status: what the ranks write there; None where they do not come so far.
-        comes_back: whether the job is queued again.
-        says: words in the log.
-        exit_code: the script's; None is srun's.
-    """
-
-    code: int
-    before: Status | None = None
-    status: Status | None = None
-    comes_back: bool = False
-    says: str = ""
-    exit_code: int | None = None
+    code: int  # srun's exit code
+    before: Status | None = None  # what stands in status.json when the job begins
+    status: Status | None = None  # what the ranks write there; None where they do not come so far
+    comes_back: bool = False  # whether the job is queued again
+    says: str = ""  # words in the log
+    exit_code: int | None = None  # the script's; None is srun's
 
 
 def stopped(by: str, chunks: int | None) -> Status:

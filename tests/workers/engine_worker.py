@@ -431,24 +431,9 @@ def scores(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, A
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        collectives,
-        apart,
-        apart_again,
-        apart_on_two_nodes,
-        together,
-        broken,
-        one_fails_in_the_loop,
-        one_fails_before_the_loop,
-        another_job,
-        one_id_on_two_ranks,
-        two_machines,
-        rank_in_the_model,
-        numbered,
-        contents,
-        nothing_written,
-        ragged,
-        torchmetrics,
-        scores,
+        *(collectives, apart, apart_again, apart_on_two_nodes, together, broken, one_fails_in_the_loop),
+        *(one_fails_before_the_loop, another_job, one_id_on_two_ranks, two_machines, rank_in_the_model),
+        *(numbered, contents, nothing_written, ragged, torchmetrics, scores),
     )
 }
 

@@ -276,8 +276,7 @@ def test_a_slice_is_known_by_its_own_id(tmp_path: Path, launch: Launch) -> None:
     finished = launch(
         [sys.executable, "-c", code],
         variables={"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert finished.returncode == 0, finished.stderr
+    ).ok()
     driver = [f"GPU-{uuid.UUID(bytes=bytes([7 + number] * 16))}" for number in range(2)]
     whole = f"GPU-{uuid.UUID(bytes=bytes([99] * 16))}"
     assert finished.stdout.split() == [driver[0], whole, driver[1], whole, f"GPU-{played_uuid('C')}"]

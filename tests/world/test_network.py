@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dualeval.errors import BackendError
-from dualeval.world import World, network
+from dualeval.world import network
 from dualeval.world.meetings import address as at_address
 from dualeval.world.meetings.address import come_to_meeting, meeting
 from dualeval.world.network import (
@@ -27,17 +27,10 @@ from dualeval.world.network import (
     own_address_towards,
     reach,
 )
+from tests.environments import world_at
 
 # The only other rank, on a node of its own.
-OTHER = World(
-    rank=1,
-    size=2,
-    local_rank=0,
-    local_size=1,
-    node_rank=1,
-    launcher="srun",
-    node_sizes=(1, 1),
-)
+OTHER = world_at("srun", 1, 2, 0, 1, 1, node_sizes=(1, 1))
 WORDS = {"port": 17, "addresses": ["10.0.0.1", "é" * 100_000]}
 LIMIT_S = 30
 

@@ -23,20 +23,15 @@ from dualeval.world.meetings.horovodrun import AtHorovodrun
 from dualeval.world.meetings.master import AtMaster, AtTorchrun
 from dualeval.world.network import LOOPBACK
 from dualeval.world.store import names_of_absent
+from tests.environments import world_at
 
 
 def world_of(rank: int, node_sizes: tuple[int, ...]) -> World:
     """A rank's place where ranks fill one node after the other."""
     node = next(n for n in range(len(node_sizes)) if rank < sum(node_sizes[: n + 1]))
-    return World(
-        rank=rank,
-        size=sum(node_sizes),
-        local_rank=rank - sum(node_sizes[:node]),
-        local_size=node_sizes[node],
-        node_rank=node,
-        launcher="srun",
-        node_sizes=node_sizes,
-    )
+    local_rank = rank - sum(node_sizes[:node])
+    numbers = (rank, sum(node_sizes), local_rank, node_sizes[node], node)
+    return world_at("srun", *numbers, node_sizes=node_sizes)
 
 
 @pytest.mark.needs("horovod")
@@ -117,15 +112,7 @@ def test_a_rank_alone_meets_nobody() -> None:
 def test_an_address_of_torchruns_that_leads_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch itself would try for as long as a rank may be late."""
     monkeypatch.setattr(master, "_NAMED_WITHIN_S", 0.0)
-    world = World(
-        rank=1,
-        size=2,
-        local_rank=0,
-        local_size=1,
-        node_rank=1,
-        launcher="torchrun",
-        meeting=AtTorchrun(address=("h0.invalid", 29500)),
-    )
+    world = world_at("torchrun", 1, 2, 0, 1, 1, meeting=AtTorchrun(address=("h0.invalid", 29500)))
     with (
         pytest.raises(BackendError, match=r"meet the others at h0\.invalid:29500, .* --local-addr ADDRESS"),
         world.meeting.open(world, "a test"),

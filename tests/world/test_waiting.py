@@ -20,6 +20,7 @@ from dualeval.world import World
 from dualeval.world import waiting as module
 from dualeval.world.waiting import name_ranks, not_come, waiting
 from tests.conftest import ROOT, Launch
+from tests.environments import world_at
 from tests.launchers import needs, start
 
 WORKER = ROOT / "tests" / "workers" / "waiting_worker.py"
@@ -116,14 +117,7 @@ def worlds(local_sizes: Sequence[int]) -> list[World]:
     size = sum(local_sizes)
     places = [(node, local) for node, local_size in enumerate(local_sizes) for local in range(local_size)]
     return [
-        World(
-            rank=rank,
-            size=size,
-            local_rank=local,
-            local_size=local_sizes[node],
-            node_rank=node,
-            launcher="srun",
-        )
+        world_at("srun", rank, size, local, local_sizes[node], node)
         for rank, (node, local) in enumerate(places)
     ]
 

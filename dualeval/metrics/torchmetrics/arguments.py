@@ -33,21 +33,7 @@ _WIDENED = (torch.int8, torch.int16, torch.int32)
 
 
 class Arguments:
-    """How a metric's columns become the arguments of its ``update``.
-
-    Args:
-        columns: shapes in the order of the arguments, or by the arguments' names.
-        update: the metric's method.
-        name: the metric's, for messages.
-
-    Attributes:
-        columns: names of the columns that are read, each once.
-        positional: what the arguments without a name are made of, in their order.
-        named: what the others are made of.
-
-    Raises:
-        UsageError: they do not fit ``update``.
-    """
+    """How a metric's columns become the arguments of its ``update``."""
 
     def __init__(self, columns: Columns, update: Any, name: str) -> None:
         self.positional, self.named = _by_argument(columns, update, name)

@@ -51,22 +51,11 @@ class Loading:
 
 
 class ModelSource(ABC):
-    """A classifier by a value of ``--model``: how it is made, and what is known of it.
+    """A classifier by a value of ``--model``: how it is made, and what is known of it."""
 
-    Args:
-        name: the value of ``--model``.
-        arguments: keyword arguments of what makes the model.
-        trust: files that can run code may be opened.
-
-    Attributes:
-        needs_weights: whether ``--weights`` has to be given.
-        needs_trust: whether it comes out of a file that can run code.
-
-    Raises:
-        UsageError: there is no such model; says what to type.
-    """
-
+    # Whether --weights has to be given.
     needs_weights = True
+    # Whether it comes out of a file that can run code.
     needs_trust = False
 
     def __init__(
