@@ -14,6 +14,8 @@ import pytest
 from torch import nn
 
 from dualeval.engine import recorder
+from dualeval.engine.folder.journal import SUFFIX
+from dualeval.engine.folder.layout import journal_of
 from dualeval.tasks.text_classification import TextClassification
 from tests import texts
 from tests.conftest import BIN, ROOT, Launch
@@ -120,13 +122,15 @@ def test_a_run_goes_on(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_killed_run_goes_on_over_another_backend(launch: Launch, home: Path, tmp_path: Path) -> None:
     many = texts.write(tmp_path / "many.jsonl", texts.rows(12_000))
     out = tmp_path / "out"
-    words = command(home, out, "--data", many, "--nproc", "2")
+    words = command(home, out, "--data", many)
     with launch.started([*DUALEVAL, *words, "--progress"]) as process:
         assert process.stdout is not None
-        assert "samples/s" in process.stdout.readline()
+        # Every few seconds a line, until a rank has written what is finished.
+        while not journal_of(out).is_dir() or not any(journal_of(out).glob(f"*{SUFFIX}")):
+            assert "samples/s" in process.stdout.readline()
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
-    done = launch([*DUALEVAL, *words, "--backend", "horovod"], timeout=280)
+    done = launch([*DUALEVAL, *words, "--nproc", "2", "--backend", "horovod"], timeout=280)
     assert done.returncode == 0, done.stderr
     whole = command(home, tmp_path / "whole", "--data", many)
     assert launch([*DUALEVAL, *whole], timeout=280).returncode == 0
