@@ -14,8 +14,7 @@ import pytest
 from torch import nn
 
 from dualeval.engine import recorder
-from dualeval.engine.folder.journal import SUFFIX
-from dualeval.engine.folder.layout import journal_of
+from dualeval.engine.folder.layout import SUFFIX, journal_of
 from dualeval.tasks.text_classification import TextClassification
 from tests import texts
 from tests.conftest import BIN, ROOT, Launch
