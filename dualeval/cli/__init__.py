@@ -44,6 +44,7 @@ COMMANDS = {
     "compare": "dualeval.cli.compare:compare",
     "export": "dualeval.cli.export:export",
     "list": "dualeval.cli.listing:list_names",
+    "init": "dualeval.cli.init:init",
     "bench": "dualeval.tools.bench.command:bench",
     "conformance": "dualeval.tools.conformance.command:conformance",
     "doctor": "dualeval.tools.doctor.command:doctor",

@@ -40,11 +40,17 @@ def list_names(context: click.Context) -> None:
 
 @list_names.command("tasks")
 def list_tasks() -> None:
-    """The tasks that --task takes by name."""
-    _show(
-        (name, kind if isinstance(kind, str) else _line(kind.summary, kind.origin)) for name, kind in _kinds()
-    )
+    """The tasks that --task takes by name, and what each wants."""
+    _show((name, kind if isinstance(kind, str) else _wants(kind)) for name, kind in _kinds())
     click.echo("Yours: --task package.module:Class or --task file.py:Class (docs/command-line.md).")
+
+
+def _wants(kind: TaskKind) -> str:
+    """The options without which a task evaluates nothing of one's own, and what it is."""
+    wanted = [field for field in kind.fields if field.is_required or field.name in ("model", "data")]
+    flags = " ".join(f"{field.flag} {field.metavar}" for field in wanted)
+    said = _line(kind.summary, kind.origin)
+    return f"{flags}: {said}" if flags else said
 
 
 def _kinds() -> Iterator[tuple[str, TaskKind | str]]:

@@ -42,13 +42,12 @@ class TokenizerFacts:
     cuts_left: bool = field(default=False, repr=False)
 
 
-def in_groups(texts: Sequence[Tokens], facts: TokenizerFacts, *, equal: bool = False) -> dict[str, Any]:
+def in_groups(texts: Sequence[Tokens], facts: TokenizerFacts) -> dict[str, Any]:
     """Divide the texts of a batch into groups; one without tokens is in none.
 
     Args:
         texts: in the order of the batch.
         facts: how they are filled up.
-        equal: whether the texts of a group have one length, so that nothing is filled up.
 
     Returns:
         ``groups``, what the model takes of each group; ``places``, int64 (texts,), where the row of each text
@@ -58,7 +57,7 @@ def in_groups(texts: Sequence[Tokens], facts: TokenizerFacts, *, equal: bool = F
     # The longest first: where memory does not suffice, it shows at once.
     order = sorted((place for place, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
     ordered = [lengths[place] for place in order]
-    divided = same_lengths(ordered) if equal else grouped(ordered, max(1, len(order)))
+    divided = grouped(ordered, max(1, len(order)))
     groups = [[texts[place] for place in order[start:stop]] for start, stop in divided]
     places = torch.full((len(texts),), -1)
     places[order] = torch.arange(len(order))
@@ -91,12 +90,6 @@ def fill_up(texts: Sequence[Tokens], facts: TokenizerFacts) -> tuple[dict[str, T
     if facts.type_ids:
         inputs["token_type_ids"] = types
     return inputs, places
-
-
-def same_lengths(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Divide texts, the longest first, into groups of one length each."""
-    starts = [at for at, length in enumerate(lengths) if at == 0 or length != lengths[at - 1]]
-    return list(zip(starts, [*starts[1:], len(lengths)], strict=True)) if starts else []
 
 
 def grouped(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics.confusion import NO_CLASS, Confusion, PrecisionRecall
+from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
 from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
     NONFINITE_KINDS,
@@ -290,9 +290,21 @@ class MacroF1(PrecisionRecall):
     kind_name = "f1"
 
     def compute(self, ledger: Tensor) -> Measured:
-        """Key f1; None without samples."""
-        value = {self.name: super().compute(ledger).values["macro_f1"]}
+        """Under the metric's name; None without samples."""
+        value = {self.name: self._value(super().compute(ledger).values)}
         return Measured(values=value, units={self.name: FRACTION}, directions={self.name: "higher"})
+
+    def _value(self, values: Mapping[str, Any]) -> Any:
+        return values["macro_f1"]
+
+
+class BinaryF1(MacroF1):
+    """The F1 of class 1 of two."""
+
+    kind_name = "binary_f1"
+
+    def _value(self, values: Mapping[str, Any]) -> Any:
+        return None if values["macro_f1"] is None else values["per_class"]["f1"][1]
 
 
 class Auroc(Described):
@@ -326,5 +338,6 @@ BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
     "nonfinite_logits": lambda num_classes: NonfiniteLogits(),
     "accuracy": lambda num_classes: TopK(1, name="accuracy"),
     "f1": MacroF1,
+    "mcc": Matthews,
     "auroc": lambda num_classes: Auroc("auroc", FRACTION, higher_is_better=True),
 }

@@ -227,6 +227,35 @@ def _precision_recall_f1(right: int, support: int, predicted: int) -> tuple[floa
     )
 
 
+class Matthews(_ClassCounts):
+    """Matthews' correlation coefficient, of any number of classes, from the integers; -1 to 1.
+
+    With s samples of which c are right, t of each class and p predicted as it: (c s - sum p t) / sqrt((s^2 -
+    sum p^2) (s^2 - sum t^2)), and 0 where the divisor is 0 (J. Gorodkin, "Comparing two K-category
+    assignments by a K-category correlation coefficient", Comput. Biol. Chem. 28, 2004). A prediction of -1
+    is a class of its own.
+
+    Ledger: as for ``PrecisionRecall``.
+    """
+
+    kind_name = "mcc"
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Under the metric's name; None without samples."""
+        right, support, predicted = self._counts(ledger)
+        samples = sum(support)
+        products = sum(s * p for s, p in zip(support, predicted, strict=True))
+        squares = [
+            samples**2 - sum(count**2 for count in counts)
+            for counts in (support, [*predicted, samples - sum(predicted)])
+        ]
+        found = sum(right) * samples - products
+        divisor = math.sqrt(squares[0] * squares[1])
+        value = None if not samples else found / divisor if divisor else 0.0
+        better = direction(higher_is_better=True)
+        return Measured(values={self.name: value}, directions={self.name: better})
+
+
 class IoU(_ClassCounts):
     """Intersection over union of each class, and the mean over the classes that occur: mIoU.
 

@@ -167,8 +167,9 @@ def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
 
     Met in the midst of a run, one that it does not know would end a GPU's context.
     """
-    transformer: Any = model
-    embedding = transformer.get_input_embeddings()
+    # A module of one's own need not say where they are.
+    of_model = getattr(model, "get_input_embeddings", None)
+    embedding = None if of_model is None else of_model()
     if isinstance(embedding, nn.Embedding) and tokens > embedding.num_embeddings:
         raise UsageError(
             f"the tokenizer in {folder} tells {tokens} tokens apart, its model only "

@@ -27,6 +27,7 @@ TASKS = {
     "segmentation": "dualeval.tasks.segmentation_options:SegmentationOptions",
     "language-modeling": "dualeval.tasks.language_modeling_options:LanguageModelingOptions",
     "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
+    "text-classification": "dualeval.tasks.text_classification_options:TextClassificationOptions",
 }
 
 

@@ -32,7 +32,16 @@ _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassificationOptions:
-    """One class an image: a folder of class folders, a manifest, or a data set by name."""
+    """One class an image: class folders, a manifest, or a data set by name."""
+
+    # What ``dualeval init`` writes for this task.
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "import torch; import torchvision",
+        "model": "model = torchvision.models.resnet18(num_classes=10); "
+        'model.load_state_dict(torch.load("checkpoint.pt", weights_only=True)); return model',
+        "data": "val",
+        "more": ', preprocessing="imagenet"',
+    }
 
     # The metrics that can be asked for by name.
     known_metrics: ClassVar[Mapping[str, str]] = {
@@ -40,6 +49,7 @@ class ImageClassificationOptions:
         "top1": "fraction of images whose class is the first prediction; also top2, top3, ...",
         "accuracy": "the same as top1",
         "f1": "mean of the F1 of each class (macro_f1 of precision_recall)",
+        "mcc": "Matthews' correlation coefficient, of any number of classes",
         "auroc": "area under the ROC curve of each class against the rest, averaged",
         "precision_recall": "precision, recall and F1, for each class and averaged",
         "confusion": "counts of each class predicted as each other class",
@@ -51,6 +61,7 @@ class ImageClassificationOptions:
         None,
         "torchvision name, timm:NAME, hf:DIR, pkg.mod:fn, file.",
         group=_MODEL,
+        metavar="NAME",
         resolve=model_beside,
     )
     weights: str | None = option(

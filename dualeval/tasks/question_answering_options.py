@@ -23,6 +23,14 @@ _QUESTIONS = "Questions"
 class QuestionAnsweringOptions:
     """Answers in texts, in the format of SQuAD v1.1 and v2.0."""
 
+    # What ``dualeval init`` writes for this task.
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "from transformers import AutoModelForQuestionAnswering",
+        "model": 'return AutoModelForQuestionAnswering.from_pretrained("models/mine")',
+        "data": "dev-v2.0.json",
+        "more": ', tokenizer="models/mine"',
+    }
+
     # The metrics that can be asked for by name.
     known_metrics: ClassVar[Mapping[str, str]] = {
         "exact_match": "percentage of questions whose answer is right",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualeval.data.token_groups import TokenizerFacts, Tokens, grouped, in_groups, same_lengths
+from dualeval.data.token_groups import TokenizerFacts, Tokens, in_groups
 
 FACTS = TokenizerFacts(pad_id=7, pad_type_id=3, null_id=2, type_ids=True, left=False)
 
@@ -22,15 +21,12 @@ def text_of(length: int, seed: int) -> Tokens:
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 9), st.sampled_from([40, 700])), min_size=1, max_size=12),
-    equal=st.booleans(),
     left=st.booleans(),
     type_ids=st.booleans(),
 )
-def test_each_text_is_in_the_row_that_its_place_says(
-    lengths: list[int], equal: bool, left: bool, type_ids: bool
-) -> None:
+def test_each_text_is_in_the_row_that_its_place_says(lengths: list[int], left: bool, type_ids: bool) -> None:
     texts = [text_of(length, seed) for seed, length in enumerate(lengths)]
-    found = in_groups(texts, replace(FACTS, left=left, type_ids=type_ids), equal=equal)
+    found = in_groups(texts, replace(FACTS, left=left, type_ids=type_ids))
     rows = [
         {name: values[row] for name, values in group.items()}
         for group in found["groups"]
@@ -62,22 +58,12 @@ def test_each_text_is_in_the_row_that_its_place_says(
             assert torch.equal(row["token_type_ids"][real], types.long())
             assert (row["token_type_ids"][~real] == FACTS.pad_type_id).all()
         assert ("token_type_ids" in row) == type_ids
-        assert not (equal and filled)
 
 
-def test_groups_of_one_length() -> None:
-    assert same_lengths([]) == []
-    assert same_lengths([5]) == [(0, 1)]
-    assert same_lengths([9, 9, 5, 5, 5, 1]) == [(0, 2), (2, 5), (5, 6)]
-    # Where padding is taken, as many forwards are not worth it.
-    assert grouped([9, 9, 5, 5, 5, 1], 6) == [(0, 6)]
-
-
-@pytest.mark.parametrize("equal", [False, True])
-def test_a_text_without_tokens_moves_no_other(equal: bool) -> None:
+def test_a_text_without_tokens_moves_no_other() -> None:
     texts = [text_of(length, seed) for seed, length in enumerate([3, 8, 3])]
     none = (torch.zeros(0, dtype=torch.int32),) * 2
-    whole, found = (in_groups(each, FACTS, equal=equal) for each in (texts, [texts[0], none, *texts[1:]]))
+    whole, found = (in_groups(each, FACTS) for each in (texts, [texts[0], none, *texts[1:]]))
     assert found["places"].tolist() == [whole["places"][0], -1, *whole["places"][1:]]
     for one, other in zip(whole["groups"], found["groups"], strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import dualeval
+from dualeval.cli.init import text_for
+from dualeval.vision_library import torchvision
 from tests.conftest import ROOT, Launch
 from tests.engine.test_endings import read
 from tests.tasks.test_task_examples import ALL
@@ -30,6 +33,15 @@ def file_of(text: str) -> str | None:
     return found[1] if found else None
 
 
+def write_pictures_and_checkpoint(folder: Path) -> None:
+    """What the file of ``dualeval init image-classification`` reads."""
+    for number in range(10):
+        (folder / f"val/{number}").mkdir(parents=True)
+        Image.new("RGB", (40, 30), (number * 20, 0, 0)).save(folder / f"val/{number}/a.png")
+    net = torchvision().models.resnet18(num_classes=10)
+    torch.save(net.state_dict(), folder / "checkpoint.pt")
+
+
 def write_files(folder: Path) -> None:
     for _, text in BLOCKS:
         if name := file_of(text):
@@ -39,7 +51,7 @@ def write_files(folder: Path) -> None:
 def test_all_blocks_are_known() -> None:
     assert {language for language, _ in BLOCKS} == {"python", "sh", "toml"}
     assert [file_of(text) for text in PYTHON] == [
-        *(None, None, None, None, None, "ranking.py", None, "close_calls.py"),
+        *(None, None, None, "mine.py", None, None, "ranking.py", None, "close_calls.py"),
     ]
     assert [len(lines) for lines in SHELL] == [4, 3]
 
@@ -50,6 +62,9 @@ def test_python_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     file = tmp_path / (file_of(PYTHON[number]) or "block.py")
     file.write_text(PYTHON[number], "utf-8")
+    if file.name == "mine.py":
+        assert PYTHON[number] == text_for("image-classification", Path("mine.py"))
+        write_pictures_and_checkpoint(tmp_path)
     defined = runpy.run_path(str(file), run_name="__main__")
     if file.name == "ranking.py":
         task, result = defined["Ranking"](), defined["result"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -327,10 +328,14 @@ def test_lists_name_what_is_broken_and_go_on(package: Path) -> None:
     assert done.exit_code == 0
     width = max(map(len, TASKS))
     for name, said in (
-        ("even-numbers", "Tells even numbers from odd ones (package dualeval-test-plugin 1.2)"),
+        ("even-numbers", "--threshold "),
         ("broken", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
     ):
         assert f"{name:<{width}}  {said}" in done.stdout
+    wants = (
+        r"--threshold \S+ --data \S+: Tells even numbers from odd ones \(package dualeval-test-plugin 1\.2\)"
+    )
+    assert re.search(wants, done.stdout)
     assert all(f"\n{name} " in f"\n{done.stdout}" for name in TASKS)
     assert "dualeval: note: broken (" in done.stderr
     assert "has a built-in task's name: it is not used" in done.stderr
@@ -389,6 +394,10 @@ def test_built_in_metrics_are_listed_by_their_names() -> None:
     assert set(task_kind("question-answering").source.known_metrics) == questions
     language = {metric.name for kind in (DOCUMENTS, CHOICES, ANSWERS) for metric in metrics_of_kind(kind)}
     assert set(task_kind("language-modeling").source.known_metrics) == language
+    from dualeval.tasks.text_classification import _of_regression
+
+    others = {"binary_f1", "text_work", *(metric.name for metric in _of_regression())}
+    assert set(task_kind("text-classification").source.known_metrics) == {*BY_NAME, *others}
 
 
 @pytest.mark.parametrize("name", TASKS)

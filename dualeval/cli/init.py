@@ -1,0 +1,87 @@
+"""``dualeval init``: a file to start an evaluation of one's own from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from dualeval.cli.grouped import PATH
+from dualeval.errors import UsageError
+from dualeval.options.plugins import task_kind
+from dualeval.tasks import TASKS
+
+_TEXT = '''\
+# {file}
+# {task} with a model of your own. Change what the functions return, then type one of:
+#     python {file}
+#     dualeval run --task {file}:task --nproc 2
+from pathlib import Path
+
+import dualeval
+from dualeval.tasks import {name}
+
+
+def net():
+    """Your model with its weights; each process calls this once."""
+{imports}
+
+{model}
+
+
+def task(data: Path = Path("{data}")):
+    """Your data, and options as in docs/{task}.md; an argument is also a flag: --data."""
+    return {name}(model=net, data=data{more})
+
+
+if __name__ == "__main__":
+    print(dualeval.evaluate(task(), out="runs/{stem}"))
+'''
+
+
+@click.command()
+@click.argument("task", type=click.Choice(list(TASKS)), metavar="TASK")
+@click.argument("file", type=PATH, required=False)
+def init(task: str, file: Path | None) -> None:
+    """Write a file to start an evaluation of your own from: your model, in a task that is built in.
+
+    \b
+    dualeval init image-classification
+    dualeval init text-classification reviews.py
+
+    TASK is a name of 'dualeval list tasks'. Without FILE the file has the name of the task. A file that is
+    there is never overwritten.
+    """
+    path = file or Path(f"{task.replace('-', '_')}.py")
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise UsageError(f"{path}: expected the name of a Python file, such as mine.py")
+    text = text_for(task, path)
+    try:
+        with path.open("x", encoding="utf-8") as new:
+            new.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"{path} is there, and is not overwritten: give another FILE.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    click.echo(f"wrote {path}. Change it, then type: python {path}")
+
+
+def text_for(task: str, path: Path) -> str:
+    """The file for a task."""
+    source = task_kind(task).source
+    start: Mapping[str, str] = getattr(source, "start", {})
+    return _TEXT.format(
+        file=path.name,
+        stem=path.stem,
+        task=task,
+        name=source.__name__.removesuffix("Options"),
+        imports=_lines(start.get("imports", "import torch")),
+        model=_lines(start.get("model", "return torch.nn.Identity()")),
+        data=start.get("data", "data"),
+        more=start.get("more", ""),
+    )
+
+
+def _lines(statements: str) -> str:
+    return "\n".join(f"    {each}" for each in statements.split("; "))

@@ -1,0 +1,83 @@
+"""Metrics of tasks on texts: what the texts took, and correlations of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dualeval.metrics.described import Described
+from dualeval.metrics.exact import nonfinite_counts
+from dualeval.metrics.metric import Measured
+from dualeval.metrics.squad import WindowWork
+from dualeval.wording import counted
+
+_Numbers = npt.NDArray[np.float64]
+
+
+class TextWork(WindowWork):
+    """What the texts took, and how many were cut because they are too long; no metric of the model.
+
+    Ledger: tokens, tokens computed with those that only fill up, and texts that were cut.
+    """
+
+    name = "text_work"
+    columns = ("tokens", "padded_tokens", "truncated")
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """No values; the three sums as work, and a warning where texts were cut."""
+        found = super().compute(ledger)
+        if not (cut := found.work["truncated"]):
+            return found
+        said = f"{counted(cut, 'text')} {'is' if cut == 1 else 'are'} longer than --max-length and cut there"
+        return replace(found, warnings=(said,))
+
+
+class Pearson(Described):
+    """The correlation of the columns prediction and target, from all rows in their order; sums are exact.
+
+    None with a value that is not finite, with fewer than two samples, or where one column is constant.
+    """
+
+    columns = ("prediction", "target")
+    kind_name = "pearson"
+
+    def __init__(self) -> None:
+        super().__init__(self.kind_name, None, higher_is_better=True)
+
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        """The coefficient under the metric's name."""
+        found = [np.asarray(columns[name], np.float64) for name in self.columns]
+        counts = [int(np.logical_or(*map(of, found)).sum()) for of in (np.isnan, np.isposinf, np.isneginf)]
+        if any(counts):
+            return self.measured(None, nonfinite=nonfinite_counts(counts))
+        return self.measured(_correlation(*map(self._compared, found)))
+
+    @staticmethod
+    def _compared(values: _Numbers) -> _Numbers:
+        return values
+
+
+class Spearman(Pearson):
+    """The same of the ranks; equal values have the mean of their ranks."""
+
+    kind_name = "spearman"
+
+    @staticmethod
+    def _compared(values: _Numbers) -> _Numbers:
+        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks: _Numbers = (counts.cumsum() - (counts - 1) / 2)[places]
+        return ranks
+
+
+def _correlation(one: _Numbers, other: _Numbers) -> float | None:
+    if len(one) < 2 or (one == one[0]).all() or (other == other[0]).all():
+        return None
+    first, second = (values - math.fsum(values) / len(values) for values in (one, other))
+    squares = math.fsum(first * first), math.fsum(second * second)
+    return math.fsum(first * second) / (math.sqrt(squares[0]) * math.sqrt(squares[1]))

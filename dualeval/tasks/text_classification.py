@@ -1,0 +1,351 @@
+"""The task text-classification: one class, or one number, for a text or a pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.columns import Column
+from dualeval.data.cache import DataCache
+from dualeval.data.labels import Labels
+from dualeval.data.rows import PythonRows, Rows, read_rows
+from dualeval.data.table import Choose, column_of
+from dualeval.data.texts import EncodedTexts, TextEncoder
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.classification import (
+    LARGEST_CONFUSION,
+    SCORES,
+    BinaryF1,
+    classification_metric,
+    observe_logits,
+)
+from dualeval.metrics.means import Mean
+from dualeval.metrics.texts import Pearson, Spearman, TextWork
+from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, try_out
+from dualeval.models.weights import LoadedWeights
+from dualeval.tasks import Task
+from dualeval.tasks.image_labels import names_of
+from dualeval.tasks.refusals import described, refuse_probabilities
+from dualeval.tasks.scored_answers import chosen
+from dualeval.tasks.text_labels import class_targets, names_of_classes, number_targets
+
+USE = Use(name="text classification", kind="AutoModelForSequenceClassification")
+
+# The usual names of columns, GLUE's among them.
+_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("text1", "text2"),
+)
+_TEXTS = ("text", "sentence", "content")
+_LABELS = ("label", "labels", "class", "target", "score")
+_EXAMPLE = {"text": "a text", "label": 1}
+_MOST_TOKENS = 512
+_MULTI_LABEL = "multi_label_classification"
+_TOP = 5
+# Words; short enough that a text of one is filled up to as many.
+_PADDED_TO = 8
+
+
+class TextClassification(Task):
+    """A classifier, or a regression, of texts or pairs of texts.
+
+    Args:
+        model: a folder with a model and its tokenizer, as ``save_pretrained`` writes them; or a module, or a
+            function without arguments that returns one.
+        data: a table (.csv, .tsv, .jsonl, .parquet), or rows as of ``load_dataset("glue", "sst2")``.
+        tokenizer: the folder of the tokenizer, where the model is no folder.
+        metrics: names of metrics; none for the default ones.
+        cache: what other tasks of the run have read of their data.
+        text: this and all others: as the options of ``dualeval run`` (docs/text-classification.md).
+
+    Raises:
+        UsageError: options, model, tokenizer and data do not fit together.
+    """
+
+    name = "text-classification"
+    wants_workers = True
+    libraries = ("transformers", "tokenizers")
+    on_request = SCORES
+
+    def __init__(
+        self,
+        *,
+        model: str | Path | nn.Module | Callable[[], nn.Module],
+        data: str | Path | PythonRows,
+        tokenizer: str | Path | None = None,
+        text: str | None = None,
+        text_pair: str | None = None,
+        label: str | None = None,
+        weights: str | None = None,
+        weights_key: str | None = None,
+        weights_prefix: str | None = None,
+        trust_checkpoint: bool = False,
+        metrics: Sequence[str] = (),
+        max_length: int | None = None,
+        cache: DataCache | None = None,
+    ) -> None:
+        self._model = TextModel(
+            model,
+            USE,
+            tokenizer=tokenizer,
+            weights=weights,
+            weights_key=weights_key,
+            weights_prefix=weights_prefix,
+            trust=trust_checkpoint,
+        )
+        asked = (text, text_pair, label)
+
+        def read() -> Rows:
+            return read_rows(data, _choose(data, *asked), _EXAMPLE)
+
+        is_file = isinstance(data, str | Path)
+        key = ("texts", Path(data).absolute(), *asked) if isinstance(data, str | Path) else None
+        self._rows: Rows = (cache or DataCache()).once(key, read) if is_file else read()
+        pairs = 2 if text_pair is not None or (text is None and _pair_in(self._rows.columns)) else 1
+        self._columns = self._rows.columns[:pairs]
+        self._label = self._rows.columns[pairs]
+        encoder, facts = load_tokenizer(self._model.folder, USE)
+        self._tokens = 1 + max(encoder.get_vocab().values())
+        length = max_length or min(_MOST_TOKENS, facts.most_tokens or _MOST_TOKENS)
+        special = encoder.num_special_tokens_to_add(pairs == 2)
+        if length <= special:
+            raise UsageError(
+                f"--max-length {length} leaves no room beside the {special} tokens that the tokenizer adds "
+                "to a text. Give a larger one."
+            )
+        self._encoder = TextEncoder(encoder, facts, max_length=length)
+        self._dataset = EncodedTexts(self._rows, self._columns, self._encoder)
+        self._metric_names = tuple(metrics)
+        # How many classes the model tells apart, 1 for a regression; both are known when it is built.
+        self._num_classes: int | None = None
+        self._labels: Labels | None = None
+        self._targets = torch.zeros(0)
+
+    @property
+    def _is_regression(self) -> bool:
+        assert self._num_classes is not None, "build_model comes first"
+        return self._num_classes == 1
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """All that any metric reads, so that each can be computed later; and whether the text was cut."""
+        if self._is_regression:
+            return ("target", "prediction", "squared_error", "absolute_error", "truncated")
+        of_logits = ("confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
+        return ("target", "prediction", *of_logits, "truncated")
+
+    def dataset(self) -> EncodedTexts:
+        """The texts as tokens."""
+        return self._dataset
+
+    def collate(self, samples: Any) -> dict[str, Any]:
+        """Sort the texts of a batch by length, and pad them in groups; with their classes or numbers."""
+        batch = self._encoder.collate(samples)
+        if self._is_regression:  # its numbers are float64, and met on the host
+            return batch
+        return {**batch, "targets": self._targets[[sample["row"] for sample in samples]]}
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        """Make the model, try it on texts of full length, and bring it to its device."""
+        return self._tried(self._model.build()).to(device)
+
+    def build_late(self, device: torch.device) -> nn.Module:
+        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
+        return self._tried(self._model.build_late())
+
+    @property
+    def loaded_weights(self) -> LoadedWeights | None:
+        """What was taken from a file that ``weights`` names."""
+        return self._model.loaded
+
+    def _tried(self, model: nn.Module) -> nn.Module:
+        check_vocabulary(self._model.folder, model, self._tokens)
+        if getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
+            raise UsageError(
+                f"the config of the model in {self._model.folder} says {_MULTI_LABEL}: expected one class a "
+                "text. For any number of labels write a task, such as examples/multilabel.py."
+            )
+        outputs = self._try_out(model, "a")
+        self._check_padding(outputs[1], self._try_out(model, "a " * _PADDED_TO)[1])
+        try:
+            self._try_out(model, "a " * self._encoder.max_length)
+        except UsageError as error:
+            raise UsageError(
+                f"{error}. It takes shorter ones: give --max-length of the model's size."
+            ) from error
+        refuse_probabilities(f"the model {self._model.description()['model']}", outputs)
+        self._num_classes = count = outputs.shape[1]
+        if count == 1:
+            self._targets = number_targets(self._rows, self._label)
+        else:
+            names = names_of_classes(model, count)
+            self._labels, self._targets = class_targets(self._rows, self._label, names, count)
+        return model
+
+    def _check_padding(self, alone: Tensor, filled: Tensor) -> None:
+        """Refuse a model that reads what fills a text up: its logits would be those of its company."""
+        if (difference := (alone - filled).abs().max()) > 1e-5 + 1e-2 * alone.abs().max():
+            raise UsageError(
+                f"the model in {self._model.folder} reads padding: the logits of a text differ by "
+                f"{difference:.2g} where it is filled up to the length of another. Its forward has to use "
+                "attention_mask, and its pad_token_id has to be the tokenizer's."
+            )
+
+    def _try_out(self, model: nn.Module, text: str) -> Tensor:
+        """The logits of a text and of a short one, which is filled up."""
+        texts = [self._encoder.encode([each] * len(self._columns)) for each in (text, "a")]
+        batch = self._encoder.collate(texts)
+        tokens = len(texts[0]["ids"])
+        logits = try_out(self._model.folder, lambda: self.forward(model, batch), tokens)
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 2:
+            raise UsageError(
+                f"the model in {self._model.folder} returned {described(logits)} for 2 texts, expected "
+                "logits of shape (2, classes), or an output that has them as .logits."
+            )
+        return logits
+
+    def notes(self) -> list[str]:
+        """Where in a checkpoint the weights were found, and what was removed from their names."""
+        return self._model.notes()
+
+    def forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
+        """The logits of all texts, (texts, classes), in their order; a group is one call of the model."""
+        outputs = [model(**group) for group in batch["groups"]]
+        logits = [getattr(output, "logits", output) for output in outputs]
+        if not all(isinstance(each, Tensor) and each.ndim == 2 for each in logits):
+            return outputs[0]
+        return torch.cat(logits)[batch["places"]]
+
+    def observe(self, outputs: Tensor, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """What the metrics of classification read; of a regression the number."""
+        work = {name: batch[name] for name in TextWork.columns}
+        if self._is_regression:
+            return {"prediction": outputs[:, 0].float(), **work}
+        return {**observe_logits(outputs, batch["targets"], _TOP, self.requested), **work}
+
+    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> Mapping[str, Column]:
+        """Of a regression the labels and the errors, as float64."""
+        if not self._is_regression:
+            return columns
+        target = self._targets[samples.start : samples.stop]
+        error = columns["prediction"].double() - target
+        return {**columns, "target": target, "squared_error": error.square(), "absolute_error": error.abs()}
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        """The metrics asked for, or the default ones; and always what the texts took."""
+        assert self._num_classes is not None, "build_model comes first"
+        return _metrics(self._metric_names or _default_metrics(self._num_classes), self._num_classes)
+
+    def labels_used(self) -> dict[str, Any]:
+        """How labels became classes, and the classes' names; empty for a regression."""
+        if self._labels is None or self._num_classes is None:
+            return {}
+        return self._labels.to_json(self._num_classes)
+
+    def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
+        """The names of each text's class and of the predicted one; nothing where no class has a name."""
+        return {} if self._labels is None else names_of(self._labels, rows)
+
+    def sources(self) -> list[Any]:
+        """The function that made the model, where it has one."""
+        return self._model.sources()
+
+    def options(self) -> dict[str, Any]:
+        """The options as they are used."""
+        return {
+            **self._model.options(),
+            "data": self._rows.source,
+            "text": self._columns[0],
+            "text_pair": self._columns[1] if len(self._columns) > 1 else None,
+            "label": self._label,
+            "max_length": self._encoder.max_length,
+            "metric": [metric.name for metric in self.metrics()],
+        }
+
+    def description(self) -> dict[str, str]:
+        """Model, weights, data, and what is done with texts and labels."""
+        rule = "numbers, as a regression" if self._labels is None else self._labels.rule
+        return {
+            **self._model.description(),
+            "data": self._rows.of,
+            "texts": f"{' and '.join(self._columns)}, at most {self._encoder.max_length} tokens",
+            "labels": f"{self._label}, {rule}",
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tokens, logits and classes depend on, besides the weights."""
+        return {
+            "config": self._model.fingerprint(),
+            "tokenizer": self._encoder.fingerprint(),
+            "max_length": self._encoder.max_length,
+            "texts": len(self._columns),
+            "num_classes": self._num_classes,
+            "classes_of_labels": None if self._labels is None else self._labels.fingerprint(),
+        }
+
+
+def _pair_in(found: Sequence[str]) -> tuple[str, str] | None:
+    """The usual names of a pair's columns, where both are there."""
+    return next((pair for pair in _PAIRS if {*pair} <= {*found}), None)
+
+
+def _choose(data: Any, text: str | None, text_pair: str | None, label: str | None) -> Choose:
+    """Find the columns of the texts and of the label."""
+    of = data if isinstance(data, str | Path) else f"the {type(data).__name__}"
+
+    def choose(found: Sequence[str]) -> tuple[str, ...]:
+        first, second = text, text_pair
+        if text is None and text_pair is None and (pair := _pair_in(found)):
+            first, second = pair
+        texts = [column_of(of, found, first, _TEXTS, "--text", "the texts")]
+        if second is not None:
+            texts.append(column_of(of, found, second, (), "--text-pair", "the second texts"))
+        return (*texts, column_of(of, found, label, _LABELS, "--label", "the labels"))
+
+    return choose
+
+
+def _default_metrics(num_classes: int) -> tuple[str, ...]:
+    if num_classes == 1:
+        return tuple(metric.name for metric in _of_regression())
+    of_two = ["binary_f1"] if num_classes == 2 else []
+    counts = ["confusion"] if num_classes <= LARGEST_CONFUSION else []
+    return ("accuracy", "f1", *of_two, "mcc", "loss", "ece", *counts, "nonfinite_logits")
+
+
+def _of_regression() -> list[Metric | RowMetric]:
+    errors = ("mse", "squared_error"), ("mae", "absolute_error")
+    return [
+        Pearson(),
+        Spearman(),
+        *(Mean(column, name=name, higher_is_better=False) for name, column in errors),
+    ]
+
+
+def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
+    own = [name for name in names if name != TextWork.name]
+    if num_classes == 1:
+        return [*chosen(own, _of_regression()), TextWork()]
+    if "binary_f1" in own and num_classes != 2:
+        raise UsageError(
+            f"metric 'binary_f1' is of two classes, found {num_classes}: ask for 'f1', the mean of all"
+        )
+    found = [
+        BinaryF1(num_classes) if name == "binary_f1" else classification_metric(name, num_classes)
+        for name in own
+    ]
+    return [*found, TextWork()]
+
+
+def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
+    return [metric for metric in _metrics(names, options["num_classes"]) if metric.name in names]

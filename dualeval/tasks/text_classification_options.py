@@ -1,0 +1,109 @@
+"""The options of the task text-classification; light to import, for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from dualeval.models.weights_name import is_path_of_weights
+from dualeval.options.fields import check_fields, option
+
+if TYPE_CHECKING:
+    from dualeval.data.cache import DataCache
+    from dualeval.tasks.text_classification import TextClassification
+
+_MODEL = "Model"
+_DATA = "Data"
+_TEXTS = "Texts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextClassificationOptions:
+    """One class or one number a text or pair of texts, from a table."""
+
+    # What ``dualeval init`` writes for this task.
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "from transformers import AutoModelForSequenceClassification",
+        "model": 'return AutoModelForSequenceClassification.from_pretrained("models/mine")',
+        "data": "dev.csv",
+        "more": ', tokenizer="models/mine"',
+    }
+
+    # The metrics that can be asked for by name.
+    known_metrics: ClassVar[Mapping[str, str]] = {
+        "accuracy": "fraction of texts whose class is the first prediction; also top2, top3, ...",
+        "f1": "mean of the F1 of each class",
+        "binary_f1": "F1 of class 1, where there are two",
+        "mcc": "Matthews' correlation coefficient, of any number of classes",
+        "loss": "mean cross entropy",
+        "ece": "expected calibration error, 15 bins",
+        "auroc": "area under the ROC curve of each class against the rest, averaged",
+        "precision_recall": "precision, recall and F1, for each class and averaged",
+        "confusion": "counts of each class predicted as each other class",
+        "nonfinite_logits": "how many texts have a NaN or an infinity among their logits",
+        "pearson": "Pearson's correlation of prediction and label (regression)",
+        "spearman": "Spearman's rank correlation of prediction and label (regression)",
+        "mse": "mean squared error (regression)",
+        "mae": "mean absolute error (regression)",
+        "text_work": "computed tokens, and texts that were cut; always included",
+    }
+
+    model: Path = option(
+        help="Folder with a model and tokenizer of the transformers library.",
+        group=_MODEL,
+        metavar="DIR",
+    )
+    data: Path = option(
+        help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.",
+        group=_DATA,
+        metavar="FILE",
+    )
+    text: str | None = option(
+        None, "Column of the texts.", group=_DATA, metavar="COLUMN", shown="text, sentence, ..."
+    )
+    text_pair: str | None = option(
+        None, "Column of the second text of a pair.", group=_DATA, metavar="COLUMN", shown="sentence2, ..."
+    )
+    label: str | None = option(
+        None, "Column of the labels.", group=_DATA, metavar="COLUMN", shown="label, ..."
+    )
+    weights: str | None = option(
+        None,
+        "Checkpoint, or random:SEED.",
+        group=_MODEL,
+        is_path=is_path_of_weights,
+        shown="in the model's folder",
+    )
+    weights_key: str | None = option(
+        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
+    )
+    weights_prefix: str | None = option(
+        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
+    )
+    trust_checkpoint: bool = option(
+        False, "Read checkpoints that run code, such as pickled models.", group=_MODEL
+    )
+    max_length: int | None = option(
+        None,
+        "Maximum tokens of a text or pair; longer ones are cut.",
+        group=_TEXTS,
+        least=1,
+        shown="the tokenizer's, at most 512",
+    )
+    metric: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def make(self, cache: DataCache | None = None) -> TextClassification:
+        """The task.
+
+        Args:
+            cache: what other tasks of the run have read of their data.
+        """
+        from dualeval.tasks.text_classification import TextClassification
+
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "metric"}
+        return TextClassification(metrics=self.metric, cache=cache, **own)

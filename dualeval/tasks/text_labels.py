@@ -1,0 +1,125 @@
+"""Which class of a model each label of a table is, or which number a label is."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.data.labels import Labels, indices_of_classes
+from dualeval.data.rows import Rows
+from dualeval.errors import UsageError
+
+_PLACEHOLDER = re.compile(r"LABEL_[0-9]+")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
+_NAMED_AT_MOST = 20
+
+
+def names_of_classes(model: nn.Module, count: int) -> tuple[str, ...]:
+    """The names of a model's classes in its ``id2label``; none where these are placeholders."""
+    found = getattr(getattr(model, "config", None), "id2label", None) or {}
+    names = tuple(str(found.get(index, "LABEL_0")) for index in range(count))
+    unknown = all(map(_PLACEHOLDER.fullmatch, names)) or len({*names}) < count
+    return () if unknown else names
+
+
+def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> tuple[Labels, Tensor]:
+    """The class of each row, int64 (rows,).
+
+    Labels are names of the model's classes, in large or small letters, or their indices.
+
+    Args:
+        rows: the data.
+        column: of the labels.
+        names: of the model's classes; none where they have no names.
+        count: of the model's classes.
+
+    Raises:
+        UsageError: a label is neither, or the data says other classes than the model; names both.
+    """
+    first: dict[str, int] = {}
+    labels = [_text_of(value) for value in rows.column(column)]
+    for place, label in enumerate(labels):
+        first.setdefault(label, place)
+    both = _both_lists(names, count, rows.class_names.get(column, ()) or list(first))
+    by_name = _indices(names)
+    known = {label: by_name.get(label, by_name.get(label.casefold(), -1)) for label in first}
+    if min(known.values()) >= 0:
+        rule = "names of the model's classes"
+        named = Labels(
+            rule=rule, classes=known, names=dict(enumerate(names)), num_classes=count, noun="label"
+        )
+        return named, torch.tensor([known[label] for label in labels])
+    are_names = max(known.values()) >= 0
+    for label, place in first.items():
+        if known[label] < 0 if are_names else not _WHOLE.fullmatch(label):
+            what = f"{label!r}" if label else "empty"
+            raise UsageError(f"{rows.where(place)}: the label (column {column!r}) is {what}. {both}")
+    for label, place in first.items():
+        if not 0 <= int(label) < count:
+            hint = " GLUE's test sets have -1 for every label: theirs are not published." * (label == "-1")
+            raise UsageError(
+                f"{rows.where(place)}: the label (column {column!r}) is {label}, beyond the model's classes, "
+                f"0 to {count - 1}. {both}{hint}"
+            )
+    _check_order(rows, column, names, both)
+    return indices_of_classes(names), torch.tensor([int(label) for label in labels])
+
+
+def number_targets(rows: Rows, column: str) -> Tensor:
+    """The number of each row, float64 (rows,)."""
+    found = []
+    for place, value in enumerate(rows.column(column)):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise UsageError(
+                f"{rows.where(place)}: the label (column {column!r}) is {value!r}, expected a finite number: "
+                "the model has one output (num_labels 1), so it is evaluated as a regression."
+            )
+        found.append(number)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _indices(names: Sequence[str]) -> dict[str, int]:
+    """Classes by their names, and in small letters where no two are then equal."""
+    count = Counter(map(str.casefold, names))
+    small = {name.casefold(): index for index, name in enumerate(names) if count[name.casefold()] == 1}
+    return {**small, **{name: index for index, name in enumerate(names)}}
+
+
+def _text_of(value: object) -> str:
+    """A label as text: yes and no of Python are 1 and 0."""
+    if value is None:
+        return ""
+    return str(int(value)) if isinstance(value, bool) else str(value).strip()
+
+
+def _check_order(rows: Rows, column: str, names: Sequence[str], both: str) -> None:
+    """Refuse indices of classes that have other names in the data than in the model."""
+    said = rows.class_names.get(column, ())
+    if names and said and list(map(str.casefold, said)) != list(map(str.casefold, names)):
+        raise UsageError(
+            f"{rows.of}: the labels (column {column!r}) are indices of other classes than the model's, or in "
+            f"another order. {both} Give the labels as the model's names; or, where the lists mean the "
+            "same, as a plain column of integers."
+        )
+
+
+def _both_lists(names: Sequence[str], count: int, found: Sequence[str]) -> str:
+    said = (
+        _listed(names)
+        if names
+        else f"{count}, without names (its id2label has placeholders): 0 to {count - 1}"
+    )
+    return f"The model's classes: {said}. The data's: {_listed(found)}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")

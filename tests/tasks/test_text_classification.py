@@ -1,0 +1,380 @@
+"""The task text-classification in one process: against the libraries, what labels are, and refusals."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from sklearn.metrics import f1_score, matthews_corrcoef
+from torch import Tensor, nn
+
+import dualeval.tasks
+from dualeval.engine.rescoring import rescore
+from dualeval.errors import UsageError
+from dualeval.options.fields import fields_of
+from dualeval.options.job import Job
+from dualeval.result import JOB
+from dualeval.tasks.stored import metrics_of_run
+from dualeval.tasks.text_classification import TextClassification
+from dualeval.tasks.text_classification_options import TextClassificationOptions
+from tests import questions, texts
+from tests.engine.test_evaluator import evaluate
+from tests.texts import NAMES
+
+BATCH = 16
+MAX_LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return texts.save_classifier(tmp_path_factory.mktemp("classifier"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return texts.save_classifier(tmp_path_factory.mktemp("two"), ("no", "yes"))
+
+
+@pytest.fixture(scope="module")
+def regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return texts.save_classifier(tmp_path_factory.mktemp("regression"), num_labels=1)
+
+
+def run(model: Any, data: Any, out: Path | None = None, **options: Any) -> Any:
+    task = TextClassification(model=model, data=data, **{"max_length": MAX_LENGTH, **options})
+    return evaluate(task, out, batch_size=BATCH)
+
+
+def logits_by_hand(folder: Path, rows: list[dict[str, Any]], *columns: str) -> Tensor:
+    """Of the library's own model and tokenizer, a text at a time."""
+    library = questions.transformers()
+    model = library.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = library.AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        return torch.cat(
+            [
+                model(
+                    **tokenizer(
+                        *(row[name] for name in columns),
+                        truncation=True,
+                        max_length=MAX_LENGTH,
+                        return_tensors="pt",
+                    )
+                ).logits
+                for row in rows
+            ]
+        )
+
+
+# -- the numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_equal_to_the_libraries(model: Path, tmp_path: Path, pairs: bool) -> None:
+    rows = texts.rows(70, pairs=pairs)
+    columns = ("sentence1", "sentence2") if pairs else ("sentence",)
+    wanted = logits_by_hand(model, rows, *columns)
+    result = run(model, texts.write(tmp_path / "rows.csv", rows), tmp_path / "out")
+    target = torch.tensor([NAMES.index(row["label"]) for row in rows])
+    found = result.predictions().to_pydict()
+    assert found["target"] == target.tolist()
+    assert found["prediction"] == wanted.argmax(1).tolist()
+    assert found["target_name"] == [row["label"] for row in rows]
+    losses = nn.functional.cross_entropy(wanted, target, reduction="none")
+    torch.testing.assert_close(torch.tensor(found["loss"]), losses, rtol=1e-4, atol=1e-5)
+    metrics, predicted = result.metrics, wanted.argmax(1)
+    assert metrics["accuracy"] == (predicted == target).double().mean().item()
+    assert metrics["f1"] == pytest.approx(f1_score(target, predicted, average="macro"), abs=1e-12)
+    assert metrics["mcc"] == pytest.approx(matthews_corrcoef(target, predicted), abs=1e-12)
+    assert metrics["loss"] == pytest.approx(losses.double().mean().item(), abs=1e-5)
+    assert "binary_f1" not in metrics
+    cut = result.work["truncated"]
+    assert 0 < cut == sum(found["truncated"])
+    assert f"{cut} texts are longer than --max-length and cut there" in result.warnings
+    assert result.work["tokens"] <= result.work["padded_tokens"] <= MAX_LENGTH * len(rows)
+
+
+def test_two_classes_have_a_binary_f1(two: Path) -> None:
+    rows = [{**row, "label": row["label"] == "positive"} for row in texts.rows(40)]
+    found = run(two, rows).metrics
+    target = [int(row["label"]) for row in rows]
+    predicted = logits_by_hand(two, rows, "sentence").argmax(1)
+    assert found["binary_f1"] == pytest.approx(f1_score(target, predicted), abs=1e-12)
+    assert found["binary_f1"] != found["f1"]
+
+
+def test_a_regression(regression: Path, tmp_path: Path) -> None:
+    rows = [{**row, "label": number / 7} for number, row in enumerate(texts.rows(50, pairs=True))]
+    result = run(regression, rows, tmp_path / "out")
+    wanted = logits_by_hand(regression, rows, "sentence1", "sentence2")[:, 0].double().numpy()
+    target = np.array([row["label"] for row in rows])
+    found = result.metrics
+    assert {*found} == {"pearson", "spearman", "mse", "mae"}
+    assert found["pearson"] == pytest.approx(scipy.stats.pearsonr(wanted, target).statistic, abs=1e-5)
+    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(wanted, target).statistic, abs=1e-2)
+    assert found["mse"] == pytest.approx(((wanted - target) ** 2).mean(), rel=1e-4)
+    assert found["mae"] == pytest.approx(np.abs(wanted - target).mean(), rel=1e-4)
+    assert result.predictions().to_pydict()["target"] == target.tolist()
+    with pytest.raises(UsageError, match="there is no metric 'accuracy' here"):
+        run(regression, rows, metrics=["accuracy"])
+    again = metrics_of_run(tmp_path / "out" / JOB)
+    assert rescore(tmp_path / "out", metrics=again).metrics_digest == result.metrics_digest
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+def test_padding_changes_no_bits(model: Path, padding: int | None) -> None:
+    """Whatever token fills up: it is masked; and the rows of a group do not depend on the texts' order."""
+    rows = texts.rows(BATCH)
+    wanted = TextClassification(model=model, data=rows)
+    other = TextClassification(model=model, data=rows if padding else rows[::-1])
+    if padding:
+        facts = other._encoder._facts
+        object.__setattr__(facts, "pad_id", padding)
+    found = []
+    for task in (wanted, other):
+        network = task.build_model(torch.device("cpu"))
+        batch = task.collate(task.dataset().__getitems__(range(BATCH)))
+        with torch.inference_mode():
+            found.append(task.forward(network, batch))
+    assert len(batch["groups"]) < BATCH
+    assert (batch["padded_tokens"] > batch["tokens"]).any()
+    if padding:
+        assert torch.equal(*found)
+    else:
+        torch.testing.assert_close(found[0], found[1].flip(0))
+
+
+# -- both doors ----------------------------------------------------------------------------------------
+
+
+def test_the_class_is_the_command(model: Path, tmp_path: Path) -> None:
+    data = texts.write(tmp_path / "rows.jsonl", texts.rows(40))
+    options: dict[str, Any] = {"model": model, "data": data, "max_length": 24}
+    whole = evaluate(Job.of("text-classification", **options).make_task(), None, batch_size=BATCH)
+    same = evaluate(dualeval.tasks.TextClassification(**options), None, batch_size=BATCH)
+    assert (same.fingerprint, same.metrics_digest) == (whole.fingerprint, whole.metrics_digest)
+    assert same.job == whole.job
+
+    made = questions.transformers().AutoModelForSequenceClassification.from_pretrained(model)
+    for given in (made, lambda: made):
+        task = TextClassification(**{**options, "model": given, "data": texts.rows(40)}, tokenizer=model)
+        found = evaluate(task, None, batch_size=BATCH)
+        assert found.metrics_digest == whole.metrics_digest
+        assert found.labels == whole.labels
+
+    # All options are those of the class, with its defaults.
+    own = inspect.signature(TextClassification).parameters
+    renamed = {"metric": "metrics"}
+    for field in fields_of(TextClassificationOptions):
+        parameter = own[renamed.get(field.name, field.name)]
+        if parameter.default is not inspect.Parameter.empty:
+            assert parameter.default == field.default, field.name
+
+
+def test_the_result_says_what_was_evaluated(model: Path, tmp_path: Path) -> None:
+    data = texts.write(tmp_path / "rows.parquet", texts.rows(20, pairs=True))
+    result = run(model, data, tmp_path / "out")
+    assert result.description["texts"] == f"sentence1 and sentence2, at most {MAX_LENGTH} tokens"
+    assert result.description["labels"] == "label, names of the model's classes"
+    said = {name: result.job[name] for name in ("text", "text_pair", "label", "max_length")}
+    assert said == {"text": "sentence1", "text_pair": "sentence2", "label": "label", "max_length": MAX_LENGTH}
+    assert result.labels["classes"] == list(NAMES)
+    assert result.job["metric"][-1] == "text_work"
+    again = metrics_of_run(tmp_path / "out" / JOB)
+    assert rescore(tmp_path / "out", metrics=again).metrics_digest == result.metrics_digest
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_every_table_has_the_numbers(model: Path, tmp_path: Path, suffix: str) -> None:
+    rows = texts.rows(20)
+    found = run(model, texts.write(tmp_path / f"rows{suffix}", rows))
+    assert found.metrics_digest == run(model, rows).metrics_digest
+
+
+def test_other_jobs(model: Path) -> None:
+    """What changes a number changes the identity."""
+    rows = texts.rows(20, pairs=True)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"max_length": 31},
+        {"text": "sentence1"},
+        {"text": "sentence2", "text_pair": "sentence1"},
+        {"weights": "random:1"},
+    ]
+    found = [run(model, rows, **change) for change in changes]
+    assert len({each.fingerprint for each in found}) == len(changes)
+    assert len({each.metrics_digest for each in found}) == len(changes)
+
+
+def test_the_usual_most_tokens(model: Path, tmp_path: Path) -> None:
+    for said, wanted in ((None, 512), (256, 256), (4096, 512)):
+        tokenizer = questions.transformers().AutoTokenizer.from_pretrained(model)
+        if said:
+            tokenizer.model_max_length = said
+        tokenizer.save_pretrained(tmp_path)
+        task = TextClassification(model=texts.classifier, tokenizer=tmp_path, data=texts.rows(2))
+        assert task.description()["texts"] == f"sentence, at most {wanted} tokens"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_as_the_library_does(model: Path, tmp_path: Path, side: str) -> None:
+    library = questions.transformers().AutoTokenizer
+    tokenizer = library.from_pretrained(model, truncation_side=side)
+    tokenizer.save_pretrained(tmp_path)
+    rows = texts.rows(30, pairs=True)
+    task = TextClassification(model=texts.classifier, tokenizer=tmp_path, data=rows, max_length=20)
+    for row, found in zip(rows, task.dataset().__getitems__(range(30)), strict=True):
+        wanted = library.from_pretrained(tmp_path)(
+            row["sentence1"], row["sentence2"], truncation=True, max_length=20
+        )
+        assert found["ids"].tolist() == wanted["input_ids"]
+        assert found["types"].tolist() == wanted["token_type_ids"]
+        whole = tokenizer(row["sentence1"], row["sentence2"])["input_ids"]
+        assert found["truncated"] == (len(whole) > 20)
+
+
+# -- labels --------------------------------------------------------------------------------------------
+
+
+class Dataset(list[dict[str, Any]]):
+    """As a data set of Hugging Face, whose labels have names."""
+
+    def __init__(self, rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+        super().__init__(rows)
+        self.features = {"sentence": object(), "label": SimpleNamespace(names=list(names))}
+
+
+def labelled(*labels: Any) -> list[dict[str, Any]]:
+    return [{"sentence": f"text {place}", "label": label} for place, label in enumerate(labels)]
+
+
+@pytest.mark.parametrize(
+    ("names", "data"),
+    [
+        (NAMES, labelled("positive", "negative", "positive")),
+        (NAMES, labelled("Positive ", "NEGATIVE", "positive")),
+        (NAMES, labelled(2, 0, 2)),
+        (NAMES, labelled("2", "0", "2")),
+        (("x", "X", "y"), labelled(2, 0, 2)),
+        (("x", "X", "y"), labelled("y", "x", "y")),
+        (("LABEL_0", "LABEL_1", "LABEL_2"), labelled(2, 0, 2)),
+        (("1", "2", "3"), labelled(3, 1, 3)),
+        (NAMES, Dataset(labelled(2, 0, 2), ("Negative", "Neutral", "Positive"))),
+        (("LABEL_0", "LABEL_1", "LABEL_2"), Dataset(labelled(2, 0, 2), NAMES)),
+    ],
+)
+def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: Any) -> None:
+    task = TextClassification(model=texts.classifier(names), tokenizer=model, data=data)
+    task.build_model(torch.device("cpu"))
+    batch = task.collate(task.dataset().__getitems__(range(3)))
+    assert batch["targets"].tolist() == [2, 0, 2]
+    assert task.labels_used().get("classes", [None] * 3) == [
+        None if name.startswith("LABEL") else name for name in names
+    ] or names[0].startswith("LABEL")
+
+
+@pytest.mark.parametrize(
+    ("names", "data", "said"),
+    [
+        (
+            NAMES,
+            labelled("positive", "mixed"),
+            "rows of a list, row 1: the label (column 'label') is 'mixed'. The model's classes: negative, "
+            "neutral, positive. The data's: positive, mixed.",
+        ),
+        (NAMES, labelled("1", "positive"), "row 0: the label (column 'label') is '1'. The model's classes:"),
+        (NAMES, labelled(1, None), "row 1: the label (column 'label') is empty"),
+        (NAMES, labelled(1, 1.5), "row 1: the label (column 'label') is '1.5'"),
+        (NAMES, labelled(1, 3), "row 1: the label (column 'label') is 3, beyond the model's classes, 0 to 2"),
+        (NAMES, labelled(-1, -1), "GLUE's test sets have -1 for every label"),
+        (
+            ("LABEL_0", "LABEL_1"),
+            labelled("no", "yes"),
+            "The model's classes: 2, without names (its id2label has placeholders): 0 to 1. The data's: no",
+        ),
+        (
+            NAMES,
+            Dataset(labelled(0, 1), ("positive", "neutral", "negative")),
+            "in another order. The model's classes: negative, neutral, positive. The data's: positive, "
+            "neutral, negative. Give the labels as the model's names",
+        ),
+        (NAMES, Dataset(labelled(0, 1), ("no", "yes")), "The data's: no, yes."),
+    ],
+)
+def test_labels_that_are_no_classes(model: Path, names: tuple[str, ...], data: Any, said: str) -> None:
+    task = TextClassification(model=texts.classifier(names), tokenizer=model, data=data)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        task.build_model(torch.device("cpu"))
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+def test_an_empty_text_stops_the_run_or_is_left_out(model: Path, tmp_path: Path) -> None:
+    rows = texts.rows(20)
+    rows[5]["sentence"] = "  "
+    data = texts.write(tmp_path / "rows.csv", rows)
+    with pytest.raises(
+        UsageError, match=r"rows\.csv, line 7: the column 'sentence' is empty, expected a text"
+    ):
+        run(model, data)
+    task = TextClassification(model=model, data=data, max_length=MAX_LENGTH)
+    found = evaluate(task, None, batch_size=BATCH, on_error="skip")
+    assert [each["id"] for each in found.failed] == ["5"]
+    assert found.samples == {"total": 20, "evaluated": 19, "failed": 1}
+
+
+class Ignores(nn.Module):
+    """Reads what fills up as if it were text."""
+
+    def __init__(self, kind: str = "padding") -> None:
+        super().__init__()
+        self.kind = kind
+        self.network = nn.Sequential(nn.Embedding(31000, 8), nn.Linear(8, 3))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Any:
+        found = self.network(input_ids)
+        logits: Tensor = found.mean(1)
+        return {"padding": logits, "probabilities": None, "tokens": found}[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"text": "words"}, "--text words: the list has the columns sentence, label"),
+        ({"text_pair": "more"}, "--text-pair more: the list has the columns sentence, label"),
+        ({"label": "score"}, "--label score: the list has the columns sentence, label"),
+        ({"max_length": 2}, "--max-length 2 leaves no room beside the 2 tokens that the tokenizer adds"),
+        ({"max_length": 600}, "It takes shorter ones: give --max-length of the model's size"),
+        ({"metrics": ["binary_f1"]}, "metric 'binary_f1' is of two classes, found 3: ask for 'f1'"),
+        ({"metrics": ["acuracy"]}, "there is no metric 'acuracy'"),
+        ({"data": [{"x": "y"}]}, "expected one of the texts, text, sentence, content"),
+        ({"model": texts.classifier}, "was given without a tokenizer"),
+    ],
+)
+def test_refusals(model: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        run(**{"model": model, "data": texts.rows(4), **options})
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (lambda: Ignores(), "reads padding: the logits of a text differ by"),
+        (lambda: Ignores("tokens"), "for 2 texts, expected logits of shape (2, classes)"),
+        (lambda: Ignores("probabilities"), "returned None for 2 texts"),
+        (lambda: texts.classifier(problem_type="multi_label_classification"), "expected one class a text"),
+        (lambda: texts.classifier(vocab_size=100), "tells 30522 tokens apart, its model only 100"),
+    ],
+)
+def test_models_that_are_refused(model: Path, network: Any, said: str) -> None:
+    torch.manual_seed(1)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        run(network, texts.rows(4), tokenizer=model)
