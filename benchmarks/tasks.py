@@ -2,7 +2,7 @@
 
 In one process, on one thread, both take turns; the ratio is the median over the rounds. The engine's time is
 the evaluation loop of a whole run (``timing.evaluate_s``: reading, all metrics, journal and rows included),
-the hand's from the first sample to its one number. The numbers must be equal. CPU time, from the first batch
+the hand's from the first sample to its one number. The numbers must agree. CPU time, from the first batch
 on, leaves out waiting for a core. A task is a line of ``CASES``.
 
     python benchmarks/tasks.py [--rounds N] [--case NAME]
@@ -25,6 +25,8 @@ import torch
 from common import machine, median_ratio, spread, table, take_turns, write_results
 from engine import Engine
 from PIL import Image
+from tasks_language import language_modeling
+from tasks_text import text_classification
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -106,6 +108,8 @@ def segmentation(folder: Path) -> Pair:
 
 CASES: Mapping[str, Callable[[Path], Pair]] = {
     "segmentation": segmentation,
+    "text-classification": lambda folder: Pair(**text_classification(folder)),
+    "language-modeling": lambda folder: Pair(**language_modeling(folder)),
 }
 
 

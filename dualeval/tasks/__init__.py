@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 TASKS = {
     "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
     "segmentation": "dualeval.tasks.segmentation_options:SegmentationOptions",
-    "language-modeling": "dualeval.tasks.language_modeling_options:LanguageModelingOptions",
-    "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
     "text-classification": "dualeval.tasks.text_classification_options:TextClassificationOptions",
+    "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
+    "language-modeling": "dualeval.tasks.language_modeling_options:LanguageModelingOptions",
 }
 
 

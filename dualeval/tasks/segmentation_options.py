@@ -15,18 +15,27 @@ from dualeval.tasks.image_classification_options import same_as_classification a
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
-    from dualeval.tasks.segmentation import Segmentation
+    from dualeval.tasks import Task
 
 _DATA = "Data"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationOptions:
-    """A class for each pixel: a folder of pictures and one of masks, or a manifest.
+    """A class for each pixel: pictures and masks.
 
     Attributes:
         known_metrics: the metrics that can be asked for by name, with a line each.
+        start: what ``dualeval init`` writes for this task.
     """
+
+    start: ClassVar[Mapping[str, str]] = {
+        "imports": "import torch; from torchvision.models.segmentation import fcn_resnet50",
+        "model": "net = fcn_resnet50(num_classes=5, weights=None, weights_backbone=None); "
+        'net.load_state_dict(torch.load("net.pt", weights_only=True)); return net',
+        "data": "val/img",
+        "more": ', masks="val/masks", preprocessing="imagenet"',
+    }
 
     known_metrics: ClassVar[Mapping[str, str]] = {
         "iou": "intersection over union of each class, and the mean (mIoU)",
@@ -97,17 +106,20 @@ class SegmentationOptions:
 
             segmenter_of(self.model).download(self.weights)
 
-    def make(self, cache: DataCache | None = None, *, model: Any = None) -> Segmentation:
+    def make(self, cache: DataCache | None = None, *, model: Any = None) -> Task:
         """The task.
 
         Args:
             cache: what other tasks of the run have read of their data.
             model: from Python, a module or a function that returns one, in place of the name.
         """
+        from dualeval import tasks
         from dualeval.models.classifiers import arguments_of
-        from dualeval.tasks.segmentation import Segmentation
 
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         metrics, words = given.pop("metric"), given.pop("model_arg")
         given["model"] = self.model if model is None else model
-        return Segmentation(**given, metrics=metrics, model_arguments=arguments_of(words), cache=cache)
+        task: Task = tasks.Segmentation(
+            **given, metrics=metrics, model_arguments=arguments_of(words), cache=cache
+        )
+        return task
