@@ -1,4 +1,4 @@
-"""What the README's examples need: its script, a checkpoint, pictures, a model, questions. CLONE PICTURES."""
+"""What the README's examples need: its script, weights, pictures, masks, texts, models. CLONE PICTURES."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 
 from dualeval.vision_library import torchvision
+from tests import masked_pictures, texts
+from tests.causal_models import save_causal
 from tests.docs.test_readme import first_example
 from tests.questions import save_tiny_bert, write_questions
 
@@ -20,6 +22,14 @@ def make(clone: Path, pictures: Path) -> None:
     (clone / "mine.py").write_text(first_example())
     network = torchvision().models.resnet18(num_classes=4)
     torch.save(network.state_dict(), clone / "checkpoint.pt")
+    masked_pictures.write_pictures(clone, 1)
+    network = torchvision().models.segmentation.fcn_resnet50(weights=None, weights_backbone=None)
+    torch.save(network.state_dict(), clone / "masks.pt")
+    texts.save_classifier(clone / "models/bert-sst2")
+    texts.write(clone / "dev.csv", texts.rows(4))
+    save_causal(clone / "models/gpt2")
+    (clone / "texts").mkdir()
+    (clone / "texts/one.txt").write_text("what people write, once more")
     save_tiny_bert(clone / "models/bert-squad")
     write_questions(clone / "dev-v2.0.json", unanswerable=True)
 

@@ -71,23 +71,40 @@ class TaskCommand(GroupedCommand):
         return own if found is None else [*own[:_BEFORE_TASK], *found.flags, *own[_BEFORE_TASK:]]
 
     def shown_params(self, context: click.Context) -> list[click.Parameter]:
-        """All flags; without a task only the most important ones of the default task."""
+        """The flags of the task that is asked for; else those of every run, and what any task has."""
         found = context.meta.get(_TASK)
         params = self.get_params(context)
-        if found is None or found.is_asked:
+        if found is None:
             return params
+        if found.is_asked:
+            return params[: _BEFORE_TASK + len(found.flags)]
         return [
             parameter
             for parameter in params
             if parameter not in found.flags or parameter.name in _ALWAYS_SHOWN
         ]
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Say where the options of a task are shown."""
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Say what the task is; without one what the command does."""
         found = ctx.meta.get(_TASK)
-        if found is None or found.is_asked:
+        if found is None or not found.is_asked:
+            super().format_help_text(ctx, formatter)
             return
         formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(f"{found.kind.name}: {found.kind.summary}")
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Say where the options that are left out are shown."""
+        found = ctx.meta.get(_TASK)
+        if found is None:
+            return
+        formatter.write_paragraph()
+        if found.is_asked:
+            formatter.write_text(
+                f"Options of every task: 'dualeval {self.name} --help'. Metrics: 'dualeval list metrics'."
+            )
+            return
         formatter.write_text(
             f"Without --task it is {found.kind.name}. All options of a task: 'dualeval {self.name} "
             "--task NAME --help'; tasks, metrics and models: 'dualeval list'."

@@ -71,15 +71,17 @@ def test_the_plain_help_fits_a_screen(width: int) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_help_of_a_task_has_all_its_options(task: str) -> None:
+def test_the_help_of_a_task_has_all_its_options_on_a_screen(task: str) -> None:
     text = shown("--task", task)
+    assert len(text.splitlines()) <= 59
     for field in task_kind(task).fields:
-        assert f"\n  {field.flag}" in text
         if field.name not in COMMON:
+            assert f"\n  {field.flag}" in text
             assert field.help.split()[0] in text
     groups = list(dict.fromkeys(f"{field.group}:" for field in task_kind(task).fields if field.group))
     assert groups[:2] == GROUPS[:2]
-    assert [line for line in text.splitlines() if line in (*groups, *GROUPS)] == groups + GROUPS[2:]
+    assert [line for line in text.splitlines() if line in (*groups, *GROUPS)] == groups
+    assert "Options of every task: 'dualeval run --help'" in text
 
 
 def test_the_help_of_a_job_file_s_task(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_the_help_of_a_task_of_one_s_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(r"--model TEXT +A file of a model\.\n", text)
     assert re.search(r"--level low\|high +How deep\.  \[default: low\]\n", text)
     assert "--wide / --no-wide" in text
-    assert text.count("\n  --out ") == 1, "an option of the run's has its flag"
+    assert "\n  --out " not in text, "an option of the run's has its flag"
     del sys.modules["dualeval_test_shown"]
 
 

@@ -51,7 +51,12 @@ def lines() -> list[str]:
         for line in (block or code).splitlines():
             if line.split(" ")[0] in PROGRAMS and " " in line:
                 found.append(line)
-    return list(dict.fromkeys(found))
+    # The table of tasks has the options alone; texts need what the line behind it installs.
+    options = re.findall(r"^\| \[[^|]+\| `(--[^`]+)` \|", README, re.MULTILINE)
+    place = found.index("pip install -e '.[qa]'") + 1
+    return list(
+        dict.fromkeys([*found[:place], *(f"dualeval run {each}" for each in options), *found[place:]])
+    )
 
 
 def test_the_lines_were_found() -> None:
@@ -59,6 +64,7 @@ def test_the_lines_were_found() -> None:
     assert set(ELSEWHERE) < set(found)
     for line in ("make run", ". .venv/bin/activate", "make horovod", "pip install -e '.[qa]'"):
         assert line in found
+    assert sum(" --task " in line for line in found) == 4
     # What installs stands before what needs it.
     order = [found.index(line) for line in ("make run", ". .venv/bin/activate", "dualeval run --nproc 2")]
     assert order == sorted(order)
