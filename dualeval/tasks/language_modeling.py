@@ -20,12 +20,11 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logits_of
 from dualeval.models.text_models import TextModel, Use, read_tokenizer, try_out
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
-from dualeval.models.weights import LoadedWeights
 from dualeval.options.choices import IGNORED
-from dualeval.tasks import Task
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
 from dualeval.tasks.language_modeling_options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
+from dualeval.tasks.text_task import TextTask
 
 USE = Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
@@ -43,7 +42,7 @@ _KIND_OF = {
 }
 
 
-class LanguageModeling(Task):
+class LanguageModeling(TextTask):
     """A causal language model on documents, on rows with choices, or on rows with a prompt and its answer.
 
     Args:
@@ -62,7 +61,6 @@ class LanguageModeling(Task):
 
     name = "language-modeling"
     wants_workers = False
-    libraries = ("transformers", "tokenizers")
 
     def __init__(
         self,
@@ -156,19 +154,6 @@ class LanguageModeling(Task):
         """Join the sequences of a batch to groups of about one length."""
         return self._kind.collate(samples)
 
-    def build_model(self, device: torch.device) -> nn.Module:
-        """Make the model, try it on a window of full length, and bring it to its device."""
-        return self._tried(self._model.build(), device).to(device)
-
-    def build_late(self, device: torch.device) -> nn.Module:
-        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
-        return self._tried(self._model.build_late(), device)
-
-    @property
-    def loaded_weights(self) -> LoadedWeights | None:
-        """What was taken from a file that ``weights`` names."""
-        return self._model.loaded
-
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._check_positions(_positions_of(model))
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
@@ -206,10 +191,6 @@ class LanguageModeling(Task):
                 f"{self._model.folder}. Give a smaller one."
             )
 
-    def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, and what was removed from their names."""
-        return self._model.notes()
-
     def forward(self, model: nn.Module, batch: Any) -> list[Any]:
         """The losses of each group of sequences, or greedy answers."""
         return self._kind.forward(model, batch)
@@ -242,10 +223,6 @@ class LanguageModeling(Task):
         named = ", ".join(f"{name.replace('_', ' ')} {value!r}" for name, value in self._own.items())
         data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
         return {**self._model.description(), "data": data, "tokens": named}
-
-    def sources(self) -> list[Any]:
-        """The function that made the model, where it has one."""
-        return self._model.sources()
 
     def fingerprint(self) -> dict[str, Any]:
         """What the numbers depend on, besides data and weights."""

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from dualeval.models.weights_name import is_path_of_weights
 from dualeval.options.choices import IGNORED, check_choice
-from dualeval.options.fields import check_fields, option
+from dualeval.options.fields import option
+from dualeval.tasks.text_options import TextOptions
 
-if TYPE_CHECKING:
-    from dualeval.data.cache import DataCache
-    from dualeval.tasks import Task
-
-_MODEL = "Model"
 _DATA = "Data"
 _TOKENS = "Tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelingOptions:
+class LanguageModelingOptions(TextOptions):
     """Perplexity of texts, multiple choice or greedy answers.
 
     Attributes:
@@ -48,11 +43,6 @@ class LanguageModelingOptions:
         "cut_contexts": "rows whose context was too long and lost its beginning (choices, prompts)",
     }
 
-    model: Path = option(
-        help="Folder with a causal model and tokenizer of the transformers library.",
-        group=_MODEL,
-        metavar="DIR",
-    )
     data: Path = option(
         help="Text file, folder of such, or table (.jsonl, .parquet, .csv).",
         group=_DATA,
@@ -60,22 +50,6 @@ class LanguageModelingOptions:
     )
     text: str | None = option(
         None, "Column of the documents.", group=_DATA, metavar="COLUMN", shown="by the columns"
-    )
-    weights: str | None = option(
-        None,
-        "Checkpoint, or random:SEED.",
-        group=_MODEL,
-        is_path=is_path_of_weights,
-        shown="in the model's folder",
-    )
-    weights_key: str | None = option(
-        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
-    )
-    weights_prefix: str | None = option(
-        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
-    )
-    trust_checkpoint: bool = option(
-        False, "Read checkpoints that run code, such as pickled models.", group=_MODEL
     )
     max_length: int | None = option(
         None,
@@ -93,21 +67,8 @@ class LanguageModelingOptions:
     ignore: tuple[str, ...] = option(
         IGNORED, "What does not count in an answer, or none (prompts).", group=_TOKENS
     )
-    metric: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for each in self.ignore if self.ignore != ("none",) else ():
             check_choice("--ignore", each, (*IGNORED, "none"))
-
-    def make(self, cache: DataCache | None = None) -> Task:
-        """The task.
-
-        Args:
-            cache: what other tasks of the run have read of their data.
-        """
-        from dualeval import tasks
-
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        task: Task = tasks.LanguageModeling(metrics=given.pop("metric"), cache=cache, **given)
-        return task

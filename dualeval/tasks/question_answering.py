@@ -21,8 +21,8 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, try_out
-from dualeval.models.weights import LoadedWeights
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
+from dualeval.tasks.text_task import TextTask
 
 USE = Use(name="question answering", kind="AutoModelForQuestionAnswering")
 # What the model gives in files of their own, under the names that the official scripts' users know.
@@ -30,7 +30,7 @@ PREDICTIONS = "predictions.json"
 NULL_ODDS = "null_odds.json"
 
 
-class QuestionAnswering(ScoredAnswers):
+class QuestionAnswering(TextTask, ScoredAnswers):
     """A model that marks the answer in a text.
 
     Args:
@@ -48,7 +48,6 @@ class QuestionAnswering(ScoredAnswers):
     """
 
     wants_workers = True
-    libraries = ("transformers", "tokenizers")
 
     def __init__(
         self,
@@ -136,20 +135,7 @@ class QuestionAnswering(ScoredAnswers):
         """Sort the windows of a batch by length, and pad them in groups."""
         return self._encoder.collate(samples)
 
-    def build_model(self, device: torch.device) -> nn.Module:
-        """Make the model, try it on one window of full length, and bring it to its device."""
-        return self._tried(self._model.build()).to(device)
-
-    def build_late(self, device: torch.device) -> nn.Module:
-        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
-        return self._tried(self._model.build_late())
-
-    @property
-    def loaded_weights(self) -> LoadedWeights | None:
-        """What was taken from a file that ``weights`` names."""
-        return self._model.loaded
-
-    def _tried(self, model: nn.Module) -> nn.Module:
+    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         check_vocabulary(self._model.folder, model, self._tokens)
         self._try_out(model, "a")
         try:
@@ -172,10 +158,6 @@ class QuestionAnswering(ScoredAnswers):
                     f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one a "
                     "token."
                 )
-
-    def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, and what was removed from their names."""
-        return self._model.notes()
 
     def _windows_on(self, context: str) -> Mapping[str, Tensor]:
         """The longest windows of a text, as the model takes them; the question leaves all room to it."""
@@ -264,10 +246,6 @@ class QuestionAnswering(ScoredAnswers):
             "data": self._data,
             **self._answer_options(),
         }
-
-    def sources(self) -> list[Any]:
-        """The function that made the model, where it has one."""
-        return self._model.sources()
 
     def _answer_options(self) -> dict[str, Any]:
         return {

@@ -27,12 +27,11 @@ from dualeval.metrics.classification import (
 from dualeval.metrics.means import Mean
 from dualeval.metrics.texts import Pearson, Spearman, TextWork
 from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, try_out
-from dualeval.models.weights import LoadedWeights
-from dualeval.tasks import Task
 from dualeval.tasks.image_labels import names_of
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
 from dualeval.tasks.text_labels import class_targets, names_of_classes, number_targets
+from dualeval.tasks.text_task import TextTask
 
 USE = Use(name="text classification", kind="AutoModelForSequenceClassification")
 
@@ -55,7 +54,7 @@ _TOP = 5
 _PADDED_TO = 8
 
 
-class TextClassification(Task):
+class TextClassification(TextTask):
     """A classifier, or a regression, of texts or pairs of texts.
 
     Args:
@@ -73,7 +72,6 @@ class TextClassification(Task):
 
     name = "text-classification"
     wants_workers = True
-    libraries = ("transformers", "tokenizers")
     on_request = SCORES
 
     def __init__(
@@ -154,20 +152,7 @@ class TextClassification(Task):
             return batch
         return {**batch, "targets": self._targets[[sample["row"] for sample in samples]]}
 
-    def build_model(self, device: torch.device) -> nn.Module:
-        """Make the model, try it on texts of full length, and bring it to its device."""
-        return self._tried(self._model.build()).to(device)
-
-    def build_late(self, device: torch.device) -> nn.Module:
-        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
-        return self._tried(self._model.build_late())
-
-    @property
-    def loaded_weights(self) -> LoadedWeights | None:
-        """What was taken from a file that ``weights`` names."""
-        return self._model.loaded
-
-    def _tried(self, model: nn.Module) -> nn.Module:
+    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         check_vocabulary(self._model.folder, model, self._tokens)
         if getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
             raise UsageError(
@@ -213,10 +198,6 @@ class TextClassification(Task):
             )
         return logits
 
-    def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, and what was removed from their names."""
-        return self._model.notes()
-
     def forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
         """The logits of all texts, (texts, classes), in their order; a group is one call of the model."""
         outputs = [model(**group) for group in batch["groups"]]
@@ -254,10 +235,6 @@ class TextClassification(Task):
     def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
         """The names of each text's class and of the predicted one; nothing where no class has a name."""
         return {} if self._labels is None else names_of(self._labels, rows)
-
-    def sources(self) -> list[Any]:
-        """The function that made the model, where it has one."""
-        return self._model.sources()
 
     def options(self) -> dict[str, Any]:
         """The options as they are used."""

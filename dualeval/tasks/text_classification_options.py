@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from dualeval.models.weights_name import is_path_of_weights
-from dualeval.options.fields import check_fields, option
+from dualeval.options.fields import option
+from dualeval.tasks.text_options import TextOptions
 
-if TYPE_CHECKING:
-    from dualeval.data.cache import DataCache
-    from dualeval.tasks.text_classification import TextClassification
-
-_MODEL = "Model"
 _DATA = "Data"
 _TEXTS = "Texts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextClassificationOptions:
+class TextClassificationOptions(TextOptions):
     """One class or one number a text or pair of texts, from a table."""
 
     # What ``dualeval init`` writes for this task.
@@ -50,11 +45,6 @@ class TextClassificationOptions:
         "text_work": "computed tokens, and texts that were cut; always included",
     }
 
-    model: Path = option(
-        help="Folder with a model and tokenizer of the transformers library.",
-        group=_MODEL,
-        metavar="DIR",
-    )
     data: Path = option(
         help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.",
         group=_DATA,
@@ -69,22 +59,6 @@ class TextClassificationOptions:
     label: str | None = option(
         None, "Column of the labels.", group=_DATA, metavar="COLUMN", shown="label, ..."
     )
-    weights: str | None = option(
-        None,
-        "Checkpoint, or random:SEED.",
-        group=_MODEL,
-        is_path=is_path_of_weights,
-        shown="in the model's folder",
-    )
-    weights_key: str | None = option(
-        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
-    )
-    weights_prefix: str | None = option(
-        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
-    )
-    trust_checkpoint: bool = option(
-        False, "Read checkpoints that run code, such as pickled models.", group=_MODEL
-    )
     max_length: int | None = option(
         None,
         "Maximum tokens of a text or pair; longer ones are cut.",
@@ -92,18 +66,3 @@ class TextClassificationOptions:
         least=1,
         shown="the tokenizer's, at most 512",
     )
-    metric: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def make(self, cache: DataCache | None = None) -> TextClassification:
-        """The task.
-
-        Args:
-            cache: what other tasks of the run have read of their data.
-        """
-        from dualeval.tasks.text_classification import TextClassification
-
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "metric"}
-        return TextClassification(metrics=self.metric, cache=cache, **own)

@@ -1,0 +1,45 @@
+"""What the tasks on texts have in common: a model with its tokenizer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualeval.models.text_models import TextModel
+from dualeval.models.weights import LoadedWeights
+from dualeval.tasks import Task
+
+
+class TextTask(Task):
+    """A model of texts, which a task keeps as ``_model`` and tries before the loop."""
+
+    libraries = ("transformers", "tokenizers")
+    _model: TextModel
+
+    @abstractmethod
+    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """The model, tried on the CPU, for batches on this device."""
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        """Make the model, try it on texts of full length, and bring it to its device."""
+        return self._tried(self._model.build(), device).to(device)
+
+    def build_late(self, device: torch.device) -> nn.Module:
+        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
+        return self._tried(self._model.build_late(), device)
+
+    @property
+    def loaded_weights(self) -> LoadedWeights | None:
+        """What was taken from a file that ``weights`` names."""
+        return self._model.loaded
+
+    def notes(self) -> list[str]:
+        """Where in a checkpoint the weights were found, and what was removed from their names."""
+        return self._model.notes()
+
+    def sources(self) -> list[Any]:
+        """The function that made the model, where it has one."""
+        return self._model.sources()
