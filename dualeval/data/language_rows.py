@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.data.rows import PythonRows, Rows, read_rows
-from dualeval.data.table import column_of
+from dualeval.data.table import column_of, is_table
 from dualeval.data.token_windows import Document
 from dualeval.errors import UsageError
 
@@ -39,9 +39,11 @@ def read_language_data(data: str | Path | PythonRows, text: str | None) -> Langu
         data: a .txt file or a folder of such files, a document each; a table; or rows from Python.
         text: the column of the documents' texts; None for what the columns say.
     """
-    if isinstance(data, str | Path) and (Path(data).is_dir() or Path(data).suffix.lower() == _SUFFIX):
-        if text is not None:
-            raise UsageError(f"--text {text}: --data {data} is of text files, which have no columns")
+    if isinstance(data, str | Path) and not (Path(data).is_file() and is_table(Path(data))):
+        if text is not None and Path(data).exists():
+            raise UsageError(
+                f"--text {text}: --data {data} is of text files, which have no columns. Leave it out."
+            )
         return _of_files(Path(data), str(data))
     named = str(data) if isinstance(data, str | Path) else f"the {type(data).__name__}"
     example = {"text": "A whole document."}
@@ -78,11 +80,12 @@ def _of_row(rows: Rows, index: int) -> Document:
 
 def _of_files(path: Path, named: str) -> LanguageData:
     """One text file, or all in a folder and its folders, by their names."""
-    files = [path]
+    files = [path] if path.suffix.lower() == _SUFFIX and path.is_file() else []
     if path.is_dir():
         files = sorted(path.rglob(f"*{_SUFFIX}"), key=lambda file: file.relative_to(path).as_posix())
-    if not files or not files[0].is_file():
-        found = "holds no .txt file" if path.is_dir() else "does not exist"
+    if not files:
+        other = "is no text file and no table" if path.exists() else "does not exist"
+        found = "holds no .txt file" if path.is_dir() else other
         raise UsageError(
             f"--data {named} {found}. Expected a .txt file, a folder of such files, or a table (.jsonl, "
             ".parquet, .csv, .tsv)."

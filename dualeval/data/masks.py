@@ -260,7 +260,8 @@ def open_masked(
 
 def _folder(flag: str, folder: Path | None) -> Path:
     if folder is None or not folder.is_dir():
-        found = "is not given" if folder is None else f"{folder} is no folder"
+        there = "is no folder" if folder is not None and folder.exists() else "does not exist"
+        found = "is not given" if folder is None else f"{folder} {there}"
         raise UsageError(
             f"{flag} {found}. Give --data the folder of the pictures and --masks that of their masks, which "
             "have the same names (a.jpg and a.png); or --data a manifest with both (.csv, .jsonl, .parquet)."
@@ -273,7 +274,13 @@ def _of_folders(root: Path, masks: Path) -> _Pairs:
     pictures = _by_stem(root, EXTENSIONS)
     found = _by_stem(masks, _SUFFIXES)
     if not pictures.keys() & found.keys():
-        first = [next(iter(sorted(names.values())), "none") for names in (pictures, found)]
+        for flag, folder, names, suffixes in (
+            ("--data", root, pictures, EXTENSIONS),
+            ("--masks", masks, found, _SUFFIXES),
+        ):
+            if not names:
+                raise UsageError(f"{flag} {folder} holds no file {', '.join(sorted(suffixes))}.")
+        first = [min(names.values()) for names in (pictures, found)]
         raise UsageError(
             f"no mask in {masks} has the name of a picture in {root}: found the pictures {first[0]}, ... "
             f"and the masks {first[1]}, ...; expected a.jpg and a.png. Names that differ take a manifest: "

@@ -69,13 +69,13 @@ def column_of(
     there = ", ".join(found[:_NAMED_AT_MOST]) + (", ..." if len(found) > _NAMED_AT_MOST else "")
     if asked is not None:
         if asked not in found:
-            raise UsageError(f"{flag} {asked}: {path} has the columns {there}")
+            raise UsageError(f"{flag} {asked}: {path} has the columns {there}. Give one of these.")
         return asked
     spelt = [_spelt(found, name) for name in usual]
     present = [name for names in spelt for name in names]
     if not present:
         raise UsageError(
-            f"{path} has the columns {there}: expected one of {what}, {', '.join(usual)}, in its first line "
+            f"{path} has the columns {there}: expected one of {what} ({', '.join(usual)}) in its first line "
             f"or as its keys. Or say which it is with {flag} NAME.{hint}"
         )
     if len(present) > 1 and len(spelt[0]) != 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,8 +103,11 @@ def _loss_and_confidence(values: Tensor, target_index: Tensor) -> tuple[Tensor, 
     return loss, log_probabilities.amax(dim=1).exp_()  # the predicted class has the largest probability
 
 
-def classification_metric(name: str, num_classes: int) -> Metric | RowMetric:
-    """The metric of that name; see ``docs/metrics.md`` for what each one is."""
+def classification_metric(name: str, num_classes: int, others: Sequence[str] = ()) -> Metric | RowMetric:
+    """The metric of that name; see ``docs/metrics.md`` for what each one is.
+
+    ``others`` are names that the caller knows besides, for the message.
+    """
     if match := _TOP.fullmatch(name):
         k = int(match.group(1))
         if k > num_classes:
@@ -119,9 +122,9 @@ def classification_metric(name: str, num_classes: int) -> Metric | RowMetric:
         )
     if make := BY_NAME.get(name):
         return make(num_classes)
-    known = ["top1", "top5", *BY_NAME]
+    known = ["top1", "top5", *BY_NAME, *others]
     raise UsageError(
-        f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join(BY_NAME)}, "
+        f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join([*BY_NAME, *others])}, "
         f"and top<k> for k from 1 to {num_classes}"
     )
 

@@ -112,7 +112,8 @@ class CausalTokens:
         if prefix is None:
             raise UsageError(
                 f"the tokenizer in {folder} has no token for the beginning of a text, nor one for its end: "
-                "nothing can stand before its first token. Set bos_token or eos_token in its files."
+                "nothing can stand before its first token. Give a causal language model, or set bos_token or "
+                "eos_token in its tokenizer_config.json."
             )
         self.prefix = int(prefix)
         self.ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

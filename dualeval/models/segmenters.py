@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,9 +13,10 @@ from dualeval.errors import UsageError
 from dualeval.models import classifiers, published
 from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource
 from dualeval.models.sources.processors import said_by_folder, uncropped_of
+from dualeval.models.sources.program import is_path_of_program
 from dualeval.models.sources.transformers_models import PREFIX, TransformersModel
 from dualeval.models.sources.vision import TorchvisionModel
-from dualeval.models.transformers_folder import quiet
+from dualeval.models.transformers_folder import CONFIG, quiet
 from dualeval.wording import nearest
 
 # It helps in training alone; published weights have it, and a network without it gives the same ``out``.
@@ -71,8 +73,10 @@ def segmenter_of(
         return TransformersSegmenter(name, arguments, trust=trust)
     if isinstance(name, str) and name in published.segmentation_names():
         return TorchvisionSegmenter(name, arguments, trust=trust)
+    if isinstance(name, str) and (Path(name) / CONFIG).is_file():
+        raise UsageError(f"--model {name} is a folder of transformers. Type --model {PREFIX}{name}.")
     source = None
-    if not (isinstance(name, str) and name.isidentifier()):
+    if not isinstance(name, str) or ":" in name or is_path_of_program(name) or name.endswith(".py"):
         source = classifiers.source_of(name, arguments, trust=trust)
     if source is None or source.name in (classifiers.EMBEDDED,) or str(name).startswith("timm:"):
         known = published.segmentation_names()

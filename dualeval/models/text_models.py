@@ -59,6 +59,9 @@ def check_folder(folder: Path, use: Use) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise missing_library(use.name)
     if not (folder / CONFIG).is_file():
+        plain = str(folder).removeprefix("hf:")
+        if (Path(plain) / CONFIG).is_file():
+            raise UsageError(f"--model {folder}: for {use.name} leave out hf: and type --model {plain}.")
         found = "does not exist" if not folder.exists() else f"holds no {CONFIG}"
         raise UsageError(
             f"--model {folder} {found}. Expected a local folder as save_pretrained writes it, with the model "
@@ -89,7 +92,10 @@ def read_tokenizer(folder: Path, use: Use) -> Any:
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
             said = other_file(folder) or first_line(error)
-            raise UsageError(f"{folder} holds no tokenizer that can be read: {said}") from error
+            raise UsageError(
+                f"{folder} holds no tokenizer that can be read: {said}. Save it beside the model, with "
+                "tokenizer.save_pretrained(DIR)."
+            ) from error
     names = sorted(tokenizer.vocab_files_names.values())
     if names and not any((folder / name).is_file() for name in names):
         # The library then makes one that knows five tokens, and says nothing.
@@ -282,6 +288,13 @@ class TextModel:
         return weights if seed_of(weights) is not None else str(Path(weights).absolute())
 
 
+def shorter(model: nn.Module) -> str:
+    """What to type for a model that takes fewer tokens."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    said = "" if positions is None else f", whose config says max_position_embeddings {positions}"
+    return f"It takes shorter ones: give --max-length of the model's size{said}."
+
+
 def try_out(folder: Path, run: Callable[[], Any], tokens: int) -> Any:
     """What a model gives for texts of so many tokens."""
     try:
@@ -291,5 +304,5 @@ def try_out(folder: Path, run: Callable[[], Any], tokens: int) -> Any:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
         raise UsageError(
-            f"the model in {folder} cannot take a window of {tokens} tokens: {first_line(error)}"
+            f"the model in {folder} cannot take {tokens} tokens at once: {first_line(error)}"
         ) from error

@@ -27,6 +27,15 @@ _SAVED = (
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 _ADAPTERS = ("adapter_config.json",)
+# The task of a model, by a part of its class's name, and what to type for it.
+_TASKS = {
+    "ForSequenceClassification": "text-classification --model {} --data FILE.csv",
+    "ForQuestionAnswering": "question-answering --model {} --data FILE.json",
+    "ForCausalLM": "language-modeling --model {} --data FILE.txt",
+    "LMHeadModel": "language-modeling --model {} --data FILE.txt",
+    "ForImageClassification": "image-classification --model hf:{} --data DIR",
+    "ForSemanticSegmentation": "segmentation --model hf:{} --data DIR --masks DIR",
+}
 # dualeval never looks at the hub, and never runs the code of a repository.
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
@@ -49,6 +58,13 @@ def missing_library(what: str) -> UsageError:
     )
 
 
+def task_of(folder: Path) -> str:
+    """What to type for the model in a folder, by the class in its configuration; "" for no task's."""
+    made = " ".join(config_of(folder).get("architectures") or ())
+    typed = next((flags for part, flags in _TASKS.items() if part in made), None)
+    return "" if typed is None else f" For this model type: --task {typed.format(folder)}."
+
+
 def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
     """A model with the weights of its folder, all of which must be there."""
     refuse_foreign_kernels(config_of(folder), folder)
@@ -66,7 +82,7 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
         raise UsageError(
             f"the weights in {folder} lack {len(missing)} tensors of the model, and {len(mismatched)} have "
             f"another shape: {shown}. Give a checkpoint that was trained for {trained_for}; --weights "
-            "random:SEED runs an untrained one."
+            f"random:SEED runs an untrained one.{task_of(folder)}"
         )
     assert isinstance(model, nn.Module)
     return model

@@ -44,7 +44,9 @@ def refuse_other_shapes(images: Iterable[Tensor], shape: tuple[int, int, int]) -
             )
 
 
-def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor) -> DualevalError:
+def refused_images(
+    error: Exception, name: str, model: nn.Module, images: Tensor, size: str = "--resize and --crop"
+) -> DualevalError:
     """The error of a model that failed on a few images: they do not fit it, or its own code is wrong."""
     shape = tuple(images.shape[1:])
     said = first_line(error)
@@ -68,9 +70,7 @@ def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor
             f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({said}). "
             f"{_of_channels(channels[0])}"
         )
-    return UsageError(
-        f"{begin}: {said}. Set the size with --resize and --crop, or give data of the model's size."
-    )
+    return UsageError(f"{begin}: {said}. Set the size with {size}, or give data of the model's size.")
 
 
 def _of_channels(own: int) -> str:

@@ -18,7 +18,7 @@ from dualeval.data.token_windows import DocumentWindows
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logits_of
-from dualeval.models.text_models import TextModel, Use, read_tokenizer, try_out
+from dualeval.models.text_models import TextModel, Use, check_vocabulary, read_tokenizer, try_out
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.choices import IGNORED
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
@@ -156,16 +156,27 @@ class LanguageModeling(TextTask):
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._check_positions(_positions_of(model))
+        check_vocabulary(self._model.folder, model, self._tokens.count)
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
-        self._try_out(model, torch.tensor([[0, self._tokens.count - 1]]))
-        width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64))
+        self._check_causal(self._try_out(model, torch.tensor([[0, self._tokens.count - 1], [0, 0]])))
+        width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
         self._kind.of_library = is_of_library(model)
         if isinstance(self._kind, Answers):
             self._kind.end_at(end_tokens(model, self._tokens.ends), width, device)
         return model
 
-    def _try_out(self, model: nn.Module, tokens: Tensor) -> int:
-        """How many tokens the model tells apart."""
+    def _check_causal(self, logits: Tensor) -> None:
+        """Refuse a model that reads what follows a token: it would see the tokens that it predicts."""
+        first = logits[:, 0].float()
+        if (difference := (first[0] - first[1]).abs().max()) > 1e-5 + 1e-3 * first.abs().max():
+            raise UsageError(
+                f"the model in {self._model.folder} is not causal: the logits of a token differ by "
+                f"{difference:.2g} with the token that follows it, so it sees what it has to predict. Give a "
+                "causal language model, such as one of GPT's or Llama's kind."
+            )
+
+    def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """The logits of some tokens, checked for their shape."""
         folder, count, shape = self._model.folder, self._tokens.count, tuple(tokens.shape)
         given = {"use_cache": False} if is_of_library(model) else {}
         try:
@@ -182,7 +193,8 @@ class LanguageModeling(TextTask):
                 f"expected logits of shape {(*shape, count)} or more, as its tokenizer tells {count} tokens "
                 "apart. Give a model and a tokenizer that belong together."
             )
-        return int(found[2])
+        assert isinstance(logits, Tensor)
+        return logits
 
     def _check_positions(self, positions: int | None) -> None:
         if positions is not None and self._max_length > positions:
@@ -220,7 +232,7 @@ class LanguageModeling(TextTask):
     def description(self) -> dict[str, str]:
         """Model, weights, data, and how tokens are predicted."""
         count = f"{len(self._data.documents):,} " if self._data.rows is None else ""
-        named = ", ".join(f"{name.replace('_', ' ')} {value!r}" for name, value in self._own.items())
+        named = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self._own.items())
         data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
         return {**self._model.description(), "data": data, "tokens": named}
 
@@ -238,6 +250,13 @@ class LanguageModeling(TextTask):
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
     return chosen(names, metrics_of_kind(options["kind"]))
+
+
+def _shown(value: Any) -> str:
+    """The value of an option, as one types it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(value) if isinstance(value, tuple) else repr(value)
 
 
 def _of_kind(data: LanguageData, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
-from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, try_out
+from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, shorter, try_out
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
 from dualeval.tasks.text_task import TextTask
 
@@ -141,9 +141,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         try:
             self._try_out(model, "a " * self._encoder.max_length)
         except UsageError as error:
-            raise UsageError(
-                f"{error}. It takes shorter ones: give --max-length of the model's size."
-            ) from error
+            raise UsageError(f"{error}. {shorter(model)}") from error
         return model
 
     def _try_out(self, model: nn.Module, context: str) -> None:

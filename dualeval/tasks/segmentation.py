@@ -146,7 +146,7 @@ class Segmentation(PictureTask):
         except (DualevalError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of the model's own code any
-            raise refused_images(error, self._model.name, model, images) from error
+            raise refused_images(error, self._model.name, model, images, size="--resize") from error
         self._check_classes(logits.shape[1])
         return model
 

@@ -26,7 +26,7 @@ from dualeval.metrics.classification import (
 )
 from dualeval.metrics.means import Mean
 from dualeval.metrics.texts import Pearson, Spearman, TextWork
-from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, try_out
+from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, shorter, try_out
 from dualeval.tasks.image_labels import names_of
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
@@ -164,9 +164,7 @@ class TextClassification(TextTask):
         try:
             self._try_out(model, "a " * self._encoder.max_length)
         except UsageError as error:
-            raise UsageError(
-                f"{error}. It takes shorter ones: give --max-length of the model's size."
-            ) from error
+            raise UsageError(f"{error}. {shorter(model)}") from error
         refuse_probabilities(f"the model {self._model.description()['model']}", outputs)
         self._num_classes = count = outputs.shape[1]
         if count == 1:
@@ -316,8 +314,9 @@ def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]
         raise UsageError(
             f"metric 'binary_f1' is of two classes, found {num_classes}: ask for 'f1', the mean of all"
         )
+    others = ["binary_f1"] if num_classes == 2 else []
     found = [
-        BinaryF1(num_classes) if name == "binary_f1" else classification_metric(name, num_classes)
+        BinaryF1(num_classes) if name == "binary_f1" else classification_metric(name, num_classes, others)
         for name in own
     ]
     return [*found, TextWork()]

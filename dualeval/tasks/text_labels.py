@@ -58,7 +58,10 @@ def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> 
     for label, place in first.items():
         if known[label] < 0 if are_names else not _WHOLE.fullmatch(label):
             what = f"{label!r}" if label else "empty"
-            raise UsageError(f"{rows.where(place)}: the label (column {column!r}) is {what}. {both}")
+            raise UsageError(
+                f"{rows.where(place)}: the label (column {column!r}) is {what}. {both} Give "
+                f"{'names or ' if names else ''}indices of the model's classes, or --label NAME."
+            )
     for label, place in first.items():
         if not 0 <= int(label) < count:
             hint = " GLUE's test sets have -1 for every label: theirs are not published." * (label == "-1")

@@ -139,7 +139,7 @@ def test_refusals(tmp_path: Path) -> None:
             "the rows are in parts (train, test): give one, as data['validation']",
         ),
         ([*ROWS, {"idx": 3}], "row 3 of the list has no 'text'"),
-        ([{"words": "x"}], "has the columns words: expected one of the texts, text"),
+        ([{"words": "x"}], "has the columns words: expected one of the texts (text"),
     ]
     for data, said in refusals:
         with pytest.raises(UsageError, match=re.escape(said)):

@@ -248,7 +248,7 @@ WRONG = {
         "val/ant/0.png,3\n",
         "has the columns val/ant/0.png, 3: expected one of the pictures' paths",
     ),
-    "no label column": ("path,split\na,b\n", "expected one of their labels, label, class, target, y"),
+    "no label column": ("path,split\na,b\n", "expected one of their labels (label, class, target, y"),
     "questions": ("question,context\na,b\n", "dualeval run --task question-answering"),
     "empty": ("", "is empty: expected a line of headings"),
     "headings alone": ("path,label\n", "holds no sample"),

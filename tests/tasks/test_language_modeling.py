@@ -382,7 +382,8 @@ PROMPT = {"prompt": "a", "answer": "b"}
 REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (lambda folder: folder / "none.txt", {}, "none.txt does not exist. Expected a .txt file"),
     (lambda folder: folder, {}, "holds no .txt file. Expected a .txt file, a folder"),
-    (lambda folder: folder / "a.png", {}, "a.png does not exist"),
+    (lambda folder: folder / "none", {"text": "a"}, "none does not exist. Expected a .txt file"),
+    (lambda folder: write_texts(folder, {"a.png": "x"}) / "a.png", {}, "a.png is no text file and no table"),
     (lambda folder: write_texts(folder), {"text": "a"}, "--text a: --data"),
     (lines({"text": "a"}), {"text": "body"}, "bad.jsonl has the columns text"),
     (lines({"title": "a", "answer": "b"}), {}, "bad.jsonl has the columns title, answer: expected text"),
@@ -400,6 +401,25 @@ REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (lines(PROMPT), {"max_new_tokens": 0}, "--max-new-tokens 0"),
     (lines(CHOICES), {"metrics": ["perplexity"]}, "there is no metric 'perplexity' here"),
 ]
+
+
+class SeesAll(nn.Module):
+    """Tells each token from all of its text, as a masked language model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.network(tokens)
+        return found + found.mean(1, keepdim=True)
+
+
+def test_a_model_that_sees_what_it_predicts_is_refused(made: Made, tmp_path: Path) -> None:
+    data = write_texts(tmp_path)
+    task = LanguageModeling(model=SeesAll, tokenizer=made["gpt2"], data=data, max_length=8)
+    with pytest.raises(UsageError, match="is not causal: the logits of a token differ by"):
+        task.build_model(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("data", "options", "said"), REFUSED)
@@ -455,9 +475,9 @@ def test_models_and_tokenizers_that_do_not_fit(made: Made, tmp_path: Path) -> No
     library = questions.transformers()
     texts: dict[str, Any] = {"data": made["texts"], "tokenizer": made["gpt2"]}
     small = save_causal(tmp_path / "small", vocab_size=100)
-    with pytest.raises(UsageError, match=r"tokenizer is another model's \(it tells 264 tokens apart\)"):
+    with pytest.raises(UsageError, match="tells 264 tokens apart, its model only 100"):
         run(small, made["texts"], None)
-    with pytest.raises(UsageError, match=r"gave \(1, 2, 3\) for tokens of shape \(1, 2\): expected logits"):
+    with pytest.raises(UsageError, match=r"gave \(2, 2, 3\) for tokens of shape \(2, 2\): expected logits"):
         run(Fixed(torch.zeros(300, 3)), out=None, max_length=8, **texts)
     with pytest.raises(UsageError, match="holds no model for language modeling"):
         folder = tmp_path / "vit"

@@ -225,9 +225,7 @@ def test_a_model_without_token_types(tmp_path: Path, kind: str) -> None:
         # These tokens hold the space before them; no answer begins or ends with one.
         assert answer in context
         assert answer == answer.strip() != ""
-    with pytest.raises(
-        UsageError, match=r"cannot take a window of 129 tokens.*takes shorter ones.*--max-len"
-    ):
+    with pytest.raises(UsageError, match=r"cannot take 129 tokens at once.*takes shorter ones.*--max-len"):
         run(tmp_path / "model", questions.squad_file(), tmp_path / "wide", max_length=129, stride=32)
 
 
@@ -255,7 +253,7 @@ def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: P
         ({"metrics": ["best_thresholds"]}, r"no metric 'best_thresholds'"),
         ({"weights": "random:x"}, r"random:SEED"),
         ({"weights": str(tmp_path / "none.pt")}, r"none\.pt does not exist"),
-        ({"max_length": 513}, r"cannot take a window of 513 tokens"),
+        ({"max_length": 513}, r"cannot take 513 tokens at once"),
     ]
     for changes, message in cases:
         with pytest.raises(UsageError, match=message):

@@ -526,10 +526,11 @@ def test_a_label_that_is_no_class_is_ignored(tmp_path: Path) -> None:
     [
         ({"preprocessing": None}, ["nothing says how its pictures are prepared", "--preprocessing none"]),
         ({"preprocessing": {"resize": 8, "crop": 8, "mean": [0], "std": [1]}}, ["cuts a part out"]),
-        ({"data": "nowhere"}, ["--data nowhere is no folder", "manifest"]),
+        ({"data": "nowhere"}, ["--data nowhere does not exist", "manifest"]),
         ({"masks": None}, ["--masks is not given", "a.jpg and a.png"]),
         ({"mask_column": "m"}, ["--mask-column are of a manifest"]),
         ({"model": "resnet18"}, ["--model resnet18 is no network for segmentation", "fcn_resnet50"]),
+        ({"model": "models/none"}, ["--model models/none is no network for segmentation", "hf:DIR"]),
         ({"model": "fcn_resnet5"}, ["Nearest: fcn_resnet50"]),
         ({"model": "fcn_resnet50"}, ["without --weights", "random:SEED"]),
         ({"metrics": ["miou"]}, ["no metric 'miou'", "iou"]),
@@ -544,6 +545,15 @@ def test_refused(home: Path, changes: dict[str, Any], said: list[str]) -> None:
         assert part in str(caught.value)
 
 
+def test_folders_of_another_kind(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=f"Type --model hf:{tmp_path}"):
+        task(home, model=str(tmp_path))
+    for flag in ("data", "masks"):
+        with pytest.raises(UsageError, match=f"--{flag} {tmp_path} holds no file .bmp"):
+            task(home, **{flag: tmp_path})
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -554,6 +564,7 @@ def test_refused(home: Path, changes: dict[str, Any], said: list[str]) -> None:
             ["gives one logit a pixel", "torch.cat([torch.zeros_like(logits), logits], dim=1)"],
         ),
         ({"model": nn.Conv2d(1, 5, 1)}, ["1, and the images have 3 channels", "--channels 1"]),
+        ({"model": nn.Linear(7, 5)}, ["Set the size with --resize, or give data of the model's size"]),
         ({"model": nn.Flatten()}, ["expected logits of shape (pictures, classes, height, width)"]),
     ],
 )

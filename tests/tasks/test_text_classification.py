@@ -352,14 +352,17 @@ class Ignores(nn.Module):
         ({"text_pair": "more"}, "--text-pair more: the list has the columns sentence, label"),
         ({"label": "score"}, "--label score: the list has the columns sentence, label"),
         ({"max_length": 2}, "--max-length 2 leaves no room beside the 2 tokens that the tokenizer adds"),
-        ({"max_length": 600}, "It takes shorter ones: give --max-length of the model's size"),
+        ({"max_length": 600}, "--max-length of the model's size, whose config says max_position_embeddings"),
         ({"metrics": ["binary_f1"]}, "metric 'binary_f1' is of two classes, found 3: ask for 'f1'"),
         ({"metrics": ["acuracy"]}, "there is no metric 'acuracy'"),
-        ({"data": [{"x": "y"}]}, "expected one of the texts, text, sentence, content"),
+        ({"data": [{"x": "y"}]}, "expected one of the texts (text, sentence, content)"),
+        ({"model": "hf:{model}"}, "for text classification leave out hf: and type --model"),
         ({"model": texts.classifier}, "was given without a tokenizer"),
     ],
 )
 def test_refusals(model: Path, options: dict[str, Any], said: str) -> None:
+    if isinstance(given := options.get("model"), str):
+        options = {"model": given.format(model=model)}
     with pytest.raises(UsageError, match=re.escape(said)):
         run(**{"model": model, "data": texts.rows(4), **options})
 

@@ -33,6 +33,7 @@ from dualeval.models.transformers_folder import (
     other_file,
     quiet,
     refuse_foreign_kernels,
+    task_of,
     transformers_for,
 )
 from dualeval.models.weights import OtherClasses
@@ -77,9 +78,7 @@ class TransformersModel(ModelSource):
         made = ", ".join(self._config.get("architectures") or ()) or config.model_type
         if type(config) not in known:
             raise UsageError(
-                f"--model {self.name} is {made}, expected an {self.noun}. For questions on texts type: "
-                f"--task question-answering --model {self._folder}. For a language model: --task "
-                f"language-modeling --model {self._folder} --data FILE.txt."
+                f"--model {self.name} is {made}, expected an {self.noun}.{task_of(self._folder)}"
             )
         return config
 
