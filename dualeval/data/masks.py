@@ -51,7 +51,8 @@ class LabelRule:
     def of(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
         """The class of each pixel, ``NO_LABEL`` for those that do not count."""
         numbers = values.astype(np.int32) - self.reduce
-        left_out = numbers == NO_LABEL
+        # A stored -1 is a label like others: it counts unless it is named.
+        left_out = values == 0 if self.reduce else np.zeros(values.shape, bool)
         for label in self.ignore:
             left_out |= values == label
         beyond = ~left_out & ((numbers < 0) | (numbers >= self.classes))
@@ -236,12 +237,12 @@ def open_masked(
     common: dict[str, Any] = {
         "labels": indices_of_classes(),
         "preprocessing": preprocessing,
-        "whole_files": whole_files,
         "cache": cache,
     }
     found = MaskedPictures(
-        pictures=_Pictures(roots[0], FileNames(pairs.pictures), targets, **common),
-        masks=_Masks(roots[1], FileNames(pairs.masks), targets, **common),
+        pictures=_Pictures(roots[0], FileNames(pairs.pictures), targets, whole_files=whole_files, **common),
+        # All bytes: other pixels change neither the size nor the ends of a BMP or a TIFF.
+        masks=_Masks(roots[1], FileNames(pairs.masks), targets, whole_files=True, **common),
         rule=rule,
         table=pairs.table,
         numbers=np.array(pairs.numbers, np.int64),

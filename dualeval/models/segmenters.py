@@ -59,7 +59,9 @@ class TransformersSegmenter(TransformersModel):
 
     def reduces_labels(self) -> bool:
         """Whether the processor takes label 0 for none, and 1 for class 0."""
-        return bool(self._said()[0].get("do_reduce_labels"))
+        said = self._said()[0]
+        # Older files have the second name, which newer versions of the library read and pass over.
+        return bool(said.get("do_reduce_labels") or said.get("reduce_labels"))
 
 
 def segmenter_of(

@@ -166,7 +166,8 @@ class Segmentation(PictureTask):
         if names and len(names) != found:
             raise UsageError(f"{begin}, and --class-names gives {len(names)}: expected one a class")
         self._num_classes = self._rule.classes = found
-        if found > min(_IGNORED) and self._given.ignore_index is None:
+        largest = found - 1 + self._rule.reduce  # the label of the last class
+        if largest >= min(_IGNORED) and self._given.ignore_index is None:
             self._rule.ignore = ()
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:

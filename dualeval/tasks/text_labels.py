@@ -45,9 +45,16 @@ def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> 
     labels = [_text_of(value) for value in rows.column(column)]
     for place, label in enumerate(labels):
         first.setdefault(label, place)
-    both = _both_lists(names, count, rows.class_names.get(column, ()) or list(first))
+    said = rows.class_names.get(column, ())
+    both = _both_lists(names, count, said or list(first))
     by_name = _indices(names)
-    known = {label: by_name.get(label, by_name.get(label.casefold(), -1)) for label in first}
+    known = {
+        # Where the data names the classes, a number is an index, also where a name is a number ("1" star).
+        label: -1
+        if said and _WHOLE.fullmatch(label)
+        else by_name.get(label, by_name.get(label.casefold(), -1))
+        for label in first
+    }
     if min(known.values()) >= 0:
         rule = "names of the model's classes"
         named = Labels(

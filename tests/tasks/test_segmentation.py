@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import dualeval.tasks
+from dualeval.data.masks import LabelRule
 from dualeval.data.preprocessing import Uncropped
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import DualevalError, UsageError
@@ -338,6 +339,17 @@ def test_a_segformer(home: Path, tmp_path: Path) -> None:
     assert given.fingerprint()["reduce_labels"] == "no"
 
 
+def test_a_processor_of_an_older_version(home: Path, tmp_path: Path) -> None:
+    """SegFormer's published files say reduce_labels, which newer versions of transformers pass over."""
+    write_segformer(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    said = json.loads(file.read_text())
+    del said["do_reduce_labels"]
+    file.write_text(json.dumps({**said, "reduce_labels": True, "size": 64}))
+    found = task(home, model=f"hf:{tmp_path}", preprocessing=None)
+    assert found.fingerprint()["reduce_labels"] == "yes"
+
+
 def test_processors() -> None:
     said = {"kind": "Segformer", "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_normalize": True}
     half: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -516,6 +528,33 @@ def test_a_label_that_is_no_class_is_ignored(tmp_path: Path) -> None:
     found.build_model(CPU)
     assert found.options()["ignore_index"] == []
     assert task(tmp_path, ignore_index=3).fingerprint()["ignore_index"] == [3]
+    # 255 is the last one of 255 classes where 1 is the first.
+    found = task(tmp_path, model=Exact(255), reduce_labels="yes")
+    found.build_model(CPU)
+    assert found.options()["ignore_index"] == []
+
+
+def test_minus_one_is_a_label() -> None:
+    """In masks of 32 bits: it counts unless it is named, as others do."""
+    stored = np.array([[0, 2, -1]], np.int32)
+    with pytest.raises(ValueError, match=r"1 pixel with the label -1, .*--ignore-index 255,-1"):
+        LabelRule(ignore=(255,), reduce=False, classes=5).of(stored)
+    assert LabelRule(ignore=(255, -1), reduce=False, classes=5).of(stored).tolist() == [[0, 2, -1]]
+    assert LabelRule(ignore=(255, -1), reduce=True, classes=5).of(stored).tolist() == [[-1, 1, -1]]
+
+
+def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:
+    """One in the midst of a TIFF: the file's size and its ends stay as they are."""
+    for folder in ("img", "masks"):
+        (tmp_path / folder).mkdir()
+    Image.new("RGB", (160, 120)).save(tmp_path / "img/a.png")
+    labels = np.zeros((120, 160), np.uint8)
+    found = []
+    for value in (0, 1):
+        labels[60, 80] = value
+        Image.fromarray(labels).save(tmp_path / "masks/a.tif")
+        found.append(task(tmp_path).dataset().content_fingerprint(range(1)))
+    assert found[0] != found[1]
 
 
 # -- what is refused before anything is read -----------------------------------------------------------

@@ -268,6 +268,7 @@ def labelled(*labels: Any) -> list[dict[str, Any]]:
         (("1", "2", "3"), labelled(3, 1, 3)),
         (NAMES, Dataset(labelled(2, 0, 2), ("Negative", "Neutral", "Positive"))),
         (("LABEL_0", "LABEL_1", "LABEL_2"), Dataset(labelled(2, 0, 2), NAMES)),
+        (("1", "2", "0"), Dataset(labelled(2, 0, 2), ("1", "2", "0"))),
     ],
 )
 def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: Any) -> None:
