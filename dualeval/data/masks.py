@@ -275,13 +275,13 @@ def _of_folders(root: Path, masks: Path) -> _Pairs:
     pictures = _by_stem(root, EXTENSIONS)
     found = _by_stem(masks, _SUFFIXES)
     if not pictures.keys() & found.keys():
-        for flag, folder, names, suffixes in (
+        for flag, folder, files, suffixes in (
             ("--data", root, pictures, EXTENSIONS),
             ("--masks", masks, found, _SUFFIXES),
         ):
-            if not names:
+            if not files:
                 raise UsageError(f"{flag} {folder} holds no file {', '.join(sorted(suffixes))}.")
-        first = [min(names.values()) for names in (pictures, found)]
+        first = [min(files.values()) for files in (pictures, found)]
         raise UsageError(
             f"no mask in {masks} has the name of a picture in {root}: found the pictures {first[0]}, ... "
             f"and the masks {first[1]}, ...; expected a.jpg and a.png. Names that differ take a manifest: "
