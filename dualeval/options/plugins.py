@@ -33,7 +33,6 @@ BUILT_IN = "built in"
 
 # Words for what people look for among the tasks, and the example to begin with.
 _EXAMPLES = {
-    "segment": "segmentation.py:shapes",
     "detect": "detection.py:rectangles",
     "multilabel": "multilabel.py:digits",
     "regression": "regression.py:diabetes",

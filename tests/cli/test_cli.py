@@ -369,7 +369,6 @@ except UsageError as error:
         (["run", "--out", "gs://runs"], "the path gs://runs is a URL"),
         (["run", "--model", "resnet18", "--weights", "s3://a/b.pt"], "--weights s3://a/b.pt is a URL"),
         (["run", "--data", "https://a/b"], "--data https://a/b is a URL"),
-        (["run", "--task", "segmentation"], "--task examples/segmentation.py:shapes"),
         (["run", "--task", "object-detection"], "--task examples/detection.py:rectangles"),
     ],
 )

@@ -77,8 +77,9 @@ def test_the_engine_gives_the_same_through_a_device(
     assert found.metrics_digest == expected.metrics_digest
     assert rows(tmp_path / "played") == rows(tmp_path / "cpu")
     assert device.reused > 200
-    # Two for batches, and three for columns, of which two batches' are under way; as many in the look before.
-    assert len(device.pinned_memory) == 2 * 5
+    # Two for batches, and three for columns, of which two batches' are under way; as many in the look before,
+    # which reads once more where no other process does.
+    assert len(device.pinned_memory) == 2 * 5 + (not options["workers"])
 
 
 def columns_of(task: TinyTask, batches: int = 12) -> list[dict[str, list[Any]]]:

@@ -127,7 +127,7 @@ def test_a_factory_is_refused_and_each_advice_can_be_typed() -> None:
     """It was resized to 256, cut to 224 and normalised by ImageNet's values."""
     message = message_of(invoked())
     assert "(missing: --resize, --crop, --mean, --std)" in message
-    advice = re.findall(r"--preprocessing (?:none|imagenet|FILE\.py:FUNCTION)|--resize \d.*?(?=\.$)", message)
+    advice = re.findall(r"--preprocessing (?:none|imagenet|FILE\.py:FUNCTION)|--resize \d[^.]*", message)
     assert [words.split()[-1] for words in advice] == ["none", "imagenet", "FILE.py:FUNCTION", "1"]
     for words in advice:
         done = invoked(*words.replace("FILE.py:FUNCTION", "steps.py:scaled").split())
