@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.data.contents import what_it_is
-from dualeval.data.table import SUFFIXES, Choose, Row, is_table, open_table
+from dualeval.data.table import SUFFIXES, Choose, Row, is_table, is_unicode, open_table
 from dualeval.errors import UsageError
 
 # The column of a row's id, where there is one; GLUE's is the second.
@@ -58,7 +58,7 @@ class Rows:
             UsageError: there is none; says where.
         """
         value = self.values[index][self.columns.index(column)]
-        if isinstance(value, str) and value.strip() and _is_unicode(value):
+        if isinstance(value, str) and value.strip() and is_unicode(value):
             return value
         empty = value is None or (isinstance(value, str) and not value.strip())
         found = "is empty" if empty else f"is {value!a} ({type(value).__name__})"
@@ -150,7 +150,7 @@ def _rows(
     if columns[-1] in _IDS:
         own = [str(row[-1]) for row in values]
         # One that rows share, as that of a product, is no row's.
-        ids = own if len({*own}) == len(own) and all(own) and all(map(_is_unicode, own)) else ids
+        ids = own if len({*own}) == len(own) and all(own) and all(map(is_unicode, own)) else ids
     return Rows(
         of=of,
         source=source,
@@ -161,12 +161,3 @@ def _rows(
         numbers=numbers,
         class_names=class_names,
     )
-
-
-def _is_unicode(text: str) -> bool:
-    # JSON may escape half of a surrogate pair.
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dualeval.data.contents import what_it_is
+from dualeval.data.table import is_unicode
 from dualeval.errors import UsageError
 
 _SHOWN_AT_MOST = 5
@@ -184,7 +185,7 @@ def _questions(content: Any) -> Iterator[Question]:
 def _title(entry: Any) -> str | None:
     """The title of an article; None where it has none that can be written down."""
     title = entry.get("title") if isinstance(entry, Mapping) else None
-    return title if isinstance(title, str) and title and _is_unicode(title) else None
+    return title if isinstance(title, str) and title and is_unicode(title) else None
 
 
 def _question(entry: Any, context: str, article: str, way: _Way) -> Question:
@@ -234,7 +235,7 @@ def _read_object(path: Path, flag: str, expected: str) -> dict[str, Any]:
         raise UsageError(f"{path} holds {_kind(pairs)}, expected one JSON object: {expected}")
     for key, value in pairs:
         for text in (key, value):
-            if isinstance(text, str) and not _is_unicode(text):
+            if isinstance(text, str) and not is_unicode(text):
                 raise UsageError(f"{path}: {text!a}, at {key!a}, is no Unicode text (half a surrogate pair)")
     _refuse_twice([key for key, _ in pairs], f"{path}: a question must have one value, but")
     return dict(pairs)
@@ -296,17 +297,9 @@ def _get(entry: Any, key: str, kind: type[_T], way: _Way, default: _T | None = N
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         expected = _EXPECTED[kind]
         raise _Wrong(f"is {_kind(value)}, expected {expected}", (*way, key))
-    if isinstance(value, str) and not _is_unicode(value):
+    if isinstance(value, str) and not is_unicode(value):
         raise _Wrong("is no Unicode text (half a surrogate pair)", (*way, key))
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _kind(value: Any) -> str:

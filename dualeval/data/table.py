@@ -46,6 +46,15 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written: JSON may escape half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def open_table(path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "") -> Table:
     """Open a table; its rows are read when they are asked for."""
     kind = path.suffix.lower()

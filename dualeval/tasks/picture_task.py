@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,12 +57,13 @@ class PictureTask(Task):
     def _remember(self, loaded: LoadedWeights) -> None:
         self.loaded_weights = loaded
 
+    @abstractmethod
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
-        raise NotImplementedError
+        """The model with its weights, made by this method of its source."""
 
+    @abstractmethod
     def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
         """The model, tried on blank images; it has its weights and is on this device."""
-        raise NotImplementedError
 
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, give it its weights, and try it on a few blank images."""
