@@ -15,7 +15,7 @@ from dualeval import Task
 from dualeval.tasks.language_modeling import LanguageModeling
 from dualeval.vision_library import torchvision
 
-_WORDS, _DOCUMENTS, _WORDS_EACH, _LENGTH, _BATCH = 2000, 24, 1500, 128, 8
+_WORDS, _DOCUMENTS, _WORDS_EACH, _LENGTH, _BATCH = 2000, 96, 1500, 128, 8
 
 
 def _save_tokenizer(folder: Path) -> Any:
