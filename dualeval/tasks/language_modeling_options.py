@@ -17,12 +17,7 @@ _TOKENS = "Tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelingOptions(TextOptions):
-    """Perplexity of texts, multiple choice or greedy answers.
-
-    Attributes:
-        known_metrics: the metrics that can be asked for by name, with a line each.
-        start: what ``dualeval init`` writes for this task.
-    """
+    """Perplexity of texts, multiple choice or greedy answers."""
 
     start: ClassVar[Mapping[str, str]] = {
         "imports": "from transformers import AutoModelForCausalLM",

@@ -17,6 +17,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
+from dualeval.options.fields import of_python
 from dualeval.tasks.image_classification import for_a_trial
 from dualeval.tasks.image_refusals import refused_images
 from dualeval.tasks.picture_task import PictureTask, check_weights
@@ -76,10 +77,7 @@ class Segmentation(PictureTask):
         folder = None if masks is None else Path(masks)
         if isinstance(label := options.get("ignore_index"), int):
             options["ignore_index"] = (label,)
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-        }
-        self._given = asked = SegmentationOptions(model="", data=Path(data), masks=folder, **given)
+        self._given = asked = of_python(SegmentationOptions, options, model="", data=Path(data), masks=folder)
         source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
         check_weights(source, asked.weights, asked.weights, asked.weights_key, asked.weights_prefix)
         weights = source.find_weights(asked.weights)

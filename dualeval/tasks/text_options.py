@@ -45,11 +45,7 @@ class TextOptions:
         check_fields(self)
 
     def make(self, cache: DataCache | None = None) -> Task:
-        """The task.
-
-        Args:
-            cache: what other tasks of the run have read of their data.
-        """
+        """The task; models of one run share what is read with the cache."""
         from dualeval import tasks
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}

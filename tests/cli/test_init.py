@@ -30,7 +30,8 @@ def test_the_file_of_a_task(task: str, tmp_path: Path) -> None:
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     [call] = [node for node in calls if {word.arg for word in node.keywords} >= {"model", "data"}]
     own = inspect.signature(getattr(dualeval.tasks, ast.unparse(call.func))).parameters
-    assert {word.arg for word in call.keywords} <= {*own}
+    options = {field.name for field in task_kind(task).fields}
+    assert {word.arg for word in call.keywords} <= {*own} | options
     assert getattr(task_kind(task).source, "start", None), "a task says what its file has"
 
 

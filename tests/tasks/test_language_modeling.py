@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import itertools
 import math
 import re
@@ -319,21 +317,6 @@ def test_the_class_and_the_command_line(made: Made, kind: str) -> None:
         found = run(model, made[kind], None, tokenizer=made["gpt2"], **more)
         assert found.metrics_digest == whole.metrics_digest
         assert found.fingerprint != whole.fingerprint
-
-
-def test_the_doors_have_the_same_options() -> None:
-    parameters = inspect.signature(LanguageModeling.__init__).parameters
-    of_python = {name: each.default for name, each in parameters.items() if name != "self"}
-    for name in ("tokenizer", "cache"):
-        assert of_python.pop(name) is None
-    of_python["metric"] = of_python.pop("metrics")
-    declared = dataclasses.fields(LanguageModelingOptions)
-    assert of_python.keys() == {field.name for field in declared}
-    required = {field.name for field in declared if field.default is dataclasses.MISSING}
-    assert required == {"model", "data"}
-    assert {field.name: field.default for field in declared if field.name not in required} == {
-        name: value for name, value in of_python.items() if name not in required
-    }
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
