@@ -137,7 +137,6 @@ class LanguageModeling(TextTask):
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
         self._check_causal(self._try_out(model, torch.tensor([[0, self._tokens.count - 1], [0, 0]])))
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
-        self._kind.of_library = is_of_library(model)
         if isinstance(self._kind, Answers):
             self._kind.end_at(end_tokens(model, self._tokens.ends), width, device)
         return model
