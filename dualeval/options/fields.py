@@ -13,7 +13,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -213,13 +213,17 @@ def check_fields(options: Any) -> None:
         field.check(getattr(options, field.name))
 
 
-def of_python(kind: type[_Options], options: Mapping[str, Any], **own: Any) -> _Options:
+def of_python(
+    kind: type[_Options], options: Mapping[str, Any], metrics: Sequence[str], **own: Any
+) -> _Options:
     """A dataclass of options, of the arguments of a task's class; a list stands for a tuple."""
+    if isinstance(metrics, str):
+        raise UsageError(f"metrics={metrics!r}: expected a list of names, as metrics=[{metrics!r}]")
     for name, instead in _IN_PYTHON.items():
         if name in options and hasattr(kind, name):
             raise TypeError(f"{name} is no argument here: {instead}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return kind(**own, **given)
+    return kind(**own, **given, metric=tuple(metrics))
 
 
 def options_of_call(function: Callable[..., Any]) -> type:

@@ -97,7 +97,7 @@ class ImageClassification(PictureTask):
         **options: Any,
     ) -> None:
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
-        given = of_python(ImageClassificationOptions, options, data=data)
+        given = of_python(ImageClassificationOptions, options, metrics, data=data)
         asked = {name: getattr(given, name) for name in _PIXELS if getattr(given, name) is not None}
         named = {} if preprocessing is None else {"preprocessing": preprocessing}
         asked |= preprocessing if isinstance(preprocessing, Mapping) else named
@@ -125,7 +125,7 @@ class ImageClassification(PictureTask):
         whole_files = given.data_fingerprint == "content"
         self._preprocessing, self._dataset = self._open_data(asked, whole_files, cache or DataCache())
         self._data_fingerprint = "content" if self._data.is_small else given.data_fingerprint
-        self._metric_names = tuple(metrics)
+        self._metric_names = given.metric
         self._model_detail = ""
 
     @property

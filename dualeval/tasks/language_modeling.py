@@ -74,22 +74,20 @@ class LanguageModeling(TextTask):
         cache: DataCache | None = None,
         **options: Any,
     ) -> None:
-        given = of_python(LanguageModelingOptions, options, model=Path(), data=Path())
+        given = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
-        max_length = given.max_length
         self._data = _read(data, given.text, cache or DataCache())
         self._text = given.text
         every = metrics_of_kind(self._data.kind)
         self._metrics = chosen(metrics or [metric.name for metric in every], every)
         self._tokens = CausalTokens(read_tokenizer(self._model.folder, USE), self._model.folder)
-        positions = _positions_of(model)
-        if max_length is None and positions is None:
-            raise UsageError(
-                "the model does not say in a configuration how many tokens it sees at once: give "
-                "--max-length N (max_length=N)."
-            )
-        self._max_length = min(positions or _LONGEST, _LONGEST) if max_length is None else max_length
-        self._check_positions(positions)
+        # Of a function: as in the folder of its tokenizer, which the model has to confirm.
+        is_known = isinstance(model, str | Path | nn.Module)
+        positions = _positions_of(model if is_known else self._model.folder)
+        self._asked_length = given.max_length
+        self._max_length = given.max_length or min(positions or _LONGEST, _LONGEST)
+        if is_known or given.max_length is None:
+            self._check_positions(positions)
         self._own = {"max_length": self._max_length, **_of_kind(self._data, given)}
         self._kind = self._make_kind()
 
@@ -173,6 +171,11 @@ class LanguageModeling(TextTask):
         return logits
 
     def _check_positions(self, positions: int | None) -> None:
+        if self._asked_length is None and min(positions or 0, _LONGEST) != self._max_length:
+            raise UsageError(
+                "the model does not say in a configuration how many tokens it sees at once, or others than "
+                f"{self._model.folder}: give --max-length N (max_length=N)."
+            )
         if positions is not None and self._max_length > positions:
             raise UsageError(
                 f"--max-length {self._max_length} is more than the {positions} positions of the model in "

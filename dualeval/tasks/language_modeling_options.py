@@ -23,7 +23,7 @@ class LanguageModelingOptions(TextOptions):
         "imports": "from transformers import AutoModelForCausalLM",
         "model": 'return AutoModelForCausalLM.from_pretrained("models/mine")',
         "data": "texts",
-        "more": ', tokenizer="models/mine", max_length=1024',
+        "more": ', tokenizer="models/mine"',
     }
 
     known_metrics: ClassVar[Mapping[str, str]] = {

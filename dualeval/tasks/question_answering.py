@@ -63,7 +63,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         cache: DataCache | None = None,
         **options: Any,
     ) -> None:
-        given = of_python(QuestionAnsweringOptions, options, model=Path(), data=Path())
+        given = of_python(QuestionAnsweringOptions, options, metrics, model=Path(), data=Path())
         max_length, stride, null_threshold = given.max_length, given.stride, given.null_threshold
         TextTask.__init__(self, model, tokenizer, USE, given)
         if isinstance(data, (str, Path)):

@@ -78,7 +78,9 @@ class Segmentation(PictureTask):
         folder = None if masks is None else Path(masks)
         if isinstance(label := options.get("ignore_index"), int):
             options["ignore_index"] = (label,)
-        self._given = asked = of_python(SegmentationOptions, options, model="", data=Path(data), masks=folder)
+        self._given = asked = of_python(
+            SegmentationOptions, options, metrics, model="", data=Path(data), masks=folder
+        )
         source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
         check_weights(source, asked.weights, asked.weights, asked.weights_key, asked.weights_prefix)
         weights = source.find_weights(asked.weights)
@@ -101,7 +103,7 @@ class Segmentation(PictureTask):
             cache=cache or DataCache(),
         )
         self._class_names = _names_of(class_names)
-        self._metric_names = tuple(metrics)
+        self._metric_names = asked.metric
         # A name that no metric has is refused now, before anything is built.
         chosen(self._metric_names, segmentation_metrics(1))
 

@@ -88,7 +88,7 @@ class TextClassification(TextTask):
         cache: DataCache | None = None,
         **options: Any,
     ) -> None:
-        given = of_python(TextClassificationOptions, options, model=Path(), data=Path())
+        given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
         asked = (given.text, given.text_pair, given.label)
 
@@ -112,7 +112,7 @@ class TextClassification(TextTask):
             )
         self._encoder = TextEncoder(encoder, facts, max_length=length)
         self._dataset = EncodedTexts(self._rows, self._columns, self._encoder)
-        self._metric_names = tuple(metrics)
+        self._metric_names = given.metric
         # How many classes the model tells apart, 1 for a regression; both are known when it is built.
         self._num_classes: int | None = None
         self._labels: Labels | None = None

@@ -184,7 +184,7 @@ def test_options_that_are_wrong(mine: str) -> None:
             Job.read(None, {"task": task, **flags}, dict([text.split("=")]))
         return str(caught.value)
 
-    assert f"--task {task} needs --threshold X, above it a number is large." in refused(task)
+    assert f"--task {task} needs --threshold X (above it a number is large)." in refused(task)
     assert "has no such option. Nearest: threshold. Its options: threshold, data, size." in said("treshold=1")
     assert "-T threshold 'x': expected a number" in said("threshold=x")
     assert "--limit is an option of every run: --limit 3" in said("limit=3")
@@ -415,6 +415,8 @@ def test_the_class_of_a_task_has_the_options_of_the_command_line(name: str) -> N
             said = f"{option.name} is no argument here: .*{of_command[option.name]}"
             with pytest.raises(TypeError, match=said):
                 kind(model=torch.nn.Identity(), data="nowhere", **{option.name: ("x",)})
+    with pytest.raises(UsageError, match=r"metrics='f1': expected a list of names, as metrics=\['f1'\]"):
+        kind(model=torch.nn.Identity(), data="nowhere", metrics="f1")
     with pytest.raises(TypeError, match="nosuch"):
         kind(model=torch.nn.Identity(), data="nowhere", nosuch=1)
 
