@@ -134,6 +134,7 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
 def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     """The task image-classification of a model and a path, as the command line makes it; and the rest."""
     from dualeval.metrics.by_name import of_no_task
+    from dualeval.tasks import class_names
     from dualeval.tasks.image_classification_options import ImageClassificationOptions
 
     # Weights are fetched by the command line alone.
@@ -152,4 +153,14 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     own = tuple(name for name in metrics if not of_no_task([name]))
     if len(own) < len(metrics):
         rest["metric"] = tuple(metrics)
-    return ImageClassificationOptions(**given, metric=own).make(**made), rest
+    try:
+        return ImageClassificationOptions(**given, metric=own).make(**made), rest
+    except UsageError as error:
+        path = str(options["data"])
+        if path not in str(error) or not Path(path).exists():
+            raise
+        raise UsageError(
+            f"{error} (A path as data is that of images with classes. For others give a task, as "
+            f"dualeval.evaluate(dualeval.tasks.LanguageModeling(model=..., data={path!r})); there are "
+            f"{', '.join(class_names())}.)"
+        ) from error

@@ -110,11 +110,7 @@ def _of_file(path: Path, name: str) -> Document:
 
 
 def choices_of(rows: Rows, index: int) -> tuple[str, list[str], int]:
-    """Context, choices, and which of these is the answer, of a row.
-
-    Raises:
-        UsageError: one is missing, or they do not fit together; says where.
-    """
+    """Context, choices, and which of these is the answer, of a row; UsageError where they do not fit."""
     context, choices, answer = rows.values[index][:3]
     where = rows.where(index)
     if not isinstance(choices, list | tuple) or len(choices) < 2:
@@ -139,11 +135,7 @@ def _place_of(answer: Any, choices: Sequence[str], where: str) -> int:
 
 
 def answers_of(rows: Rows, index: int) -> list[str]:
-    """The right answers of a row, at least one.
-
-    Raises:
-        UsageError: there is none; says where.
-    """
+    """The right answers of a row, at least one; UsageError where there is none."""
     answer = rows.values[index][1]
     answers = [answer] if isinstance(answer, str) else answer
     if isinstance(answers, list | tuple) and answers and all(isinstance(each, str) for each in answers):

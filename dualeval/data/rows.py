@@ -52,11 +52,7 @@ class Rows:
         return f"{self.of}, {self.unit} {self.numbers[index]}"
 
     def text(self, index: int, column: str) -> str:
-        """The text in a column of a row.
-
-        Raises:
-            UsageError: there is none; says where.
-        """
+        """The text in a column of a row; UsageError where there is none."""
         value = self.values[index][self.columns.index(column)]
         if isinstance(value, str) and value.strip() and is_unicode(value):
             return value

@@ -45,13 +45,7 @@ class TokenizerFacts:
 def in_groups(texts: Sequence[Tokens], facts: TokenizerFacts) -> dict[str, Any]:
     """Divide the texts of a batch into groups; one without tokens is in none.
 
-    Args:
-        texts: in the order of the batch.
-        facts: how they are filled up.
-
-    Returns:
-        ``groups``, what the model takes of each group; ``places``, int64 (texts,), where the row of each text
-        is among those of all groups, -1 for none; ``tokens`` and ``padded_tokens``, int32 (texts,).
+    ``places``, int64 (texts,), is where the row of each text is among those of all groups, -1 for none.
     """
     lengths = [len(ids) for ids, _ in texts]
     # The longest first: where memory does not suffice, it shows at once.

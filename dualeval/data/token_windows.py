@@ -156,13 +156,8 @@ def collate_sequences(samples: Sequence[Sequence[tuple[Tensor, int]]]) -> dict[s
     They are filled up behind their last token. A causal model computes nothing of what follows a token, so
     what fills up changes no bit of the others, and needs no mask.
 
-    Args:
-        samples: each with any number of sequences: their tokens, and how many of the last are predicted.
-
-    Returns:
-        ``groups``, each with ``inputs`` and ``targets`` (sequences, tokens), and ``predicted``, the places of
-        the predicted tokens in each row; ``places``, where each sequence is among those of all groups, and
-        ``owners``, whose it is.
+    A sequence is its tokens, and how many of the last are predicted, whose places in each row ``predicted``
+    has. ``places`` says where each sequence is among those of all groups, ``owners`` whose it is.
     """
     sequences = list(itertools.chain.from_iterable(samples))
     order = sorted(range(len(sequences)), key=lambda at: -len(sequences[at][0]))
@@ -184,15 +179,9 @@ def collate_sequences(samples: Sequence[Sequence[tuple[Tensor, int]]]) -> dict[s
 
 
 def collate_prompts(prompts: Sequence[Tensor], most_new: int) -> dict[str, Any]:
-    """Join prompts to groups of one length each, so that nothing fills them up.
+    """Join prompts to groups of one length each, which nothing fills up; one without tokens is in none.
 
-    Args:
-        prompts: their tokens; a sample without any has no row.
-        most_new: how many tokens follow at most.
-
-    Returns:
-        ``groups``, int64 tensors (prompts, tokens), and ``places``, where each sample is among the rows of
-        all groups, -1 for nowhere.
+    At most ``most_new`` tokens follow. ``places`` has the row of each among those of all groups, or -1.
     """
     lengths = [len(prompt) for prompt in prompts]
     order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])

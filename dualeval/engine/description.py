@@ -8,6 +8,7 @@ from typing import Any
 from dualeval.engine.plan import EvalPlan
 from dualeval.result import FIRST_SAMPLES
 from dualeval.tasks import Task
+from dualeval.wording import counted
 
 _SHOWN_DIGITS = 8
 
@@ -42,7 +43,7 @@ def _with(text: str, more: str) -> str:
 
 
 def _samples(part: Mapping[str, Any]) -> str:
-    count, total = f"{part['samples']:,}", f"{part['of']:,}"
+    count, total = f"{part['samples']:,}", counted(part["of"], "sample")
     if part["kind"] == FIRST_SAMPLES:
-        return f"the first {count} of {total} samples"
-    return f"{count} of {total} samples, seed {part['seed']}" if "seed" in part else f"{total} samples"
+        return f"the first {count} of {total}"
+    return f"{count} of {total}, seed {part['seed']}" if "seed" in part else total

@@ -82,7 +82,8 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
             f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
         )
     refusal = UsageError(
-        f"{said}Repair or remove it, or run with --on-error skip to leave such samples out and list them."
+        f"{said}Repair or remove it, or run with --on-error skip to leave such samples out and list them. "
+        "(That is another job: with the same --out also give --fresh, or give another --out.)"
     )
     keep_own_code(refusal, sample.own_code)
     return refusal

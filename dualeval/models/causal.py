@@ -27,17 +27,12 @@ def logits_of(outputs: Any) -> Any:
     return getattr(outputs, "logits", outputs)
 
 
-def losses_of(model: nn.Module, group: Mapping[str, Any], *, of_library: bool) -> Tensor:
-    """The negative log-likelihood of the predicted tokens of each row.
+def losses_of(model: nn.Module, group: Mapping[str, Any]) -> Tensor:
+    """The negative log-likelihood of the predicted tokens of each row, float64 (rows,).
 
     In float32 for each token, and added up in float64.
-
-    Returns:
-        float64 of shape (rows,).
     """
-    inputs: Tensor = group["inputs"]
-    outputs = model(input_ids=inputs, use_cache=False) if of_library else model(inputs)
-    logits = logits_of(outputs)
+    logits = logits_of(model(group["inputs"], **({"use_cache": False} if is_of_library(model) else {})))
     # A row at a time: the logits are large, and this takes as much again.
     return torch.stack(
         [
@@ -47,21 +42,13 @@ def losses_of(model: nn.Module, group: Mapping[str, Any], *, of_library: bool) -
     )
 
 
-def greedy(
-    model: nn.Module, prompts: Tensor, ends: Tensor, most: int, *, of_library: bool
-) -> tuple[Tensor, Tensor]:
+def greedy(model: nn.Module, prompts: Tensor, ends: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The most likely next token, again and again; of equal logits the one with the lowest index.
 
-    Args:
-        model: as it is called: one of transformers keeps what it computed of earlier tokens.
-        prompts: int64 of shape (rows, tokens).
-        ends: which tokens are the last of their row, bool of shape (tokens of the vocabulary,).
-        most: how many tokens follow at most.
-        of_library: whether the model is of transformers.
-
-    Returns:
-        The tokens, int64 of shape (rows, most), ``NONE`` behind the last of each; and which rows met a NaN.
+    ``prompts`` are int64 (rows, tokens), ``ends`` says of each token whether it is the last of its row. The
+    tokens are int64 (rows, most), ``NONE`` behind the last of each; with them, which rows met a NaN.
     """
+    of_library = is_of_library(model)
     found = prompts.new_full((len(prompts), most), NONE)
     is_open = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
     has_nan = ~is_open
@@ -92,20 +79,7 @@ def end_tokens(model: nn.Module, of_tokenizer: Sequence[int | None]) -> list[int
 
 
 class CausalTokens:
-    """A tokenizer as a causal language model uses it.
-
-    Args:
-        tokenizer: of the transformers library, a fast one.
-        folder: where it is, for messages.
-
-    Attributes:
-        prefix: the token before a document: that of the beginning, or else that of the end.
-        ends: the token of the end, or none.
-        count: one more than its last token.
-
-    Raises:
-        UsageError: it has neither token.
-    """
+    """A tokenizer as a causal language model uses it."""
 
     def __init__(self, tokenizer: Any, folder: Path) -> None:
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -115,6 +89,7 @@ class CausalTokens:
                 "nothing can stand before its first token. Give a causal language model, or set bos_token or "
                 "eos_token in its tokenizer_config.json."
             )
+        # What stands before a document.
         self.prefix = int(prefix)
         self.ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         # Some put the token of the beginning before every text.
@@ -149,8 +124,7 @@ class CausalTokens:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, without those that end or begin one."""
-        text: str = self.fast.decode(ids, skip_special_tokens=True)
-        return text
+        return str(self.fast.decode(ids, skip_special_tokens=True))
 
     def with_newline(self, count: int) -> list[int]:
         """Which of the first ``count`` tokens hold the end of a line."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -69,19 +69,6 @@ def check_folder(folder: Path, use: Use) -> None:
         )
 
 
-def config_fingerprint(folder: Path) -> str:
-    """sha256, in hex, over the values in config.json."""
-    return sha256(json.dumps(json.loads((folder / CONFIG).read_bytes()), sort_keys=True).encode()).hexdigest()
-
-
-def config_of_module(model: nn.Module) -> str | None:
-    """As ``config_fingerprint``, of a module that has such values."""
-    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
-    if to_dict is None:
-        return None
-    return sha256(json.dumps(to_dict(), sort_keys=True, default=str).encode()).hexdigest()
-
-
 def read_tokenizer(folder: Path, use: Use) -> Any:
     """A fast tokenizer of the library."""
     transformers = transformers_for(use.name)
@@ -130,44 +117,6 @@ def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
     return tokenizer.backend_tokenizer, facts
 
 
-def build(
-    folder: Path,
-    weights: str | None,
-    use: Use,
-    *,
-    weights_key: str | None = None,
-    weights_prefix: str | None = None,
-    trust: bool = False,
-    on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
-) -> nn.Module:
-    """Make the model with its weights as float32, on the CPU, in evaluation mode."""
-    kind = getattr(transformers_for(use.name), use.kind)
-    with quiet(), torch.random.fork_rng(devices=[]):
-        try:
-            if weights is None and is_building():
-                model = load_by_name(kind, folder)
-            elif weights is None:
-                model = load_pretrained(kind, folder, use.name)
-            else:
-                seed = seed_of(weights)
-                torch.manual_seed(0 if seed is None else seed)
-                config = transformers_for(use.name).AutoConfig.from_pretrained(folder, **LOCAL)
-                refuse_foreign_kernels(config_of(folder), folder)
-                model = kind.from_config(config, trust_remote_code=False)
-        except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # what is missing or damaged decides what is raised
-            said = other_file(folder) or first_line(error)
-            raise UsageError(f"{folder} holds no model for {use.name} that can be read: {said}") from error
-    assert isinstance(model, nn.Module)
-    # A checkpoint in half precision is computed with as --precision says.
-    model = model.eval() if weights is None and is_building() else model.float().eval()
-    if weights is not None and seed_of(weights) is None:
-        found = read_state_dict(Path(weights), weights_key, trust=trust)
-        on_load(load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}"))
-    return model
-
-
 def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
     """Check that a model knows all tokens of its tokenizer.
 
@@ -202,7 +151,7 @@ class TextModel:
         # What was taken from a file that ``weights`` names.
         self.loaded: LoadedWeights | None = None
         self._weights = weights
-        self._loading = {"weights_key": weights_key, "weights_prefix": weights_prefix}
+        self._key, self._prefix = weights_key, weights_prefix
         self.trust = trust
         self._late_notes: list[str] = []
         self._config: str | None = None
@@ -230,11 +179,39 @@ class TextModel:
         """Make the model on the CPU, in evaluation mode."""
         if self._module is not None:
             model = self._module.create(None).eval()
-            self._config = config_of_module(model)
+            if (to_dict := getattr(getattr(model, "config", None), "to_dict", None)) is not None:
+                self._config = _hash(to_dict())
             return model
-        return build(
-            self.folder, self._weights, self.use, trust=self.trust, on_load=self._remember, **self._loading
-        )
+        return self._of_folder(self.folder, self._weights, self.use)
+
+    def _of_folder(self, folder: Path, weights: str | None, use: Use) -> nn.Module:
+        """With its weights as float32."""
+        kind = getattr(transformers_for(use.name), use.kind)
+        with quiet(), torch.random.fork_rng(devices=[]):
+            try:
+                if weights is None and is_building():
+                    return load_by_name(kind, folder).eval()
+                if weights is None:
+                    model = load_pretrained(kind, folder, use.name)
+                else:
+                    seed = seed_of(weights)
+                    torch.manual_seed(0 if seed is None else seed)
+                    config = transformers_for(use.name).AutoConfig.from_pretrained(folder, **LOCAL)
+                    refuse_foreign_kernels(config_of(folder), folder)
+                    model = kind.from_config(config, trust_remote_code=False)
+            except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # what is missing or damaged decides what is raised
+                said = other_file(folder) or first_line(error)
+                raise UsageError(
+                    f"{folder} holds no model for {use.name} that can be read: {said}"
+                ) from error
+        # A checkpoint in half precision is computed with as --precision says.
+        model = model.float().eval()
+        if weights is not None and seed is None:
+            found = read_state_dict(Path(weights), self._key, trust=self.trust)
+            self.loaded = load_state_dict(model, found, prefix=self._prefix, source=f"the weights {weights}")
+        return model
 
     def build_late(self) -> nn.Module:
         """As ``build``: the values of the parameters stay in their files where they can."""
@@ -244,9 +221,6 @@ class TextModel:
         if self._module is not None:
             why_whole = self._module.why_whole(self._module.find_weights(None))
         return late_or_whole(self.build, self._late_notes.append, why_whole)
-
-    def _remember(self, loaded: LoadedWeights) -> None:
-        self.loaded = loaded
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, and what was removed from their names."""
@@ -276,7 +250,9 @@ class TextModel:
 
     def fingerprint(self) -> str | None:
         """The values of its configuration: weights say nothing of how many heads they are divided among."""
-        return config_fingerprint(self.folder) if self._module is None else self._config
+        if self._module is not None:
+            return self._config
+        return _hash(json.loads((self.folder / CONFIG).read_bytes()))
 
     def _named(self, folder: Path) -> str:
         return str(folder) if self._module is None else f"{self._module.name}, tokenizer {folder}"
@@ -286,6 +262,10 @@ class TextModel:
             return self._module.find_weights(None).text
         weights = self._weights or str(self.folder)
         return weights if seed_of(weights) is not None else str(Path(weights).absolute())
+
+
+def _hash(config: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def shorter(model: nn.Module) -> str:

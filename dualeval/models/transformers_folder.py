@@ -19,6 +19,7 @@ from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.late_building import NotLate
 from dualeval.models.weights import load_into
 from dualeval.vision_library import torchvision
+from dualeval.wording import counted
 
 CONFIG = "config.json"
 # In the order in which the library looks for them.
@@ -80,9 +81,9 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
     if missing or mismatched:
         shown = ", ".join((missing + mismatched)[:5]) + (", ..." if len(missing + mismatched) > 5 else "")
         raise UsageError(
-            f"the weights in {folder} lack {len(missing)} tensors of the model, and {len(mismatched)} have "
-            f"another shape: {shown}. Give a checkpoint that was trained for {trained_for}; --weights "
-            f"random:SEED runs an untrained one.{task_of(folder)}"
+            f"the weights in {folder} lack {counted(len(missing), 'tensor')} of the model, and have "
+            f"{len(mismatched)} of another shape: {shown}. Give a checkpoint that was trained for "
+            f"{trained_for}; --weights random:SEED runs an untrained one.{task_of(folder)}"
         )
     assert isinstance(model, nn.Module)
     return model

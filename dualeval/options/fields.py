@@ -13,10 +13,10 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice, check_count
@@ -37,6 +37,13 @@ _EXPECTED: dict[Any, str] = {
 _EXAMPLES: dict[Any, str] = {int: "whole numbers with commas between, such as 1,2,3"}
 _EXAMPLES[float] = "numbers with commas between, such as 0.5,0.5,0.5"
 _METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "BOOL", Path: "PATH", str: "TEXT"}
+# What only the command line has.
+_IN_PYTHON = {
+    "metric": "give metrics=[...]",
+    "model_arg": "give model_arguments={...}",
+    "download": "type 'dualeval run --download', or give the path of the weights",
+}
+_Options = TypeVar("_Options")
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Attributes):\s*$")
 _ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: *\([^)]*\))?: *(.*)$")
 
@@ -204,6 +211,19 @@ def check_fields(options: Any) -> None:
     """Check the values of a dataclass of options for their bounds and choices."""
     for field in fields_of(type(options)):
         field.check(getattr(options, field.name))
+
+
+def of_python(
+    kind: type[_Options], options: Mapping[str, Any], metrics: Sequence[str], **own: Any
+) -> _Options:
+    """A dataclass of options, of the arguments of a task's class; a list stands for a tuple."""
+    if isinstance(metrics, str):
+        raise UsageError(f"metrics={metrics!r}: expected a list of names, as metrics=[{metrics!r}]")
+    for name, instead in _IN_PYTHON.items():
+        if name in options and hasattr(kind, name):
+            raise TypeError(f"{name} is no argument here: {instead}")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return kind(**own, **given, metric=tuple(metrics))
 
 
 def options_of_call(function: Callable[..., Any]) -> type:

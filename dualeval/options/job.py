@@ -341,7 +341,7 @@ def _nearest(name: str, kind: TaskKind) -> str:
 
 def _described(field: OptionField) -> str:
     said = field.help.rstrip(".")
-    return f"{field.flag} {field.metavar}" + (f", {said[:1].lower()}{said[1:]}" if said else "")
+    return f"{field.flag} {field.metavar}" + (f" ({said[:1].lower()}{said[1:]})" if said else "")
 
 
 def _options(kind: TaskKind, given: Mapping[str, Any]) -> Any:

@@ -32,17 +32,17 @@ TASKS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in (classes := _classes()):
+    if name in (classes := class_names()):
         return getattr(importlib.import_module(classes[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_classes()])
+    return sorted([*globals(), *class_names()])
 
 
-def _classes() -> dict[str, str]:
-    """The classes of the built-in tasks, by name, with their modules."""
+def class_names() -> dict[str, str]:
+    """The names of the built-in tasks' classes, with their modules."""
     places = (place.partition("_options:") for place in TASKS.values())
     return {options.removesuffix("Options"): module for module, _, options in places}
 

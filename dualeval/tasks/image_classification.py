@@ -24,8 +24,9 @@ from dualeval.metrics.classification import (
 )
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses
+from dualeval.options.fields import of_python
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
-from dualeval.tasks.image_data import ASSETS, DataOptions, DataSource
+from dualeval.tasks.image_data import ASSETS, DataSource
 from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
 from dualeval.tasks.image_preprocessing import (
     NEEDED,
@@ -54,6 +55,7 @@ FASHION_STD = 0.3530
 EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
+_PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 _SHIPPED = "{}, shipped with dualeval"
 
 
@@ -68,10 +70,14 @@ class ImageClassification(PictureTask):
         preprocessing: a name, a function of a PIL image, or a mapping of the options from ``resize`` on.
         model_arguments: of what makes the model, by name.
         cache: what other tasks of the run have read of their data.
-        resize: this and all others: as the options of ``dualeval run`` (docs/image-classification.md).
+        options: the others of ``dualeval run``, by the same names (docs/image-classification.md):
+            weights, weights_key, weights_prefix, trust_checkpoint, split, image_root, path_column,
+            label_column, num_classes, class_map, class_order, data_fingerprint, resize, crop, interpolation,
+            channels, mean, std.
 
     Raises:
         UsageError: options, model, weights and data do not fit together.
+        TypeError: there is no such option.
     """
 
     name = NAME
@@ -83,77 +89,43 @@ class ImageClassification(PictureTask):
         self,
         *,
         model: str | nn.Module | Callable[[], nn.Module] | None = None,
-        weights: str | None = None,
-        weights_key: str | None = None,
-        weights_prefix: str | None = None,
         data: str | Path | None = None,
-        split: str | None = None,
-        image_root: Path | None = None,
-        path_column: str | None = None,
-        label_column: str | None = None,
-        num_classes: int | None = None,
-        class_map: str | Path | None = None,
-        class_order: str | None = None,
         metrics: Sequence[str] = (),
         preprocessing: Any = None,
-        resize: int | None = None,
-        crop: int | None = None,
-        interpolation: str | None = None,
-        channels: int | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        data_fingerprint: str = "ends",
         model_arguments: Mapping[str, Any] | None = None,
-        trust_checkpoint: bool = False,
         cache: DataCache | None = None,
+        **options: Any,
     ) -> None:
-        if data_fingerprint not in ("ends", "content"):
-            raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
-        # Under the names of the command line's options, which checks them.
-        steps = {"resize": resize, "crop": crop, "interpolation": interpolation, "channels": channels}
-        pixels = {name: tuple(each) for name, each in (("mean", mean), ("std", std)) if each is not None}
-        asked: dict[str, Any] = {name: step for name, step in steps.items() if step is not None} | pixels
-        ImageClassificationOptions(**asked)
+        given = of_python(ImageClassificationOptions, options, metrics, data=data)
+        asked = {name: getattr(given, name) for name in _PIXELS if getattr(given, name) is not None}
         named = {} if preprocessing is None else {"preprocessing": preprocessing}
         asked |= preprocessing if isinstance(preprocessing, Mapping) else named
-        given_weights = weights
+        weights = given.weights
         if model is None and (weights is not None or data is not None):
-            given = "--weights" if data is None else "--data"
-            raise UsageError(f"{given} was given without --model. Name the model that is to be evaluated.")
-        source = classifiers.source_of(
-            classifiers.EMBEDDED if model is None else model,
-            dict(model_arguments or {}),
-            trust=trust_checkpoint,
-        )
+            flag = "--weights" if data is None else "--data"
+            raise UsageError(f"{flag} was given without --model. Name the model that is to be evaluated.")
+        name = classifiers.EMBEDDED if model is None else model
+        source = classifiers.source_of(name, dict(model_arguments or {}), trust=given.trust_checkpoint)
         self._model_name = model = source.name
         embedded = model == classifiers.EMBEDDED
         if embedded and weights in (None, "DEFAULT"):
             weights = str(EMBEDDED_WEIGHTS)
-        check_weights(source, weights, given_weights, weights_key, weights_prefix)
+        check_weights(source, weights, given.weights, given.weights_key, given.weights_prefix)
         if data is None and not embedded:
             raise UsageError(
                 f"--model {model} was given without --data. Give --data PATH, or --data {ASSETS} for the "
                 "10,000 images of the embedded job."
             )
-        super().__init__(source, source.find_weights(weights), weights_key, weights_prefix)
-        self._data = DataSource(
-            DataOptions(
-                data=data,
-                split=split,
-                image_root=image_root,
-                path_column=path_column,
-                label_column=label_column,
-            )
-        )
-        self._class_map = None if class_map is None else Path(class_map)
-        self._class_order = class_order
-        self._asked_classes = num_classes
-        self._preprocessing, self._dataset = self._open_data(
-            asked, num_classes, data_fingerprint == "content", cache or DataCache()
-        )
-        self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
-        self._metric_names = tuple(metrics)
+        super().__init__(source, source.find_weights(weights), given.weights_key, given.weights_prefix)
+        self._data = DataSource(given)
+        self._class_map = None if given.class_map is None else Path(given.class_map)
+        self._class_order = given.class_order
+        self._asked_classes = given.num_classes
+        whole_files = given.data_fingerprint == "content"
+        self._preprocessing, self._dataset = self._open_data(asked, whole_files, cache or DataCache())
+        self._data_fingerprint = "content" if self._data.is_small else given.data_fingerprint
+        self._metric_names = given.metric
         self._model_detail = ""
 
     @property
@@ -162,7 +134,7 @@ class ImageClassification(PictureTask):
         return not self._dataset.in_memory
 
     def _open_data(
-        self, asked: Mapping[str, Any], num_classes: int | None, whole_files: bool, cache: DataCache
+        self, asked: Mapping[str, Any], whole_files: bool, cache: DataCache
     ) -> tuple[ChosenPreprocessing, ImageData]:
         """What is done to the images, and the images; sets the number of classes."""
         data, flags = self._data, dict(asked)
@@ -173,7 +145,7 @@ class ImageClassification(PictureTask):
             images = data.read_small(cache, self._classes_of_weights)
         else:
             images = data.open_files(self._labeler(), whole_files=whole_files, cache=cache)
-        self._num_classes = agreed_classes(images.labels, num_classes, self._class_map)
+        self._num_classes = agreed_classes(images.labels, self._asked_classes, self._class_map)
         base = named_preprocessing(
             named, f"--preprocessing {named}" if isinstance(named, str) else "the argument preprocessing"
         )

@@ -22,16 +22,66 @@ from dualeval.options.fields import check_fields, option
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
+    from dualeval.models.sources import ModelSource
     from dualeval.tasks import Task
 
 _MODEL = "Model"
 _DATA = "Data"
 _IMAGES = "Images"
-_PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
+
+
+class PictureOptions:
+    """What is done with the options of tasks on pictures; the fields are those of the subclasses."""
+
+    model: str | None
+    weights: str | None
+    download: bool
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_mean("--mean", self.mean)
+        check_std("--std", self.std)
+        if self.download and not (self.weights and is_published_name(self.weights)):
+            found = "is not given" if self.weights is None else f"is {self.weights}"
+            raise UsageError(
+                f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
+                "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
+            )
+
+    def check_paths(self) -> None:
+        """Check that files are there, before torch is imported."""
+        if self.weights and is_path_of_weights(self.weights) and Path(self.weights).suffix:
+            check_weights_file(self.weights)
+
+    def _source(self) -> ModelSource:
+        from dualeval.models.classifiers import source_of
+
+        return source_of(self.model or "")
+
+    def fetch(self) -> None:
+        """Fetch the weights, where that is wanted; one process a node does."""
+        # Without data the task is refused: nothing is fetched for that.
+        if self.download and self.model and self.weights and getattr(self, "data", None):
+            self._source().download(self.weights)
+
+    def make(self, cache: DataCache | None = None, *, model: Any = None, preprocessing: Any = None) -> Task:
+        """The task; from Python with a module, or a function that returns one, and such a preprocessing."""
+        from dualeval import tasks
+        from dualeval.models.classifiers import arguments_of
+
+        given = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        del given["download"]
+        given["metrics"], given["model_arguments"] = given.pop("metric"), arguments_of(given.pop("model_arg"))
+        for name, value in (("model", model), ("preprocessing", preprocessing)):
+            given[name] = given[name] if value is None else value
+        task: Task = getattr(tasks, type(self).__name__.removesuffix("Options"))(**given, cache=cache)
+        return task
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageClassificationOptions:
+class ImageClassificationOptions(PictureOptions):
     """One class an image: class folders, a manifest, or a data set by name."""
 
     # What ``dualeval init`` writes for this task.
@@ -161,72 +211,13 @@ class ImageClassificationOptions:
     )
     metric: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_mean("--mean", self.mean)
-        check_std("--std", self.std)
-        check_download(self.download, self.weights)
-
     def check_paths(self) -> None:
-        """Check that files are there, before torch is imported; what may be a name is left to the task."""
+        """As above; what may be a name is left to the task."""
         if self.model is not None and ":" in self.model:
             return  # its library or module is named first
-        if self.weights and is_path_of_weights(self.weights) and Path(self.weights).suffix:
-            check_weights_file(self.weights)
+        super().check_paths()
         if self.data and ":" not in str(self.data) and not Path(self.data).suffix:
             check_folder(Path(self.data))
-
-    def fetch(self) -> None:
-        """Fetch the weights, where that is wanted; one process a node does."""
-        # Without data the task is refused: nothing is fetched for that.
-        if self.download and self.model and self.weights and self.data:
-            from dualeval.models.classifiers import source_of
-
-            source_of(self.model).download(self.weights)
-
-    def make(self, cache: DataCache | None = None, *, model: Any = None, preprocessing: Any = None) -> Task:
-        """The task.
-
-        Args:
-            cache: what other tasks of the run have read of their data.
-            model: from Python, a module or a function that returns one, in place of the name.
-            preprocessing: likewise a function, or a dict of fields.
-        """
-        from dualeval import tasks
-        from dualeval.models.classifiers import arguments_of
-
-        task: Task = tasks.ImageClassification(
-            model=self.model if model is None else model,
-            weights=self.weights,
-            weights_key=self.weights_key,
-            weights_prefix=self.weights_prefix,
-            trust_checkpoint=self.trust_checkpoint,
-            data=self.data,
-            split=self.split,
-            image_root=self.image_root,
-            path_column=self.path_column,
-            label_column=self.label_column,
-            num_classes=self.num_classes,
-            class_map=self.class_map,
-            class_order=self.class_order,
-            metrics=self.metric,
-            data_fingerprint=self.data_fingerprint,
-            preprocessing=self.preprocessing if preprocessing is None else preprocessing,
-            **{name: getattr(self, name) for name in _PIXELS},
-            model_arguments=arguments_of(self.model_arg),
-            cache=cache,
-        )
-        return task
-
-
-def check_download(download: bool, weights: str | None) -> None:
-    """Check that what is to be downloaded is published under a name."""
-    if download and not (weights and is_published_name(weights)):
-        found = "is not given" if weights is None else f"is {weights}"
-        raise UsageError(
-            f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
-            "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
-        )
 
 
 def same_as_classification(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,39 +16,22 @@ from dualeval.data.small_images import SmallImages
 from dualeval.data.table import SUFFIXES, is_table
 from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
-from dualeval.options.choices import SPLITS, check_choice
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.data.image_data import ImageData
     from dualeval.data.labels import KnownClasses
+    from dualeval.tasks.image_classification_options import ImageClassificationOptions
     from dualeval.tasks.image_labels import FolderLabels
 
 # What the embedded job evaluates: files that ship with this package.
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """The options of a job that say which images are evaluated."""
-
-    # A folder, a manifest or ``NAME:DIR``; None is the embedded job's test set.
-    data: str | Path | None = None
-    # One of ``choices.SPLITS``; None takes the test or validation split.
-    split: str | None = None
-    # The folder from which a manifest's paths count; None is its own.
-    image_root: Path | None = None
-    # A manifest's columns; None finds them by their names.
-    path_column: str | None = None
-    label_column: str | None = None
-
-
 class DataSource:
     """Where a job's images are. Making one reads only the names of files."""
 
-    def __init__(self, options: DataOptions) -> None:
-        if options.split is not None:
-            check_choice("--split", options.split, SPLITS)
+    def __init__(self, options: ImageClassificationOptions) -> None:
         self._options = options
         data = ASSETS if options.data is None else options.data
         self._named = named_set(str(data), options.split)

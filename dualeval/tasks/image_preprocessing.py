@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dualeval.data.preprocessing import STEPS, Normalisation, OwnPreprocessing, Preprocessing
+from dualeval.data.preprocessing import STEPS, Normalisation, OwnPreprocessing, Preprocessing, Uncropped
 from dualeval.errors import UsageError
 from dualeval.models.sources import ModelSource, WeightsSource
 from dualeval.own_code import own_module
@@ -30,6 +30,8 @@ class ChosenPreprocessing:
     def to_json(self) -> dict[str, Any]:
         """What is done, by the fields of ``Preprocessing``; None for what is not."""
         values = self.values
+        if isinstance(values, Uncropped):
+            return asdict(values)
         if isinstance(values, OwnPreprocessing):
             return {**dict.fromkeys(STEPS), "function": str(values)}
         done = values.to_json() if isinstance(values, Preprocessing) else asdict(values)
@@ -75,6 +77,14 @@ def _function_at(named: str) -> Any:
     return getattr(module, name)
 
 
+def _does_all(base: ChosenPreprocessing, asked: Mapping[str, Any]) -> bool:
+    """Whether it is a function, beside which nothing can be asked for."""
+    if (is_function := isinstance(base.values, OwnPreprocessing)) and asked:
+        flag = f"--{next(iter(asked))}"
+        raise UsageError(f"{flag}: the function {base.values} does it all. Leave {flag} out.")
+    return is_function
+
+
 def choose_for_files(
     model: ModelSource, source: WeightsSource, base: ChosenPreprocessing | None, asked: Mapping[str, Any]
 ) -> ChosenPreprocessing:
@@ -82,10 +92,7 @@ def choose_for_files(
     own = model.preprocessing(source) if base is None else None
     given = asked
     if base is not None:
-        if isinstance(base.values, OwnPreprocessing):
-            if asked:
-                flag = f"--{next(iter(asked))}"
-                raise UsageError(f"{flag}: the function {base.values} does it all. Leave {flag} out.")
+        if _does_all(base, asked):
             return base
         if isinstance(base.values, Preprocessing):
             own = base.values
@@ -185,6 +192,60 @@ def choose_for_small(
             resize=height, crop=width, channels=asked["channels"], mean=values.mean, std=values.std
         )
     return ChosenPreprocessing(values=values, origin=_origin(Normalisation, others, why))
+
+
+def choose_uncropped(
+    model: ModelSource, weights: WeightsSource, num_classes: int | None, named: Any, asked: Mapping[str, Any]
+) -> ChosenPreprocessing:
+    """As ``choose_for_files``, of pictures that stay whole and may have any size."""
+    from dualeval.models.segmenters import published_uncropped
+
+    base, own = _uncropped(named, f"--preprocessing {named}"), None
+    if base is None and not {"mean", "std"} <= asked.keys():
+        base = _uncropped(*model.carried_preprocessing(weights, num_classes))
+        own = published_uncropped(model, weights) if base is None else None
+        if base is None and own is None:
+            raise UsageError(
+                f"--model {model.name}: nothing says how its pictures are prepared. Wrong values give wrong "
+                "metrics: give those of the model's training. Type --preprocessing none (pictures as they "
+                "are, scaled to [0, 1]), --preprocessing imagenet (own size, ImageNet's mean and std), "
+                "--preprocessing FILE.py:FUNCTION (from a PIL picture to a tensor), or --mean M --std S, and "
+                "--resize N where pictures were resized."
+            )
+    if base is not None and _does_all(base, asked):
+        return base
+    values, origin = own or (Uncropped(mean=(0.0,), std=(1.0,)), "given")
+    if base is not None:
+        assert isinstance(base.values, Uncropped)
+        values, origin = base.values, base.origin
+    warning = ""
+    if own is not None and weights.path is not None and weights.entry is None and weights.text:
+        warning = (
+            f"the preprocessing is that of {model.name} ({values}): nothing says what {weights.text} was "
+            "trained with. Other values change the metrics: give --resize, --mean and --std of its "
+            "training, or --preprocessing none or imagenet for pictures in their own size."
+        )
+    if asked and origin != "given":
+        origin = f"{', '.join(asked)} given; the rest: {origin}"
+    if "resize" in asked:  # of the shorter side, whatever the model's is of
+        values = replace(values, resize_mode="shorter", resize_width=None)
+    return ChosenPreprocessing(values=replace(values, **asked), origin=origin, warning=warning)
+
+
+def _uncropped(named: Any, origin: str) -> ChosenPreprocessing | None:
+    """As ``named_preprocessing``; its words and fields stand for no crop here."""
+    if isinstance(named, Mapping) and {"mean", "std"} <= named.keys() <= {*_names(Uncropped)}:
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
+        return ChosenPreprocessing(values=Uncropped(**given), origin=origin)
+    found = named_preprocessing(named, origin)
+    if found is None or isinstance(found.values, OwnPreprocessing):
+        return found
+    if isinstance(found.values, Preprocessing) and named != "imagenet":
+        raise UsageError(
+            f"{origin}: it cuts a part out of each picture, and masks are compared whole. Give a dict with "
+            "mean and std, and perhaps resize, or a function of a PIL picture."
+        )
+    return replace(found, values=Uncropped(mean=found.values.mean, std=found.values.std))
 
 
 def _names(kind: type[Normalisation]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,23 +21,25 @@ from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import normalize_answer
 from dualeval.models.causal import NONE, CausalTokens, greedy, losses_of
 
+_ACCURACIES = ("acc", "acc_norm", "acc_bytes")
+_SIZES = ("tokens", "bytes", "words")
+
 
 class Kind:
     """What the task does with the samples of one kind; the methods are those of a Task."""
 
     cluster: str | None = None
-    # Set with the model: whether it is of transformers, and which tokens end an answer and are none of it.
-    of_library = False
+    # Set with the model: which tokens end an answer and are none of it.
     stops: Sequence[int] = ()
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
-        return [losses_of(model, group, of_library=self.of_library) for group in batch["groups"]]
+        return [losses_of(model, group) for group in batch["groups"]]
 
 
 class Documents(Kind):
     """Windows of documents, each token predicted once."""
 
-    rows = ("nll", "tokens", "bytes", "words", "document")
+    rows = ("nll", *_SIZES, "document")
     cluster = "document"
 
     def __init__(self, windows: DocumentWindows) -> None:
@@ -46,9 +49,7 @@ class Documents(Kind):
         return self._windows
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        sizes = {
-            name: torch.tensor([each[name] for each in samples]) for name in ("tokens", "bytes", "words")
-        }
+        sizes = {name: torch.tensor([each[name] for each in samples]) for name in _SIZES}
         return {**collate_sequences([each["sequences"] for each in samples]), **sizes}
 
     def observe(self, outputs: list[Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -56,14 +57,14 @@ class Documents(Kind):
         nll = torch.zeros(len(batch["tokens"]), dtype=torch.float64, device=batch["tokens"].device)
         if outputs:
             nll[batch["owners"]] = torch.cat(outputs)[batch["places"]]
-        return {"nll": nll, **{name: batch[name] for name in ("tokens", "bytes", "words")}}
+        return {"nll": nll, **{name: batch[name] for name in _SIZES}}
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
         return {**columns, "document": Text(self._windows.document(index) for index in samples)}
 
 
 @dataclass(kw_only=True, eq=False)
-class RowKind(Kind):
+class RowKind(Kind, ABC):
     """Samples that are rows, each encoded when it is read; also their data set."""
 
     of: Rows
@@ -84,8 +85,9 @@ class RowKind(Kind):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         return [self.encode(index) for index in indices]
 
+    @abstractmethod
     def encode(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """A row as tokens; UsageError where it is none of this kind."""
 
     def placeholder(self, index: int) -> Mapping[str, Any]:
         return self.empty
@@ -98,7 +100,7 @@ class RowKind(Kind):
 class Choices(RowKind):
     """Multiple choice, by the log-likelihood of each choice behind its context."""
 
-    rows = ("acc", "acc_norm", "acc_bytes", "prediction", "answer", "loglikelihoods", "cut")
+    rows = (*_ACCURACIES, "prediction", "answer", "loglikelihoods", "cut")
     empty: ClassVar = {"sequences": [], "answer": 0, "cut": False}
 
     target_delimiter: str
@@ -137,19 +139,14 @@ class Choices(RowKind):
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
         answers = columns["answer"].tolist()
-        best = [
-            self._best(index, each.tolist())
-            for index, each in zip(samples, columns["loglikelihoods"], strict=True)
-        ]
+        found = zip(samples, columns["loglikelihoods"], strict=True)
+        best = [self._best(index, each.tolist()) for index, each in found]
         accuracies = {
             name: torch.tensor([each[place] == answer for each, answer in zip(best, answers, strict=True)])
-            for place, name in enumerate(("acc", "acc_norm", "acc_bytes"))
+            for place, name in enumerate(_ACCURACIES)
         }
-        return {
-            **columns,
-            **accuracies,
-            "prediction": torch.tensor([each[0] for each in best], dtype=torch.int32),
-        }
+        first = torch.tensor([each[0] for each in best], dtype=torch.int32)
+        return {**columns, **accuracies, "prediction": first}
 
     def _best(self, index: int, found: Sequence[float]) -> tuple[int, int, int]:
         """The likeliest choice, that by character, and that by byte; of equal ones the first."""
@@ -178,9 +175,8 @@ class Answers(RowKind):
         """Say which of ``count`` tokens end an answer."""
         self.stops = stops
         newlines = self.tokens.with_newline(count) if self.stop_at_newline else []
-        self._ends = torch.zeros(count, dtype=torch.bool)
+        self._ends = torch.zeros(count, dtype=torch.bool, device=device)
         self._ends[[*stops, *newlines]] = True
-        self._ends = self._ends.to(device)
 
     def encode(self, index: int) -> dict[str, Any]:
         answers_of(self.of, index)
@@ -193,10 +189,7 @@ class Answers(RowKind):
         return {**joined, "cut": torch.tensor([each["cut"] for each in samples])}
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
-        return [
-            greedy(model, prompts, self._ends, self.max_new_tokens, of_library=self.of_library)
-            for prompts in batch["groups"]
-        ]
+        return [greedy(model, prompts, self._ends, self.max_new_tokens) for prompts in batch["groups"]]
 
     def observe(self, outputs: list[tuple[Tensor, Tensor]], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         # The last row is that of prompts which could not be read.
@@ -207,11 +200,8 @@ class Answers(RowKind):
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
         texts = [self._text(tokens) for tokens in columns["generated"].tolist()]
-        failed = columns["nan_logits"].tolist()
-        right = [
-            not nan and self._is_right(index, text)
-            for index, text, nan in zip(samples, texts, failed, strict=True)
-        ]
+        each = zip(samples, texts, columns["nan_logits"].tolist(), strict=True)
+        right = [not nan and self._is_right(index, text) for index, text, nan in each]
         return {**columns, "generated": Text(texts), "exact_match": torch.tensor(right)}
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -223,16 +213,14 @@ class Answers(RowKind):
             answers = answers_of(self.of, index)
         except UsageError:  # of a row that could not be read
             return False
-        return normalize_answer(text, self.ignore) in {
-            normalize_answer(each, self.ignore) for each in answers
-        }
+        return normalize_answer(text, self.ignore) in [normalize_answer(one, self.ignore) for one in answers]
 
 
 def metrics_of_kind(kind: str) -> list[Metric]:
     """All metrics of samples of a kind."""
     if kind == CHOICES:
         return [
-            *(Mean(name, higher_is_better=True) for name in ("acc", "acc_norm", "acc_bytes")),
+            *(Mean(name, higher_is_better=True) for name in _ACCURACIES),
             Count("cut", name="cut_contexts"),
         ]
     if kind == ANSWERS:

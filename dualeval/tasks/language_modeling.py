@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ from dualeval.data.token_windows import DocumentWindows
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logits_of
-from dualeval.models.text_models import TextModel, Use, check_vocabulary, read_tokenizer, try_out
+from dualeval.models.text_models import Use, check_vocabulary, read_tokenizer, try_out
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
-from dualeval.options.choices import IGNORED
+from dualeval.options.fields import of_python
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
 from dualeval.tasks.language_modeling_options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
-from dualeval.tasks.text_task import TextTask
+from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
@@ -53,10 +52,13 @@ class LanguageModeling(TextTask):
         tokenizer: the folder of the tokenizer, where the model is no folder.
         metrics: names of metrics; none for all of the data's kind.
         cache: what other tasks of the run have read of their data.
-        text: this and all others: as the options of ``dualeval run`` (docs/language-modeling.md).
+        options: the others of ``dualeval run``, by the same names (docs/language-modeling.md):
+            weights, weights_key, weights_prefix, trust_checkpoint, text, max_length, stride,
+            target_delimiter, max_new_tokens, stop_at_newline, ignore.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
+        TypeError: there is no such option.
     """
 
     name = "language-modeling"
@@ -65,55 +67,28 @@ class LanguageModeling(TextTask):
     def __init__(
         self,
         *,
-        model: str | Path | nn.Module | Callable[[], nn.Module],
+        model: Model,
         data: str | Path | PythonRows,
         tokenizer: str | Path | None = None,
-        text: str | None = None,
-        weights: str | None = None,
-        weights_key: str | None = None,
-        weights_prefix: str | None = None,
-        trust_checkpoint: bool = False,
         metrics: Sequence[str] = (),
-        max_length: int | None = None,
-        stride: int | None = None,
-        target_delimiter: str = " ",
-        max_new_tokens: int = 32,
-        stop_at_newline: bool = False,
-        ignore: Sequence[str] = IGNORED,
         cache: DataCache | None = None,
+        **options: Any,
     ) -> None:
-        own: dict[str, Any] = {
-            "stride": stride,
-            "target_delimiter": target_delimiter,
-            "max_new_tokens": max_new_tokens,
-            "stop_at_newline": stop_at_newline,
-            "ignore": tuple(ignore),
-        }
-        # Which checks their values.
-        LanguageModelingOptions(model=Path(), data=Path(), max_length=max_length, **own)
-        self._model = TextModel(
-            model,
-            USE,
-            tokenizer=tokenizer,
-            weights=weights,
-            weights_key=weights_key,
-            weights_prefix=weights_prefix,
-            trust=trust_checkpoint,
-        )
-        self._data = _read(data, text, cache or DataCache())
-        self._text = text
+        given = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
+        super().__init__(model, tokenizer, USE, given)
+        self._data = _read(data, given.text, cache or DataCache())
+        self._text = given.text
         every = metrics_of_kind(self._data.kind)
         self._metrics = chosen(metrics or [metric.name for metric in every], every)
         self._tokens = CausalTokens(read_tokenizer(self._model.folder, USE), self._model.folder)
-        positions = _positions_of(model)
-        if max_length is None and positions is None:
-            raise UsageError(
-                "the model does not say in a configuration how many tokens it sees at once: give "
-                "--max-length N (max_length=N)."
-            )
-        self._max_length = min(positions or _LONGEST, _LONGEST) if max_length is None else max_length
-        self._check_positions(positions)
-        self._own = {"max_length": self._max_length, **_of_kind(self._data, own)}
+        # Of a function: as in the folder of its tokenizer, which the model has to confirm.
+        is_known = isinstance(model, str | Path | nn.Module)
+        positions = _positions_of(model if is_known else self._model.folder)
+        self._asked_length = given.max_length
+        self._max_length = given.max_length or min(positions or _LONGEST, _LONGEST)
+        if is_known or given.max_length is None:
+            self._check_positions(positions)
+        self._own = {"max_length": self._max_length, **_of_kind(self._data, given)}
         self._kind = self._make_kind()
 
     def _make_kind(self) -> Documents | Choices | Answers:
@@ -160,7 +135,6 @@ class LanguageModeling(TextTask):
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
         self._check_causal(self._try_out(model, torch.tensor([[0, self._tokens.count - 1], [0, 0]])))
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
-        self._kind.of_library = is_of_library(model)
         if isinstance(self._kind, Answers):
             self._kind.end_at(end_tokens(model, self._tokens.ends), width, device)
         return model
@@ -197,6 +171,11 @@ class LanguageModeling(TextTask):
         return logits
 
     def _check_positions(self, positions: int | None) -> None:
+        if self._asked_length is None and min(positions or 0, _LONGEST) != self._max_length:
+            raise UsageError(
+                "the model does not say in a configuration how many tokens it sees at once, or others than "
+                f"{self._model.folder}: give --max-length N (max_length=N)."
+            )
         if positions is not None and self._max_length > positions:
             raise UsageError(
                 f"--max-length {self._max_length} is more than the {positions} positions of the model in "
@@ -259,16 +238,16 @@ def _shown(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else repr(value)
 
 
-def _of_kind(data: LanguageData, own: Mapping[str, Any]) -> dict[str, Any]:
+def _of_kind(data: LanguageData, given: LanguageModelingOptions) -> dict[str, Any]:
     """The options that the data's kind has; another one is refused where it was given."""
-    defaults = {field.name: field.default for field in fields(LanguageModelingOptions)}
-    for name, value in own.items():
-        if _KIND_OF[name] != data.kind and value != defaults[name]:
+    for name, kind in _KIND_OF.items():
+        # A dataclass keeps the default of a field in its class.
+        if kind != data.kind and getattr(given, name) != getattr(LanguageModelingOptions, name):
             raise UsageError(
-                f"--{name.replace('_', '-')} is for {_WORDS[_KIND_OF[name]]}, and {data.of} has "
-                f"{_WORDS[data.kind]}. Leave it out."
+                f"--{name.replace('_', '-')} is for {_WORDS[kind]}, and {data.of} has {_WORDS[data.kind]}. "
+                "Leave it out."
             )
-    return {name: value for name, value in own.items() if _KIND_OF[name] == data.kind}
+    return {name: getattr(given, name) for name, kind in _KIND_OF.items() if kind == data.kind}
 
 
 def _read(data: str | Path | PythonRows, text: str | None, cache: DataCache) -> LanguageData:

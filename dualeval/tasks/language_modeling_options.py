@@ -17,18 +17,13 @@ _TOKENS = "Tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelingOptions(TextOptions):
-    """Perplexity of texts, multiple choice or greedy answers.
-
-    Attributes:
-        known_metrics: the metrics that can be asked for by name, with a line each.
-        start: what ``dualeval init`` writes for this task.
-    """
+    """Perplexity of texts, multiple choice or greedy answers."""
 
     start: ClassVar[Mapping[str, str]] = {
         "imports": "from transformers import AutoModelForCausalLM",
         "model": 'return AutoModelForCausalLM.from_pretrained("models/mine")',
         "data": "texts",
-        "more": ', tokenizer="models/mine", max_length=1024',
+        "more": ', tokenizer="models/mine"',
     }
 
     known_metrics: ClassVar[Mapping[str, str]] = {

@@ -29,9 +29,10 @@ def check_weights(
 ) -> None:
     """Check that a model has the weights that it needs, and that a part is chosen of a file alone."""
     if weights is None and model.needs_weights:
+        own = ", --weights DEFAULT (the library's own)" if model.publishes_weights else ""
         raise UsageError(
-            f"--model {model.name} was given without --weights. Give --weights PATH, "
-            "--weights DEFAULT (the library's own) or --weights random:SEED."
+            f"--model {model.name} was given without --weights. Give --weights PATH{own} or --weights "
+            "random:SEED (untrained)."
         )
     refuse_choice_without_file(given, key, prefix, model.trust and not model.needs_trust)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
-from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, shorter, try_out
+from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
+from dualeval.options.fields import of_python
+from dualeval.tasks.question_answering_options import QuestionAnsweringOptions
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
-from dualeval.tasks.text_task import TextTask
+from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="question answering", kind="AutoModelForQuestionAnswering")
 # What the model gives in files of their own, under the names that the official scripts' users know.
@@ -39,12 +41,14 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         data: a file in the format of SQuAD, or rows as of ``load_dataset("squad")``.
         tokenizer: the folder of the tokenizer, where the model is no folder.
         metrics: names of metrics; none for the default ones.
-        batch_size: the most windows that a question may have; that of the run.
         cache: what other tasks of the run have read of their data.
-        weights: this and all others: as the options of ``dualeval run`` (docs/question-answering.md).
+        options: the others of ``dualeval run``, by the same names (docs/question-answering.md):
+            weights, weights_key, weights_prefix, trust_checkpoint, max_length, stride, n_best,
+            max_answer_length, null_threshold, and batch_size, the most windows of a question.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
+        TypeError: there is no such option.
     """
 
     wants_workers = True
@@ -52,31 +56,16 @@ class QuestionAnswering(TextTask, ScoredAnswers):
     def __init__(
         self,
         *,
-        model: str | Path | nn.Module | Callable[[], nn.Module],
+        model: Model,
         data: str | Path | Sequence[Mapping[str, Any]],
         tokenizer: str | Path | None = None,
-        weights: str | None = None,
-        weights_key: str | None = None,
-        weights_prefix: str | None = None,
-        trust_checkpoint: bool = False,
         metrics: Sequence[str] = (),
-        batch_size: int = 64,
-        max_length: int = 384,
-        stride: int = 128,
-        n_best: int = 20,
-        max_answer_length: int = 30,
-        null_threshold: float | None = None,
         cache: DataCache | None = None,
+        **options: Any,
     ) -> None:
-        self._model = TextModel(
-            model,
-            USE,
-            tokenizer=tokenizer,
-            weights=weights,
-            weights_key=weights_key,
-            weights_prefix=weights_prefix,
-            trust=trust_checkpoint,
-        )
+        given = of_python(QuestionAnsweringOptions, options, metrics, model=Path(), data=Path())
+        max_length, stride, null_threshold = given.max_length, given.stride, given.null_threshold
+        TextTask.__init__(self, model, tokenizer, USE, given)
         if isinstance(data, (str, Path)):
             path, named = Path(data).absolute(), str(data)
             questions = (cache or DataCache()).once(("questions", path), lambda: read_questions(Path(data)))
@@ -85,7 +74,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
             questions, self._data = questions_of_rows(data), type(data).__name__
             named = f"{len(questions):,} rows of a {self._data}"
         self._described_data = named
-        super().__init__(questions, metrics)
+        ScoredAnswers.__init__(self, questions, metrics)
         if null_threshold is not None and not self._unanswerable:
             raise UsageError(
                 f"--null-threshold {null_threshold:g}: every question of {data} has an answer (SQuAD v1.1), "
@@ -96,8 +85,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
                 f"--null-threshold {null_threshold}: expected a finite number. 1e30 leaves no question "
                 "without an answer, -1e30 all."
             )
-        self._n_best = n_best
-        self._max_answer_length = max_answer_length
+        self._n_best, self._max_answer_length = given.n_best, given.max_answer_length
         self._null_threshold = null_threshold or 0.0
         encoder, facts = load_tokenizer(self._model.folder, USE)
         self._tokens = 1 + max(encoder.get_vocab().values())
@@ -108,7 +96,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
                 f"{max_length} leaves between the tokenizer's own. Give a smaller --stride."
             )
         self._encoder = WindowEncoder(
-            encoder, facts, max_length=max_length, stride=stride, most_windows=batch_size
+            encoder, facts, max_length=max_length, stride=stride, most_windows=given.batch_size
         )
         self._dataset = EncodedQuestions(self._questions, self._encoder)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,17 @@ def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[
     known = [metric.name for metric in metrics]
     for name in names:
         if name not in known:
-            hint = nearest(name, known)
+            gives = next((each.name for each in metrics if name in _values_of(each)), None)
+            hint = nearest(name, known) if gives is None else f" It is a value of {gives}: ask for that."
             raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
     return [metric for metric in metrics if metric.name in names]
+
+
+def _values_of(metric: Metric | RowMetric) -> Collection[str]:
+    """The names of the values that a metric gives; of one of rows they are not known before."""
+    if not isinstance(size := getattr(metric, "size", None), int):
+        return ()
+    return metric.compute(torch.zeros(size, dtype=torch.int64)).values
 
 
 class ScoredAnswers(Task):

@@ -17,17 +17,19 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
+from dualeval.options.fields import of_python
 from dualeval.tasks.image_classification import for_a_trial
+from dualeval.tasks.image_preprocessing import choose_uncropped
 from dualeval.tasks.image_refusals import refused_images
 from dualeval.tasks.picture_task import PictureTask, check_weights
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
 from dualeval.tasks.segmentation_options import SegmentationOptions
-from dualeval.tasks.segmentation_preprocessing import PIXELS, choose_preprocessing, preprocessing_to_json
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
 _TRIED = 16
+_PIXELS = ("resize", "interpolation", "channels", "mean", "std")
 
 
 class Segmentation(PictureTask):
@@ -76,17 +78,16 @@ class Segmentation(PictureTask):
         folder = None if masks is None else Path(masks)
         if isinstance(label := options.get("ignore_index"), int):
             options["ignore_index"] = (label,)
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-        }
-        self._given = asked = SegmentationOptions(model="", data=Path(data), masks=folder, **given)
+        self._given = asked = of_python(
+            SegmentationOptions, options, metrics, model="", data=Path(data), masks=folder
+        )
         source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
         check_weights(source, asked.weights, asked.weights, asked.weights_key, asked.weights_prefix)
         weights = source.find_weights(asked.weights)
         super().__init__(source, weights, asked.weights_key, asked.weights_prefix)
         self._num_classes = asked.num_classes
-        pixels = {name: getattr(asked, name) for name in PIXELS if getattr(asked, name) is not None}
-        self._preprocessing = choose_preprocessing(source, weights, asked.num_classes, preprocessing, pixels)
+        pixels = {name: getattr(asked, name) for name in _PIXELS if getattr(asked, name) is not None}
+        self._preprocessing = choose_uncropped(source, weights, asked.num_classes, preprocessing, pixels)
         reduces = isinstance(source, TransformersSegmenter) and source.reduces_labels()
         self._rule = LabelRule(
             ignore=_IGNORED if asked.ignore_index is None else asked.ignore_index,
@@ -102,7 +103,7 @@ class Segmentation(PictureTask):
             cache=cache or DataCache(),
         )
         self._class_names = _names_of(class_names)
-        self._metric_names = tuple(metrics)
+        self._metric_names = asked.metric
         # A name that no metric has is refused now, before anything is built.
         chosen(self._metric_names, segmentation_metrics(1))
 
@@ -246,7 +247,7 @@ class Segmentation(PictureTask):
             "path_column": given.path_column,
             "mask_column": given.mask_column,
             **self._label_options(),
-            **preprocessing_to_json(self._preprocessing.values),
+            **self._preprocessing.to_json(),
             "metric": [metric.name for metric in self.metrics()],
         }
 
@@ -266,8 +267,8 @@ class Segmentation(PictureTask):
 
     def fingerprint(self) -> dict[str, Any]:
         """Model, labels and preprocessing; data and weights have fingerprints of their own."""
-        values = preprocessing_to_json(self._preprocessing.values)
-        return {**self._model_identity(), **self._label_options(), "preprocessing": values}
+        done = self._preprocessing.to_json()
+        return {**self._model_identity(), **self._label_options(), "preprocessing": done}
 
 
 def _predicted(logits: Tensor, size: torch.Size) -> Tensor:

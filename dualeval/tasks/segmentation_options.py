@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dualeval.models.weights_name import check_weights_file, is_path_of_weights, model_beside
-from dualeval.options.choices import check_mean, check_std
-from dualeval.options.fields import check_fields, option
-from dualeval.tasks.image_classification_options import check_download
+from dualeval.models.weights_name import model_beside
+from dualeval.options.fields import option
+from dualeval.tasks.image_classification_options import PictureOptions
 from dualeval.tasks.image_classification_options import same_as_classification as same
 
 if TYPE_CHECKING:
-    from dualeval.data.cache import DataCache
-    from dualeval.tasks import Task
+    from dualeval.models.sources import ModelSource
 
 _DATA = "Data"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentationOptions:
-    """A class for each pixel: pictures and masks.
-
-    Attributes:
-        known_metrics: the metrics that can be asked for by name, with a line each.
-        start: what ``dualeval init`` writes for this task.
-    """
+class SegmentationOptions(PictureOptions):
+    """A class for each pixel: pictures and masks."""
 
     start: ClassVar[Mapping[str, str]] = {
         "imports": "import torch; from torchvision.models.segmentation import fcn_resnet50",
@@ -84,42 +77,7 @@ class SegmentationOptions:
     std: tuple[float, ...] | None = same("std")
     metric: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_mean("--mean", self.mean)
-        check_std("--std", self.std)
-        check_download(self.download, self.weights)
+    def _source(self) -> ModelSource:
+        from dualeval.models.segmenters import segmenter_of
 
-    def check_paths(self) -> None:
-        """Check that files are there, before torch is imported; what may be a name is left to the task.
-
-        Raises:
-            UsageError: one is not.
-        """
-        if self.weights and is_path_of_weights(self.weights) and Path(self.weights).suffix:
-            check_weights_file(self.weights)
-
-    def fetch(self) -> None:
-        """Fetch the weights, where that is wanted; one process a node does."""
-        if self.download and self.weights:
-            from dualeval.models.segmenters import segmenter_of
-
-            segmenter_of(self.model).download(self.weights)
-
-    def make(self, cache: DataCache | None = None, *, model: Any = None) -> Task:
-        """The task.
-
-        Args:
-            cache: what other tasks of the run have read of their data.
-            model: from Python, a module or a function that returns one, in place of the name.
-        """
-        from dualeval import tasks
-        from dualeval.models.classifiers import arguments_of
-
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        metrics, words = given.pop("metric"), given.pop("model_arg")
-        given["model"] = self.model if model is None else model
-        task: Task = tasks.Segmentation(
-            **given, metrics=metrics, model_arguments=arguments_of(words), cache=cache
-        )
-        return task
+        return segmenter_of(self.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ from dualeval.metrics.classification import (
 )
 from dualeval.metrics.means import Mean
 from dualeval.metrics.texts import Pearson, Spearman, TextWork
-from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, shorter, try_out
+from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
+from dualeval.options.fields import of_python
 from dualeval.tasks.image_labels import names_of
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
+from dualeval.tasks.text_classification_options import TextClassificationOptions
 from dualeval.tasks.text_labels import class_targets, names_of_classes, number_targets
-from dualeval.tasks.text_task import TextTask
+from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="text classification", kind="AutoModelForSequenceClassification")
 
@@ -64,10 +66,12 @@ class TextClassification(TextTask):
         tokenizer: the folder of the tokenizer, where the model is no folder.
         metrics: names of metrics; none for the default ones.
         cache: what other tasks of the run have read of their data.
-        text: this and all others: as the options of ``dualeval run`` (docs/text-classification.md).
+        options: the others of ``dualeval run``, by the same names (docs/text-classification.md):
+            weights, weights_key, weights_prefix, trust_checkpoint, text, text_pair, label, max_length.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
+        TypeError: there is no such option.
     """
 
     name = "text-classification"
@@ -77,30 +81,16 @@ class TextClassification(TextTask):
     def __init__(
         self,
         *,
-        model: str | Path | nn.Module | Callable[[], nn.Module],
+        model: Model,
         data: str | Path | PythonRows,
         tokenizer: str | Path | None = None,
-        text: str | None = None,
-        text_pair: str | None = None,
-        label: str | None = None,
-        weights: str | None = None,
-        weights_key: str | None = None,
-        weights_prefix: str | None = None,
-        trust_checkpoint: bool = False,
         metrics: Sequence[str] = (),
-        max_length: int | None = None,
         cache: DataCache | None = None,
+        **options: Any,
     ) -> None:
-        self._model = TextModel(
-            model,
-            USE,
-            tokenizer=tokenizer,
-            weights=weights,
-            weights_key=weights_key,
-            weights_prefix=weights_prefix,
-            trust=trust_checkpoint,
-        )
-        asked = (text, text_pair, label)
+        given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
+        super().__init__(model, tokenizer, USE, given)
+        asked = (given.text, given.text_pair, given.label)
 
         def read() -> Rows:
             return read_rows(data, _choose(data, *asked), _EXAMPLE)
@@ -108,12 +98,12 @@ class TextClassification(TextTask):
         is_file = isinstance(data, str | Path)
         key = ("texts", Path(data).absolute(), *asked) if isinstance(data, str | Path) else None
         self._rows: Rows = (cache or DataCache()).once(key, read) if is_file else read()
-        pairs = 2 if text_pair is not None or (text is None and _pair_in(self._rows.columns)) else 1
+        pairs = 2 if given.text_pair or (given.text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]
         self._label = self._rows.columns[pairs]
         encoder, facts = load_tokenizer(self._model.folder, USE)
         self._tokens = 1 + max(encoder.get_vocab().values())
-        length = max_length or min(_MOST_TOKENS, facts.most_tokens or _MOST_TOKENS)
+        length = given.max_length or min(_MOST_TOKENS, facts.most_tokens or _MOST_TOKENS)
         special = encoder.num_special_tokens_to_add(pairs == 2)
         if length <= special:
             raise UsageError(
@@ -122,7 +112,7 @@ class TextClassification(TextTask):
             )
         self._encoder = TextEncoder(encoder, facts, max_length=length)
         self._dataset = EncodedTexts(self._rows, self._columns, self._encoder)
-        self._metric_names = tuple(metrics)
+        self._metric_names = given.metric
         # How many classes the model tells apart, 1 for a regression; both are known when it is built.
         self._num_classes: int | None = None
         self._labels: Labels | None = None

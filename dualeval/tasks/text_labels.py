@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.labels import Labels, indices_of_classes
+from dualeval.data.labels import KnownClasses, Labels, indices_of_classes
 from dualeval.data.rows import Rows
 from dualeval.errors import UsageError
 
@@ -28,38 +27,20 @@ def names_of_classes(model: nn.Module, count: int) -> tuple[str, ...]:
 
 
 def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> tuple[Labels, Tensor]:
-    """The class of each row, int64 (rows,).
-
-    Labels are names of the model's classes, in large or small letters, or their indices.
-
-    Args:
-        rows: the data.
-        column: of the labels.
-        names: of the model's classes; none where they have no names.
-        count: of the model's classes.
-
-    Raises:
-        UsageError: a label is neither, or the data says other classes than the model; names both.
-    """
+    """The class of each row, int64 (rows,): labels are names of the model's classes, or their indices."""
     first: dict[str, int] = {}
     labels = [_text_of(value) for value in rows.column(column)]
     for place, label in enumerate(labels):
         first.setdefault(label, place)
     said = rows.class_names.get(column, ())
     both = _both_lists(names, count, said or list(first))
-    by_name = _indices(names)
-    known = {
-        # Where the data names the classes, a number is an index, also where a name is a number ("1" star).
-        label: -1
-        if said and _WHOLE.fullmatch(label)
-        else by_name.get(label, by_name.get(label.casefold(), -1))
-        for label in first
-    }
+    of_model = KnownClasses(of="the model", names=tuple(names))
+    # Where the data names the classes, a number is an index, also where a name is a number ("1" star).
+    known = {label: -1 if said and _WHOLE.fullmatch(label) else _index(of_model, label) for label in first}
     if min(known.values()) >= 0:
         rule = "names of the model's classes"
-        named = Labels(
-            rule=rule, classes=known, names=dict(enumerate(names)), num_classes=count, noun="label"
-        )
+        by_index = dict(enumerate(names))
+        named = Labels(rule=rule, classes=known, names=by_index, num_classes=count, noun="label")
         return named, torch.tensor([known[label] for label in labels])
     are_names = max(known.values()) >= 0
     for label, place in first.items():
@@ -76,7 +57,12 @@ def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> 
                 f"{rows.where(place)}: the label (column {column!r}) is {label}, beyond the model's classes, "
                 f"0 to {count - 1}. {both}{hint}"
             )
-    _check_order(rows, column, names, both)
+    if names and said and list(map(str.casefold, said)) != list(map(str.casefold, names)):
+        raise UsageError(
+            f"{rows.of}: the labels (column {column!r}) are indices of other classes than the model's, or in "
+            f"another order. {both} Give the labels as the model's names; or, where the lists mean the "
+            "same, as a plain column of integers."
+        )
     return indices_of_classes(names), torch.tensor([int(label) for label in labels])
 
 
@@ -97,11 +83,10 @@ def number_targets(rows: Rows, column: str) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def _indices(names: Sequence[str]) -> dict[str, int]:
-    """Classes by their names, and in small letters where no two are then equal."""
-    count = Counter(map(str.casefold, names))
-    small = {name.casefold(): index for index, name in enumerate(names) if count[name.casefold()] == 1}
-    return {**small, **{name: index for index, name in enumerate(names)}}
+def _index(of_model: KnownClasses, label: str) -> int:
+    """The class of this name, in large or small letters where it is the only one; -1 for none."""
+    found = of_model.find(label, exactly=True) or of_model.find(label, exactly=False)
+    return found[0] if len(found) == 1 else -1
 
 
 def _text_of(value: object) -> str:
@@ -111,24 +96,9 @@ def _text_of(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value).strip()
 
 
-def _check_order(rows: Rows, column: str, names: Sequence[str], both: str) -> None:
-    """Refuse indices of classes that have other names in the data than in the model."""
-    said = rows.class_names.get(column, ())
-    if names and said and list(map(str.casefold, said)) != list(map(str.casefold, names)):
-        raise UsageError(
-            f"{rows.of}: the labels (column {column!r}) are indices of other classes than the model's, or in "
-            f"another order. {both} Give the labels as the model's names; or, where the lists mean the "
-            "same, as a plain column of integers."
-        )
-
-
 def _both_lists(names: Sequence[str], count: int, found: Sequence[str]) -> str:
-    said = (
-        _listed(names)
-        if names
-        else f"{count}, without names (its id2label has placeholders): 0 to {count - 1}"
-    )
-    return f"The model's classes: {said}. The data's: {_listed(found)}."
+    unnamed = f"{count}, without names (its id2label has placeholders): 0 to {count - 1}"
+    return f"The model's classes: {_listed(names) if names else unnamed}. The data's: {_listed(found)}."
 
 
 def _listed(names: Sequence[str]) -> str:

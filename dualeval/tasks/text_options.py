@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dualeval.models.weights_name import is_path_of_weights
 from dualeval.options.fields import check_fields, option
+from dualeval.tasks.image_classification_options import same_as_classification as same
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
@@ -30,12 +31,8 @@ class TextOptions:
         is_path=is_path_of_weights,
         shown="in the model's folder",
     )
-    weights_key: str | None = option(
-        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
-    )
-    weights_prefix: str | None = option(
-        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
-    )
+    weights_key: str | None = same("weights_key")
+    weights_prefix: str | None = same("weights_prefix")
     trust_checkpoint: bool = option(
         False, "Read checkpoints that run code, such as pickled models.", group=_MODEL
     )
@@ -45,11 +42,7 @@ class TextOptions:
         check_fields(self)
 
     def make(self, cache: DataCache | None = None) -> Task:
-        """The task.
-
-        Args:
-            cache: what other tasks of the run have read of their data.
-        """
+        """The task; models of one run share what is read with the cache."""
         from dualeval import tasks
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}

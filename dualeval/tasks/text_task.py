@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dualeval.models.text_models import TextModel
+from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights
 from dualeval.tasks import Task
+from dualeval.tasks.text_options import TextOptions
+
+# A folder, or from Python a module or what returns one.
+Model = str | Path | nn.Module | Callable[[], nn.Module]
 
 
 class TextTask(Task):
     """A model of texts, which a task keeps as ``_model`` and tries before the loop."""
 
     libraries = ("transformers", "tokenizers")
-    _model: TextModel
+
+    def __init__(self, model: Model, tokenizer: str | Path | None, use: Use, options: TextOptions) -> None:
+        self._model = TextModel(
+            model,
+            use,
+            tokenizer=tokenizer,
+            weights=options.weights,
+            weights_key=options.weights_key,
+            weights_prefix=options.weights_prefix,
+            trust=options.trust_checkpoint,
+        )
 
     @abstractmethod
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:

@@ -17,7 +17,8 @@ from dualeval.errors import UsageError
 from dualeval.options.job import Job
 from dualeval.options.plugins import task_kind
 from dualeval.tasks import TASKS
-from tests import texts
+from tests import causal_models, texts
+from tests.engine.test_evaluator import evaluate
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -30,7 +31,8 @@ def test_the_file_of_a_task(task: str, tmp_path: Path) -> None:
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     [call] = [node for node in calls if {word.arg for word in node.keywords} >= {"model", "data"}]
     own = inspect.signature(getattr(dualeval.tasks, ast.unparse(call.func))).parameters
-    assert {word.arg for word in call.keywords} <= {*own}
+    options = {field.name for field in task_kind(task).fields}
+    assert {word.arg for word in call.keywords} <= {*own} | options
     assert getattr(task_kind(task).source, "start", None), "a task says what its file has"
 
 
@@ -43,6 +45,17 @@ def test_a_written_file_is_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     task = Job.of("reviews.py:task", data="dev.csv").make_task()
     assert isinstance(task, dualeval.tasks.TextClassification)
     assert len(task.dataset()) == 4
+
+
+def test_the_file_of_a_language_model_has_the_models_own_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    causal_models.save_causal(tmp_path / "models/mine")
+    causal_models.write_texts(tmp_path / "texts")
+    CliRunner().invoke(command, ["init", "language-modeling", "lm.py"])
+    result = evaluate(Job.of("lm.py:task").make_task(), None, batch_size=8)
+    assert result.job["max_length"] == causal_models.POSITIONS
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

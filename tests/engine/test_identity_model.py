@@ -28,7 +28,7 @@ from dualeval.engine.identity.model import (
 )
 from dualeval.engine.identity.plain import has_path
 from dualeval.errors import UsageError
-from dualeval.models.text_models import build
+from dualeval.models.text_models import TextModel
 from dualeval.tasks.question_answering import USE
 from dualeval.world import World
 from tests import questions
@@ -568,12 +568,12 @@ def test_a_moved_folder_holds_the_same_model(tmp_path: Path, monkeypatch: pytest
     first = questions.save_tiny_bert(tmp_path / "first")
     second = shutil.copytree(first, tmp_path / "elsewhere/second")
     monkeypatch.chdir(tmp_path)
-    wanted = identity(lambda: build(first, None, USE))
-    assert identity(lambda: build(second, None, USE)) == wanted
-    assert identity(lambda: build(Path("first"), None, USE)) == wanted, "a relative path"
+    wanted = identity(lambda: TextModel(first, USE).build())
+    assert identity(lambda: TextModel(second, USE).build()) == wanted
+    assert identity(lambda: TextModel(Path("first"), USE).build()) == wanted, "a relative path"
     for change in ({"hidden_act": "relu"}, {"num_attention_heads": 4}, {"layer_norm_eps": 1e-3}):
         other = questions.save_tiny_bert(tmp_path / "other", **change)
-        assert structure(build(other, None, USE)) != wanted[0], change
+        assert structure(TextModel(other, USE).build()) != wanted[0], change
 
 
 def on_rank(rank: int, size: int, name: str, value: Any) -> tuple[dict[str, str], ...]:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from dualeval import tasks
 from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, LibraryError, UsageError
 from dualeval.metrics import split_by_kind
@@ -182,7 +184,7 @@ def test_options_that_are_wrong(mine: str) -> None:
             Job.read(None, {"task": task, **flags}, dict([text.split("=")]))
         return str(caught.value)
 
-    assert f"--task {task} needs --threshold X, above it a number is large." in refused(task)
+    assert f"--task {task} needs --threshold X (above it a number is large)." in refused(task)
     assert "has no such option. Nearest: threshold. Its options: threshold, data, size." in said("treshold=1")
     assert "-T threshold 'x': expected a number" in said("threshold=x")
     assert "--limit is an option of every run: --limit 3" in said("limit=3")
@@ -398,6 +400,25 @@ def test_built_in_metrics_are_listed_by_their_names() -> None:
 
     others = {"binary_f1", "text_work", *(metric.name for metric in _of_regression())}
     assert set(task_kind("text-classification").source.known_metrics) == {*BY_NAME, *others}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_class_of_a_task_has_the_options_of_the_command_line(name: str) -> None:
+    """Its docstring names each; what only the command line has is refused, and so is what nobody has."""
+    kind = getattr(tasks, task_kind(name).source.__name__.removesuffix("Options"))
+    of_command = {"metric": "metrics=", "model_arg": "model_arguments=", "download": "--download"}
+    for option in task_kind(name).fields:
+        wanted = "metrics" if option.name == "metric" else option.name
+        named = re.search(rf"\b{wanted}\b", kind.__doc__)
+        assert named or option.name in of_command, option.name
+        if option.name in of_command:
+            said = f"{option.name} is no argument here: .*{of_command[option.name]}"
+            with pytest.raises(TypeError, match=said):
+                kind(model=torch.nn.Identity(), data="nowhere", **{option.name: ("x",)})
+    with pytest.raises(UsageError, match=r"metrics='f1': expected a list of names, as metrics=\['f1'\]"):
+        kind(model=torch.nn.Identity(), data="nowhere", metrics="f1")
+    with pytest.raises(TypeError, match="nosuch"):
+        kind(model=torch.nn.Identity(), data="nowhere", nosuch=1)
 
 
 @pytest.mark.parametrize("name", TASKS)

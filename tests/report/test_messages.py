@@ -252,6 +252,14 @@ def test_model_data_and_arguments_that_do_not_fit(name: str) -> None:
     assert "--resize" not in message
 
 
+def test_a_path_of_texts_names_the_tasks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(UsageError) as caught:
+        dualeval.evaluate(model=nn.Linear(4, 2), data=tmp_path)
+    for said in (f"LanguageModeling(model=..., data='{tmp_path}')", "Segmentation, TextClassification"):
+        assert said in str(caught.value)
+
+
 # -- data sets -----------------------------------------------------------------------------------------
 
 

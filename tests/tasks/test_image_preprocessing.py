@@ -15,6 +15,7 @@ from rich.console import Console
 
 import dualeval.tasks
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.engine.description import _samples
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers
 from dualeval.models.fashion_cnn import FashionCNN
@@ -289,6 +290,7 @@ def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
     }
     shown = result.description["data"].partition(" (")[2]
     assert shown.startswith("the first 70 of 10,000 samples, fingerprint ")
+    assert _samples({"kind": "all", "samples": 1, "of": 1}) == "1 sample"
     assert (
         result.description["job"]
         == f"batch size 32, fp32, channels-last (fingerprint {result.fingerprint[:8]})"

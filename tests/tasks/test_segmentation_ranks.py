@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dualeval.engine.folder.layout import SUFFIX, journal_of
 from tests import masked_pictures as made
 from tests.conftest import BIN, ROOT, Launch
 
@@ -75,19 +76,21 @@ def test_the_same_bits(run: Run, wanted: dict[str, Any], size: int, backend: str
 
 
 @pytest.mark.long
-def test_a_stopped_run_goes_on(launch: Launch, home: Path, tmp_path: Path) -> None:
-    """On two processes, where one has begun."""
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_goes_on(launch: Launch, home: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """On two processes, where one has begun; whether it could still save what it has, or not."""
     made.write_pictures(tmp_path, count=3000)
     words: list[str | Path] = ["--data", tmp_path / "img", "--masks", tmp_path / "masks"]
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert launch([*DUALEVAL, *command(whole, *words)], cwd=home, timeout=280).returncode == 0
     with launch.started([*DUALEVAL, *command(out, *words, "--progress")], cwd=home) as process:
         assert process.stdout is not None
-        # Every few seconds, from a thread that sees how far the run is.
-        assert "samples/s" in process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
+        # Every few seconds, from a thread that sees how far the run is; until something is in the journal.
+        while not journal_of(out).is_dir() or not any(journal_of(out).glob(f"*{SUFFIX}")):
+            assert "samples/s" in process.stdout.readline()
+        process.send_signal(how)
         process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert process.returncode == (75 if how == signal.SIGTERM else -how)
     done = launch([*DUALEVAL, *command(out, *words, "--nproc", "2")], cwd=home, timeout=280)
     assert done.returncode == 0, done.stderr
     found, once = (json.loads((folder / "result.json").read_text()) for folder in (out, whole))
@@ -122,6 +125,7 @@ def test_a_bad_mask(launch: Launch, home: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "sample 001.png (index 1) cannot be read" in done.stderr
     assert "masks/001.png: there is no such file" in done.stderr
+    assert "with the same --out also give --fresh" in done.stderr
     assert "Traceback" not in done.stderr
     skipped = launch(
         [*DUALEVAL, *command(tmp_path / "out", *words, "--on-error", "skip", "--fresh")], cwd=home

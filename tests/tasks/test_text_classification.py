@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +17,10 @@ from torch import Tensor, nn
 import dualeval.tasks
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
-from dualeval.options.fields import fields_of
 from dualeval.options.job import Job
 from dualeval.result import JOB
 from dualeval.tasks.stored import metrics_of_run
 from dualeval.tasks.text_classification import TextClassification
-from dualeval.tasks.text_classification_options import TextClassificationOptions
 from tests import questions, texts
 from tests.engine.test_evaluator import evaluate
 from tests.texts import NAMES
@@ -168,14 +165,6 @@ def test_the_class_is_the_command(model: Path, tmp_path: Path) -> None:
         found = evaluate(task, None, batch_size=BATCH)
         assert found.metrics_digest == whole.metrics_digest
         assert found.labels == whole.labels
-
-    # All options are those of the class, with its defaults.
-    own = inspect.signature(TextClassification).parameters
-    renamed = {"metric": "metrics"}
-    for field in fields_of(TextClassificationOptions):
-        parameter = own[renamed.get(field.name, field.name)]
-        if parameter.default is not inspect.Parameter.empty:
-            assert parameter.default == field.default, field.name
 
 
 def test_the_result_says_what_was_evaluated(model: Path, tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class ModelSource(ABC):
 
     # Whether --weights has to be given.
     needs_weights = True
+    # Whether a library publishes weights for models of this kind, under names such as DEFAULT.
+    publishes_weights = False
     # Whether it comes out of a file that can run code.
     needs_trust = False
 

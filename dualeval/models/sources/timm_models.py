@@ -43,6 +43,8 @@ class TimmModel(ModelSource):
     Preprocessing is that of the model's pretrained configuration in timm, whatever the weights.
     """
 
+    publishes_weights = True
+
     def __init__(
         self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
     ) -> None:

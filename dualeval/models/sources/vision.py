@@ -25,6 +25,8 @@ _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 class TorchvisionModel(ModelSource):
     """A classifier of torchvision."""
 
+    publishes_weights = True
+
     def __init__(
         self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
     ) -> None:
