@@ -55,6 +55,7 @@ class _Invocation:
     forward_timeout: float
     stop_signals: tuple[str, ...]
     loggers: tuple[str, ...]
+    report: bool
     debug: bool
     started: float
 
@@ -153,6 +154,7 @@ class _Invocation:
     metavar="KIND:WHERE",
     help="Log to tensorboard, wandb, mlflow or jsonl.",
 )
+@grouped("--report", group=RUN, is_flag=True, help="Also write a page to look at, report.html.")
 @grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")
 @grouped("--debug", group=RUN, is_flag=True, help="Show the whole traceback of an error.")
@@ -409,6 +411,7 @@ def _run_engine(
             mix_machines=invocation.mix_machines,
             job=_as_used(job, session.backend.device.type, job.workers),
             show=shown,
+            report=invocation.report,
             started=invocation.started,
             last=True,
             puts_back=False,

@@ -64,7 +64,7 @@ ALLOWED = {
     "assets": set(),
 }
 # What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.
-SESSION = {"backends", "world.devices", "launch", "report.loggers"}
+SESSION = {"backends", "world.devices", "launch", "report.loggers", "report.page"}
 # Of tasks, the engine knows the protocol alone.
 ENGINE_TASK_NAMES = {"Task", "Dataset"}
 
