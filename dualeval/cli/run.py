@@ -30,6 +30,7 @@ from dualeval.options.several import is_several
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
+from dualeval.wording import printable_lines
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), columns), task.rows)
     if world.is_main:
         for sentence in [*task.notes(), *task.data_warnings(), *set_evaluation_mode(model)]:
-            click.echo(f"dualeval: note: {sentence}", err=True)
+            click.echo(f"dualeval: note: {printable_lines(sentence)}", err=True)
     workers = job.workers
     if workers is None:
         own = own_cores()

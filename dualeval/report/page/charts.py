@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from dualeval.report.page.texts import printable, shortened
+from dualeval.wording import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,13 +94,18 @@ def draw_seconds(ranks: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> Ma
 
 
 def _name_rows(axes: Axes, names: Sequence[object]) -> None:
-    texts = [shortened(printable(str(name)), _NAME_LETTERS) for name in names]
+    texts = [_shortened(printable(str(name))) for name in names]
     axes.set_yticks(range(len(names)), texts)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.locator_params(axis="x", nbins=4)
+
+
+def _shortened(name: str) -> str:
+    half = _NAME_LETTERS // 2 - 1
+    return name if len(name) <= _NAME_LETTERS else f"{name[:half]}…{name[-half:]}"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dualeval.report.page import charts
-from dualeval.report.page.texts import printable
 from dualeval.report.table import shown_numbers
-from dualeval.wording import counted
+from dualeval.wording import counted, printable_lines
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -66,8 +65,8 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
             matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
             style=Markup(style),
             script=Markup(script),
-            policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
-            "base-uri 'none'; form-action 'none'",
+            policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
+            f"style-src {_hash(style)}; script-src {_hash(script)}",
             index=_as_script([_index(card["of"]) for card in cards]),
         )
     )
@@ -90,7 +89,7 @@ def _reason(reason: str, content: PageContent) -> str:
     other = content.against[int(number)].folder if number else ""
     return {
         "mistake": "confident mistakes",
-        "loss": "highest losses",
+        "loss": f"worst by {content.worst_by}",
         "lost": f"right in {other}, wrong here",
         "gained": f"wrong in {other}, right here",
     }.get(kind, reason)
@@ -102,7 +101,7 @@ def _reason(reason: str, content: PageContent) -> str:
 def _sections(content: PageContent) -> list[dict[str, Any] | None]:
     """What follows the first screen, in order; None where there is nothing to show."""
     return [
-        _section("against", "Comparison", [_compared(*each, content) for each in enumerate(content.against)]),
+        _section("against", "Comparison", [_compared(*each) for each in enumerate(content.against)]),
         _section("samples", "Samples", [{}]) if content.samples else None,
         _section("confusion", "Confusion", [_confusions(content)] if content.confusion else []),
         _section("classes", "By class", _classes(content)),
@@ -129,16 +128,16 @@ def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict
     return {"value": "" if value is None else value, "text": "–" if text is None else text, "small": small}
 
 
-def _compared(number: int, against: Against, content: PageContent) -> dict[str, Any]:
-    units = {each.name: each.unit for each in content.headlines}
+def _compared(number: int, against: Against) -> dict[str, Any]:
     rows = []
     for row in against.rows:
         numbers = [row[key] for key in ("a", "b", "difference", "low", "high")]
-        shown = iter(shown_numbers(*(n for n in numbers if n is not None), unit=units.get(row["name"])))
+        shown = iter(shown_numbers(*(n for n in numbers if n is not None), unit=row["unit"]))
         *texts, low, high = (None if number is None else next(shown) for number in numbers)
-        texts.append(None if low is None else f"{low} to {high}")
+        cells = [_cell(number, text) for number, text in zip(numbers, texts, strict=False)]
+        cells.append(_cell(row["difference"], None if low is None else f"{low} to {high}"))
         p_value = None if row["p"] is None else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
-        rows.append((row["name"], *texts, p_value, row["verdict"]))
+        rows.append((row["name"], *cells, _cell(row["p"], p_value), row["verdict"]))
     columns = ("metric", "there", "here", "difference", "95 % interval", "p", "verdict")
     flips = {
         f"lost:{number}": (against.lost, "right there, wrong here"),
@@ -242,13 +241,15 @@ def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> list[dict[st
 def _seconds(content: PageContent) -> list[dict[str, Any]]:
     if not content.seconds:
         return []
-    parts = [name for name in content.seconds[0] if name != "rank"]
-    rows = [[each["rank"], *(float(each.get(part) or 0) for part in parts)] for each in content.seconds]
+    # The seconds of the whole loop are no part of themselves.
+    parts = [name for name in dict.fromkeys(chain(*content.seconds)) if name not in ("rank", "evaluate")]
+    names = ("rank", "evaluate", *parts)
+    rows = [[each["rank"], *(float(each.get(name) or 0) for name in names[1:])] for each in content.seconds]
     return [
         {
             "text": content.limited_by,
             "charts": [charts.draw_seconds(content.seconds, parts)],
-            "tables": [_table("Numbers of the chart", ("rank", *parts), rows, folds=True)],
+            "tables": [_table("Numbers of the chart", names, rows, folds=True)],
         }
     ]
 
@@ -268,7 +269,7 @@ def _index(sample: SampleShown) -> dict[str, Any]:
     """What the page's filters know of a sample."""
     values = {"reason": sample.reasons, "target": [sample.target], "prediction": [sample.prediction]}
     values["slice"] = sample.slices
-    return {key: [printable(each) for each in value if each is not None] for key, value in values.items()}
+    return {key: [_seen(each) for each in value if each is not None] for key, value in values.items()}
 
 
 def _shown(shown: Shown) -> dict[str, Any]:
@@ -309,8 +310,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         # Of each value that the template writes, before it is escaped.
-        finalize=lambda value: printable(value) if type(value) is str else value,
+        finalize=lambda value: _seen(value) if type(value) is str else value,
     )
+
+
+def _seen(text: str) -> str:
+    """A text of strangers, with what cannot be seen spelled out."""
+    return printable_lines(text.replace("\r\n", "\n"))
 
 
 def _as_script(value: object) -> Markup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,12 +44,12 @@ def write_report(
 
     A ``problem`` says why the task is None, and so what is missing.
     """
+    from dualeval.options.job import command_of
     from dualeval.report.page.content import build
     from dualeval.report.page.html import render
 
-    content = build(result, folder, task, against=against)
-    if problem:
-        content = replace(content, warnings=[*content.warnings, problem])
+    notes = [problem] if problem else []
+    content = build(result, folder, task, against=against, command=command_of(result.job), notes=notes)
     path = out or folder / REPORT
     try:
         write_text(path, render(content))
