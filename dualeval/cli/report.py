@@ -31,11 +31,11 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
     """
     from dualeval.engine.rescoring import check_finished
     from dualeval.report.page.writing import check_installed, write_report
-    from dualeval.result import JOB, RESULT, read_result
+    from dualeval.result import JOB
     from dualeval.tasks.stored import task_of_run
 
     check_installed()
     check_finished(run)
     task, problem = task_of_run(run / JOB)
-    page = write_report(read_result(run / RESULT), run, task, against=against, out=out, problem=problem)
+    page = write_report(run, task, against=against, out=out, problem=problem)
     click.echo(f"the report is in {page}")

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualeval.errors import UsageError, text_of
-from dualeval.result import REPORT, Result, write_text
+from dualeval.errors import UsageError, with_type
+from dualeval.result import REPORT, RESULT, Result, read_result, write_text
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -32,7 +32,6 @@ def check_report(out: object, *, is_main: bool) -> None:
 
 
 def write_report(
-    result: Result,
     folder: Path,
     task: Task | None,
     *,
@@ -49,6 +48,7 @@ def write_report(
     from dualeval.report.page.html import render
 
     notes = [problem] if problem else []
+    result = read_result(folder / RESULT)
     content = build(result, folder, task, against=against, command=command_of(result.job), notes=notes)
     path = out or folder / REPORT
     try:
@@ -64,8 +64,8 @@ def write_at_end(result: Result, task: Task, note: Callable[[str], None]) -> Non
     """Write the page of a run that is done: what goes wrong with it is a note."""
     try:
         assert result.folder is not None
-        path = write_report(result, Path(result.folder), task)
+        path = write_report(Path(result.folder), task)
     except Exception as error:  # noqa: BLE001 - the result is on the disk, and the run has done its work
-        note(f"{REPORT} could not be made, and the result is complete: {text_of(error)}")
+        note(f"{REPORT} could not be made, and the result is complete: {with_type(error)}")
     else:
         note(f"the report is in {path}")
