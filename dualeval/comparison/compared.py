@@ -116,18 +116,16 @@ class Comparison:
             changed = 0 if metric.flips is None else len(metric.flips.lost) + len(metric.flips.gained)
             said = f"{name} ({counted(changed, 'flip')})" if changed else name
             by_verdict.setdefault(metric.verdict, []).append(said if metric.verdict == _UNDECIDED else name)
-        shown = [
-            f"{verdict.removeprefix('B is ')} in {', '.join(names)}"
-            for verdict, names in by_verdict.items()
-            if verdict.startswith("B is ")
-        ]
-        parts = [f"{b} is {'; '.join(shown)}" if shown else "no difference shown"]
-        if _UNDECIDED in by_verdict:
-            parts.append(f"undecided: {', '.join(by_verdict[_UNDECIDED])}")
-        if _SAME in by_verdict:
-            parts.append(f"{_SAME}: {', '.join(by_verdict[_SAME])}")
+        undecided = ", ".join(by_verdict.pop(_UNDECIDED, []))
+        same = ", ".join(by_verdict.pop(_SAME, []))
+        # "better in loss, top1", "higher in tokens".
+        shown = [f"{verdict[len('B is ') :]} in {', '.join(names)}" for verdict, names in by_verdict.items()]
+        parts = [f"{b} is {'; '.join(shown)}"] if shown else []
+        parts += [f"{'undecided' if shown else 'no difference shown'}: {undecided}"] if undecided else []
+        parts += [f"{_SAME}: {same}"] if same else []
         parts += [f"gate {gate.metric} NOT passed" for gate in self.gates if not gate.passed]
-        return "; ".join(parts)
+        found = "; ".join(parts)
+        return found if shown else found[:1].upper() + found[1:]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; of flipped samples the counts and the first ids."""

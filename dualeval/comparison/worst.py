@@ -227,7 +227,8 @@ class JudgedRows:
     @property
     def score_columns(self) -> list[str]:
         """The columns of numbers that metrics follow from, but those that a sample has anyway."""
-        names = (name for score in self._scores.values() for name in score.columns)
+        scores = map(score_from, self.result.scores.values())
+        names = (name for score in scores for name in score.columns if name in self.rows.names)
         return [name for name in dict.fromkeys(names) if name not in (TARGET, PREDICTION, CONFIDENCE, LOSS)]
 
     @property

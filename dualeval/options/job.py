@@ -270,6 +270,7 @@ def command_of(used: Mapping[str, Any]) -> str | None:
     words = ["dualeval", "run", "--task", str(used["task"])]
     for field in (*task_kind(str(used["task"])).fields, *COMMON.values()):
         value = used.get(field.name)
+        value = list(value) if isinstance(value, tuple) else value
         if value in (None, False, []) or value == field.default or field.flag in words:
             continue
         if value is True:

@@ -106,7 +106,7 @@ def task_of_run(job_file: Path) -> tuple[Task | None, str]:
         task = _made_again(options, used)
         dataset, job = task.dataset(), said["job"]
         # Of images the labels are in it, and may be the model's; ``place_of`` compares the ids.
-        is_known = used["task"] != _IMAGES and "sample" not in job
+        is_known = job["task"] != _IMAGES and "sample" not in job
         if is_known and dataset.fingerprint(job["samples"]) != job["data"]:
             return None, f"the data of {job_file.parent} have changed since: nothing of them is shown."
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DualevalError) as error:
