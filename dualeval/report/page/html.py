@@ -39,14 +39,16 @@ _LEVELS = 9  # of the matrix's colours
 
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
-    samples = _in_turns(content.samples)
-    cards = [{"of": sample, "shown": [_shown(each) for each in sample.shown]} for sample in samples]
+    cards = [
+        {"of": sample, "shown": [_shown(each) for each in sample.shown], "turn": turn}
+        for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
+    ]
     sections = list(filter(None, _sections(content)))
     while True:
         page = _filled(content, cards, sections)
         if len(page.encode("utf-8", "backslashreplace")) <= limit or not cards:
             return page
-        cards = cards[: len(cards) * 2 // 3]
+        cards = [card for card in cards if card["turn"] < len(cards) * 2 // 3]
 
 
 def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any]) -> str:
@@ -137,7 +139,7 @@ def _compared(number: int, against: Against) -> dict[str, Any]:
         cells = [_cell(number, text) for number, text in zip(numbers, texts, strict=False)]
         cells.append(_cell(row["difference"], None if low is None else f"{low} to {high}"))
         p_value = None if row["p"] is None else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
-        rows.append((row["name"], *cells, _cell(row["p"], p_value), row["verdict"]))
+        rows.append((row["name"], *cells, _cell(row["p"], p_value), row["verdict"].removeprefix("B is ")))
     columns = ("metric", "there", "here", "difference", "95 % interval", "p", "verdict")
     flips = {
         f"lost:{number}": (against.lost, "right there, wrong here"),
@@ -257,12 +259,13 @@ def _seconds(content: PageContent) -> list[dict[str, Any]]:
 # -- samples ---------------------------------------------------------------------------------------
 
 
-def _in_turns(samples: Sequence[SampleShown]) -> list[SampleShown]:
-    """The samples with those of each reason in turn: what is cut at the end is cut from all alike."""
+def _turns(samples: Sequence[SampleShown]) -> list[int]:
+    """Which place each sample has where reasons take turns: the last are cut first, of all reasons alike."""
     by_reason = defaultdict(list)
-    for sample in samples:
-        by_reason[sample.reasons[:1]].append(sample)
-    return [sample for turn in zip_longest(*by_reason.values()) for sample in turn if sample is not None]
+    for at, sample in enumerate(samples):
+        by_reason[sample.reasons[:1]].append(at)
+    order = [at for turn in zip_longest(*by_reason.values()) for at in turn if at is not None]
+    return [order.index(at) for at in range(len(samples))]
 
 
 def _index(sample: SampleShown) -> dict[str, Any]:
