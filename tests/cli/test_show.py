@@ -128,7 +128,7 @@ def test_paths_are_named_where_ids_are_files(typed: Typed, tmp_path: Path) -> No
 class OnlySizes(SeededTask):
     """Rows by which no sample is worse than another."""
 
-    rows = ("group",)
+    rows: Any = ("group",)
 
     def metrics(self) -> list[Metric | RowMetric]:
         return [Mean("group")]

@@ -137,7 +137,14 @@ def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Pat
 
     only = pyarrow.table({"id": ["x", "y"], "index": [0, 1], "length": [1.5, 2.5]})
     metrics: dict[str, Any] = {"length": 2.0, "confusion_matrix": None}
-    fields = {"metrics": metrics, "nonfinite": {}, "scores": {}, "directions": {}, "units": {}, "labels": {}}
+    fields: Any = {
+        "metrics": metrics,
+        "nonfinite": {},
+        "scores": {},
+        "directions": {},
+        "units": {},
+        "labels": {},
+    }
     run = changed(runs[0], tmp_path / "run", lambda _: only, **fields)
     result = dualeval.Result(**{**vars(read_result(runs[0] / "result.json")), **fields})
     found = build(result, run)
