@@ -12,7 +12,7 @@ import pytest
 
 import dualeval
 from dualeval.comparison.compared import Comparison, Gate
-from dualeval.comparison.worst import JudgedRows, flips_of
+from dualeval.comparison.worst import JudgedRows, Listed, flips_of
 from dualeval.engine import stored_rows
 from dualeval.errors import UsageError
 from dualeval.result import read_result
@@ -20,6 +20,7 @@ from tests.comparison.test_comparison import SeededTask, changed, table_of
 from tests.engine.test_evaluator import evaluate
 
 COUNT = 500
+MISTAKES, LOSSES = Listed("mistake", "", "mistake"), Listed("loss", "", "loss")
 # Samples that cannot be read: the rows behind them are not at their number.
 BROKEN = (0, 17, 499)
 
@@ -47,14 +48,14 @@ def rows_of(run: Path) -> JudgedRows:
 def test_mistakes_and_losses_are_numpy_s(runs: tuple[Path, Path]) -> None:
     rows, table = rows_of(runs[0]), table_of(runs[0])
     wrong = table[(table.target != table.prediction) & table.loss.notna()]
-    mistakes = rows.worst("mistake", 20)
+    mistakes = rows.worst(MISTAKES, 20)
     by_hand = wrong.sort_values(["confidence", "index"], ascending=[False, True])
     assert mistakes.of == len(wrong) > 20
     assert mistakes.places == by_hand.index[:20].tolist()
-    losses = rows.worst("loss", 20)
+    losses = rows.worst(LOSSES, 20)
     assert losses.of == COUNT - len(BROKEN)
     assert losses.places == table.sort_values(["loss", "index"], ascending=[False, True]).index[:20].tolist()
-    of_class = rows.worst("mistake", COUNT, classes=[2, 5])
+    of_class = rows.worst(MISTAKES, COUNT, [2, 5])
     assert {*of_class.places} == {*wrong.index[wrong.target.isin([2, 5])]}
     first, *_ = rows.samples(mistakes.places)
     row = table.iloc[mistakes.places[0]]
@@ -77,7 +78,7 @@ def test_a_loss_that_is_nan_is_the_worst(runs: tuple[Path, Path], tmp_path: Path
         return table.set_column(table.schema.get_field_index("loss"), "loss", column)
 
     rows = rows_of(changed(runs[0], tmp_path / "nan", spoil))
-    assert rows.worst("loss", 3).places[:2] == [5, 333]
+    assert rows.worst(LOSSES, 3).places[:2] == [5, 333]
 
 
 def test_calibration_is_that_of_ece(runs: tuple[Path, Path]) -> None:
@@ -98,9 +99,12 @@ def test_flips_are_those_of_compare(runs: tuple[Path, Path]) -> None:
     a, b = map(table_of, runs)
     assert flips is not None
     right = [table.target.eq(table.prediction) & table.loss.notna() for table in (a, b)]
-    lost = rows_of(runs[1]).with_ids(flips.lost)
-    assert (lost == (right[0] & ~right[1]).to_numpy()).all() and lost.sum() > 10
-    chosen = rows_of(runs[1]).worst("any", 5, among=lost)
+    rows = rows_of(runs[1])
+    listed, other = rows.lists(dualeval.compare(*runs))
+    assert (listed.reason, other.reason) == ("lost", "gained")
+    lost = (right[0] & ~right[1]).to_numpy()
+    assert (listed.among == lost).all() and lost.sum() > 10
+    chosen = rows.worst(listed, 5)
     assert chosen.of == lost.sum()
     by_hand = b[lost].sort_values(["confidence", "index"], ascending=[False, True])
     assert chosen.places == by_hand.index[:5].tolist()
@@ -145,9 +149,9 @@ def test_what_is_worse_follows_from_the_scores(
     assert (rows.measure is not None) == (worst is not None)
     assert rows.judges == (right is not None)
     if worst is not None:
-        assert rows.worst("loss", 3).places == worst
+        assert rows.worst(LOSSES, 3).places == worst
     if right is not None:
-        assert rows.worst("mistake", 3).places == right
+        assert rows.worst(MISTAKES, 3).places == right
     with pytest.raises(UsageError, match="no single class"):
         rows.classes_called("cat")
 

@@ -89,7 +89,7 @@ def test_cards_are_the_worst_samples_and_the_flips(runs: tuple[Path, Path], page
     lost = (a.target == a.prediction) & (b.target != b.prediction)
     assert {*of["lost:0"]} <= {*a.id[lost]} and len(of["lost:0"]) == min(60, lost.sum())
     assert (page.against[0].lost, page.samples_total) == (lost.sum(), COUNT)
-    assert page.cut is not None and f"60 of {len(wrong)} mistakes" in page.cut
+    assert page.cut is not None and f"60 of {len(wrong)} (most confident mistakes)" in page.cut
     card = page.samples[0]
     row = wrong.iloc[0]
     assert (card.confidence, card.loss, card.correct) == (row.confidence, row.loss, False)
@@ -137,7 +137,14 @@ def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Pat
 
     only = pyarrow.table({"id": ["x", "y"], "index": [0, 1], "length": [1.5, 2.5]})
     metrics: dict[str, Any] = {"length": 2.0, "confusion_matrix": None}
-    fields = {"metrics": metrics, "nonfinite": {}, "scores": {}, "directions": {}, "units": {}, "labels": {}}
+    fields: Any = {
+        "metrics": metrics,
+        "nonfinite": {},
+        "scores": {},
+        "directions": {},
+        "units": {},
+        "labels": {},
+    }
     run = changed(runs[0], tmp_path / "run", lambda _: only, **fields)
     result = dualeval.Result(**{**vars(read_result(runs[0] / "result.json")), **fields})
     found = build(result, run)

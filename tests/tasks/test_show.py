@@ -223,4 +223,5 @@ def _typed(words: list[str]) -> Job:
             kinds.get(name, lambda each: int(each) if each.isdecimal() else each)(text)
         )
     many = ("metric", "mean", "std")
-    return Job.of(**{name: tuple(found) if name in many else found[0] for name, found in flags.items()})
+    values: Any = {name: tuple(found) if name in many else found[0] for name, found in flags.items()}
+    return Job.of(**values)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.comparison.compared import Comparison, compare
-from dualeval.comparison.worst import By, JudgedRows, Sample, flips_of
+from dualeval.comparison.worst import CONFIDENCE, LOSS, PREDICTION, TARGET, JudgedRows, Sample, flips_of
 from dualeval.errors import with_type
 from dualeval.report.loggers.confusions import confusions_of, figures_of
 from dualeval.result import JOB, Result, described_part
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Of a page: cards by reason.
-_MISTAKES, _LOSSES, _FLIPS = 60, 30, 60
+_CARDS, _LOSSES = 60, 30
 # By class these come first, as far as they are there.
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy")
 # A rank's parts of the loop and of its end, and what took the time where one is the largest.
@@ -216,30 +216,23 @@ def _against(comparison: Comparison) -> Against:
 
 def _chosen(rows: JudgedRows, comparisons: Sequence[Comparison]) -> tuple[dict[int, list[str]], str | None]:
     """The places of the samples that are shown, with the reasons for each; and what is not shown."""
-    wanted: list[tuple[str, str, By, int, Sequence[str] | None]] = []
-    if rows.judges:
-        wanted.append(("mistake", "mistakes", "mistake", _MISTAKES, None))
-    if rows.measure is not None:
-        wanted.append(("loss", f"samples by {rows.measure.name}", "loss", _LOSSES, None))
-    for number, flips in enumerate(map(flips_of, comparisons)):
-        for change in ("lost", "gained") if flips is not None else ():
-            ids = getattr(flips, change)
-            wanted.append((f"{change}:{number}", f"{change} samples", "any", _FLIPS, ids))
+    wanted = [(listed, "") for listed in rows.lists()]
+    for number, comparison in enumerate(comparisons):
+        wanted += [(listed, f":{number}") for listed in rows.lists(comparison)]
     reasons: dict[int, list[str]] = {}
     cut = []
-    for reason, named, by, most, ids in wanted:
-        found = rows.worst(by, most, among=None if ids is None else rows.with_ids(ids))
+    for listed, behind in wanted:
+        found = rows.worst(listed, _LOSSES if listed.reason == "loss" else _CARDS)
         for place in found.places:
-            reasons.setdefault(place, []).append(reason)
+            reasons.setdefault(place, []).append(listed.reason + behind)
         if found.of > len(found.places):
-            cut.append(f"{len(found.places):,} of {found.of:,} {named}")
+            cut.append(f"{len(found.places):,} of {found.of:,} ({listed.title})")
     return reasons, f"Shown are {', '.join(cut)}." if cut else None
 
 
 def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
     row = sample.row
-    further = {rows.measure.name: sample.loss} if rows.measure is not None else {}
-    named = {name: row[name] for name in (*rows.data_names, *rows.score_columns)}
+    named = [*rows.data_names, *(column for score in rows.scores.values() for column in score.columns)]
     return SampleShown(
         id=str(row["id"]),
         index=int(row["index"]),
@@ -249,14 +242,14 @@ def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any
         confidence=sample.confidence,
         loss=sample.loss,
         reasons=reasons,
-        columns={name: _as_text(value) for name, value in {**named, **further}.items()},
+        columns={
+            name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name])
+            for name in dict.fromkeys(named)
+            if name not in (TARGET, PREDICTION, CONFIDENCE, LOSS)
+        },
         slices=tuple(_slices_of(rows.result, row)),
         shown=_things(task, row),
     )
-
-
-def _as_text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _slices_of(result: Result, row: Mapping[str, Any]) -> Iterator[str]:
@@ -296,15 +289,10 @@ def _thing(value: Any) -> Shown:
 def classes_of(result: Result, folder: Path) -> tuple[list[str], list[list[Any]]]:
     """The figures of each class: the columns' names, "class" first, and a row a class."""
     names = [*(result.labels.get("classes") or ())]
-    tables = figures_of(result, confusions_of(result, folder, names))
-    count = max((len(values) for table in tables.values() for values in table.values()), default=0)
-    found: dict[str, list[Any]] = {}
-    for title, table in tables.items():
-        for column, values in table.items():
-            if len(values) == count:
-                found[f"{title}: {column}" if column in found else column] = values
-    first = [name for name in _FIRST if name in found]
-    columns = [*first, *(name for name in found if name not in first)]
+    tables = figures_of(result, confusions_of(result, folder, names)).values()
+    count = max((len(values) for table in tables for values in table.values()), default=0)
+    found = {name: values for table in tables for name, values in table.items() if len(values) == count}
+    columns = [*(name for name in _FIRST if name in found), *(name for name in found if name not in _FIRST)]
     known = [*names, *[None] * count]
     rows = [
         [str(index) if known[index] is None else known[index], *(found[name][index] for name in columns)]
