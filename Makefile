@@ -11,8 +11,8 @@ PACKAGES := | sed -un -E 's/^ *(Downloading|Using cached|Processing) (.*\/)?([^\
 	s/^Installing collected packages: .*\<torch,.*/  unpacking them: torch takes a minute/p'
 PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev g++ make cmake
-SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2
-SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip
+SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2 chromium
+SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip chromium
 APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
 # For images (docker/) on the command line: the extras of setup.py, and more for dualeval setup-horovod.

@@ -34,8 +34,8 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
             the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
         options: of ``ModelTask``, as ``model``, ``data``, ``metrics``, ``collate``, ``forward`` and
             ``observe``; of ``Session``, as ``backend`` and ``device``; and of ``RunOptions``, as ``out`` and
-            ``batch_size``. Without ``out`` nothing is written. ``loggers`` and ``step`` are those of
-            ``Session.evaluate``.
+            ``batch_size``. Without ``out`` nothing is written. ``loggers``, ``step`` and ``report`` are those
+            of ``Session.evaluate``.
 
     Raises:
         SystemExit: the ranks that ``nproc`` has started have ended.

@@ -27,6 +27,8 @@ STATUS = "status.json"
 RESULT = "result.json"
 JOB = "job.json"
 PREDICTIONS = "predictions.parquet"
+# A page to look at, where one was asked for.
+REPORT = "report.html"
 # The table of several models, in whose folder each has one of its own.
 MODELS = "models.json"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable
 
 from dualeval.errors import UsageError
@@ -32,3 +33,29 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0
 def counted(number: int, what: str) -> str:
     """A number of things: "1 rank", "1,024 ranks"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """A text of strangers for a terminal: control characters, which could move its cursor, as ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(each.encode("unicode_escape").decode() if _is_control(each) else each for each in text)
+
+
+def _is_control(letter: str) -> bool:
+    """Whether a letter is a command to the terminal: also one that turns the direction of writing."""
+    turns = "\u202a" <= letter <= "\u202e" or "\u2066" <= letter <= "\u2069"
+    # What XML has no place for.
+    if letter in "\ufffe\uffff":
+        return True
+    return turns or (letter != "\t" and unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"))
+
+
+def printable_lines(text: str) -> str:
+    """As ``printable``, of a text that may have several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def csv_cell(text: str) -> str:
+    """A text of strangers for a CSV file: a spreadsheet would compute one that begins like a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

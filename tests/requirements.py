@@ -24,6 +24,7 @@ MPI_WHEELS = Path(sys.prefix) / "mpi"
 # The environment of benchmarks/peers.py; the Makefile makes it.
 PEERS_READY = ".venv-peers/.ready"
 PEERS_PYTHON = Path(__file__).resolve().parent.parent / ".venv-peers/bin/python"
+BROWSER = Path("/usr/bin/chromium")
 # Where daemons are; not everyone has it on the PATH.
 SYSTEM_BIN = f"/usr/sbin{os.pathsep}/sbin"
 
@@ -101,6 +102,13 @@ def _without_peers() -> str | None:
     return None if PEERS_PYTHON.exists() else f"there is no {PEERS_PYTHON}; type: make {PEERS_READY}"
 
 
+def _without_browser() -> str | None:
+    if not BROWSER.exists():
+        return "there is no chromium; type: apt install chromium"
+    missing = [name for name in ("playwright", "axe_playwright_python") if not importlib.util.find_spec(name)]
+    return f"{' and '.join(missing)} cannot be imported; type: make test" if missing else None
+
+
 _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "mpi": _without_mpi,
     "horovod": _without_horovod,
@@ -109,6 +117,7 @@ _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "quotas": _without_quotas,
     "mounts": _without_mounts,
     "peers": _without_peers,
+    "browser": _without_browser,
 }
 
 

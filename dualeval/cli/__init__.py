@@ -30,6 +30,7 @@ from dualeval.errors import (
 )
 from dualeval.launch import detect
 from dualeval.own_code import wants_debug
+from dualeval.wording import printable_lines
 from dualeval.world import World
 
 _HEAD_START_S = 1.0
@@ -42,6 +43,8 @@ COMMANDS = {
     "score": "dualeval.cli.score:score",
     "verify": "dualeval.cli.verify:verify",
     "compare": "dualeval.cli.compare:compare",
+    "report": "dualeval.cli.report:report",
+    "show": "dualeval.cli.show:show",
     "export": "dualeval.cli.export:export",
     "list": "dualeval.cli.listing:list_names",
     "init": "dualeval.cli.init:init",
@@ -160,7 +163,7 @@ def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
         world = None
     if world is None or world.is_main or (of_node and world.local_rank == 0):
         where = "" if world is None or world.is_main else f" (on {socket.gethostname()})"
-        click.echo(f"dualeval: error: {message}{where}", err=True)
+        click.echo(f"dualeval: error: {printable_lines(message)}{where}", err=True)
     if world is None or world.size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The others may be on their way to this place.

@@ -30,6 +30,7 @@ from dualeval.options.several import is_several
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
+from dualeval.wording import printable_lines
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class _Invocation:
     forward_timeout: float
     stop_signals: tuple[str, ...]
     loggers: tuple[str, ...]
+    report: bool
     debug: bool
     started: float
 
@@ -153,6 +155,7 @@ class _Invocation:
     metavar="KIND:WHERE",
     help="Log to tensorboard, wandb, mlflow or jsonl.",
 )
+@grouped("--report", group=RUN, is_flag=True, help="Also write a page to look at, report.html.")
 @grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")
 @grouped("--debug", group=RUN, is_flag=True, help="Show the whole traceback of an error.")
@@ -275,7 +278,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), columns), task.rows)
     if world.is_main:
         for sentence in [*task.notes(), *task.data_warnings(), *set_evaluation_mode(model)]:
-            click.echo(f"dualeval: note: {sentence}", err=True)
+            click.echo(f"dualeval: note: {printable_lines(sentence)}", err=True)
     workers = job.workers
     if workers is None:
         own = own_cores()
@@ -409,6 +412,7 @@ def _run_engine(
             mix_machines=invocation.mix_machines,
             job=_as_used(job, session.backend.device.type, job.workers),
             show=shown,
+            report=invocation.report,
             started=invocation.started,
             last=True,
             puts_back=False,

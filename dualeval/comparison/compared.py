@@ -17,12 +17,14 @@ from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
 from dualeval.engine.reference import PREDICTION_COLUMNS
 from dualeval.errors import UsageError
+from dualeval.wording import counted, csv_cell
 
 # Below these the simulations of docs/compare.md err too often.
 _FEW_SAMPLES = 100
 _FEW_CLUSTERS = 20
 # Ids of flipped samples in JSON; --flips writes all.
 _LISTED = 10
+_UNDECIDED, _SAME = "no difference shown", "the same on every sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +104,35 @@ class Comparison:
         """Whether all gates have passed."""
         return all(gate.passed for gate in self.gates)
 
+    @property
+    def sentence(self) -> str:
+        """What was found, in a line: "B is better in loss; undecided: top1 (20 flips)"."""
+        return self.said_of("B")
+
+    def said_of(self, b: str) -> str:
+        """As ``sentence``, with another name for B."""
+        by_verdict: dict[str, list[str]] = {}
+        for name, metric in self.metrics.items():
+            changed = 0 if metric.flips is None else len(metric.flips.lost) + len(metric.flips.gained)
+            said = f"{name} ({counted(changed, 'flip')})" if changed else name
+            by_verdict.setdefault(metric.verdict, []).append(said if metric.verdict == _UNDECIDED else name)
+        undecided = ", ".join(by_verdict.pop(_UNDECIDED, []))
+        same = ", ".join(by_verdict.pop(_SAME, []))
+        # "better in loss, top1", "higher in tokens".
+        shown = [f"{verdict[len('B is ') :]} in {', '.join(names)}" for verdict, names in by_verdict.items()]
+        parts = [f"{b} is {'; '.join(shown)}"] if shown else []
+        parts += [f"{'undecided' if shown else 'no difference shown'}: {undecided}"] if undecided else []
+        parts += [f"{_SAME}: {same}"] if same else []
+        parts += [f"gate {gate.metric} NOT passed" for gate in self.gates if not gate.passed]
+        found = "; ".join(parts)
+        return found if shown else found[:1].upper() + found[1:]
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; of flipped samples the counts and the first ids."""
         content = {name: getattr(self, name) for name in self.__dataclass_fields__}
         content["metrics"] = {name: _metric_as_json(metric) for name, metric in self.metrics.items()}
         content["gates"] = [vars(gate) for gate in self.gates]
-        return {"schema_version": 1, **content, "passed": self.passed}
+        return {"schema_version": 1, "sentence": self.sentence, **content, "passed": self.passed}
 
     def write_flips(self, path: Path) -> None:
         """Write all flipped samples as CSV: metric, change ("lost" or "gained"), id."""
@@ -119,7 +144,7 @@ class Comparison:
                     if metric.flips is not None:
                         for change in ("lost", "gained"):
                             ids = getattr(metric.flips, change)
-                            writer.writerows([name, change, one] for one in ids)
+                            writer.writerows([csv_cell(name), change, csv_cell(one)] for one in ids)
         except OSError as error:
             raise UsageError(
                 f"{path} cannot be written ({error.strerror or error}). Name a file in a folder of your own."
@@ -282,9 +307,9 @@ def _compared(
 
 def _verdict(difference: Difference, p_value: float, direction: str | None) -> str:
     if difference.is_zero:
-        return "the same on every sample"
+        return _SAME
     if p_value >= LEVEL:
-        return "no difference shown"
+        return _UNDECIDED
     higher = difference.value > 0
     if direction is None:
         return f"B is {'higher' if higher else 'lower'}"

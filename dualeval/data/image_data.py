@@ -39,6 +39,9 @@ class ImageData(Protocol):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """A ready batch ``{"images", "targets"}``, or a list of (uint8 (channels, height, width), class)."""
 
+    def picture(self, index: int) -> Any:
+        """A ``PIL.Image.Image`` of a sample before any preprocessing."""
+
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over id, size in bytes and class of the first ``count`` samples."""
 

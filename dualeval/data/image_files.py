@@ -20,7 +20,7 @@ from dualeval.data.decoding import Decoder
 from dualeval.data.file_names import FileNames
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
-from dualeval.data.pictures import read_pixels
+from dualeval.data.pictures import picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of
 from dualeval.vision_library import torchvision
 
@@ -120,6 +120,11 @@ class ImageFiles:
         with Path(self._path(index)).open("rb") as file:
             self._check_unchanged(index, file.fileno())
             return read_pixels(file, self._preprocessing, self._decoder)
+
+    def picture(self, index: int) -> Any:
+        """The picture as it stands in its file, for people."""
+        with Path(self._path(index)).open("rb") as file:
+            return picture_in(file)
 
     def reading_notes(self) -> list[str]:
         """What the reader of a run should know of how this process has decoded, since the last call."""

@@ -35,6 +35,7 @@ _MODES = ("P", "L", "1", "I", "I;16")
 _NAMED_AT_MOST = 3
 _LOOKED_FOR = 1000
 _LARGEST = 2**15 - 1  # labels are int16
+_OVERLAY = 140  # of 255: how much of a mask's colour covers the picture
 
 
 @dataclass(kw_only=True)
@@ -158,6 +159,17 @@ class MaskedPictures:
             row = f" ({self.table} {self.numbers[index]})" if self.table else ""
             said = "there is no such file" if isinstance(error, FileNotFoundError) else text_of(error)
             raise ValueError(f"its mask {self.masks.path(index)}{row}: {said}") from error
+
+    def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
+        """The picture, and the picture with the mask over it, a colour for each class, for people."""
+        found = self.pictures.picture(index).convert("RGB")
+        classes = self.rule.of(self.masks.read(index))
+        # The golden angle apart: neighbours among the classes have colours that differ.
+        hues = np.asarray(classes, np.float64) * 0.618034 % 1
+        colours = np.stack([hues * 255, np.full(hues.shape, 200), np.full(hues.shape, 235)], axis=-1)
+        drawn = Image.fromarray(colours.astype(np.uint8), "HSV").convert("RGB").resize(found.size)
+        share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(found.size)
+        return found, Image.composite(drawn, found, share)
 
     def placeholder(self, index: int) -> tuple[Tensor, Tensor]:
         """A black picture of the size that the one at ``index`` has, of which no pixel counts.

@@ -78,6 +78,14 @@ def _rows_of_image(image: Image.Image, channels: int) -> Rows:
     return rows_of(_with_channels(_eight_bits(image), channels))
 
 
+def picture_in(file: IO[bytes]) -> Image.Image:
+    """A picture as it stands in its file, in grey or RGB of 8 bits."""
+    with _opened(file) as image, _whole_pictures_only():
+        found = _eight_bits(image)
+        found.load()
+        return found.copy() if found.mode == "L" else _with_channels(found, 3)
+
+
 def picture_of(pixels: Tensor) -> Image.Image:
     """A picture of pixels, uint8 of shape (1 or 3, height, width)."""
     values = pixels.permute(1, 2, 0).contiguous().numpy()

@@ -83,6 +83,12 @@ class SmallImages:
         chosen = as_tensor(indices)
         return {"images": self._images[chosen], "targets": self._targets[chosen]}
 
+    def picture(self, index: int) -> Any:
+        """The picture in its own size, for people."""
+        from dualeval.data.pictures import picture_of
+
+        return picture_of(self._images[index])
+
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over id, size in bytes and label of the first ``count`` samples."""
         size = math.prod(self._images.shape[1:])

@@ -103,6 +103,12 @@ class DocumentWindows:
         """The name of the document that a window is of."""
         return self._names[int(self._windows[index, 0])]
 
+    def predicted(self, index: int) -> list[int]:
+        """The tokens that a window predicts."""
+        number, first, stop = self._windows[index, :3].tolist()
+        tokens: list[int] = self._tokens[number][first + 1 : stop + 1].tolist()
+        return tokens
+
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Windows as sequences; of a document that is wrong there is one, which cannot be read."""
         return [self._sample(index, is_read=True) for index in indices]

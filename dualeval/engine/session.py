@@ -317,6 +317,7 @@ class Session:
         started: float | None = None,
         loggers: Sequence[str] = (),
         step: int | None = None,
+        report: bool = False,
         last: bool = False,
         puts_back: bool = True,
         **options: Any,
@@ -334,6 +335,8 @@ class Session:
             loggers: where rank 0 logs the result when it is written, each as ``KIND:WHERE``, such as
                 "tensorboard:runs/tb" (docs/loggers.md). A tracker that fails is a note.
             step: which step of a training the loggers record, such as the epoch.
+            report: rank 0 also writes report.html into the output folder, once the result is there
+                (docs/report.md). A page that cannot be made is a note.
             last: nothing follows it: a signal that comes when the result is written comes too late. The
                 caller logs it once the session is closed.
             options: of ``RunOptions``, as ``out``, ``batch_size`` and ``precision``.
@@ -347,6 +350,9 @@ class Session:
         from dualeval.engine.run import evaluate
         from dualeval.report.loggers.targets import check_installed, targets_of
 
+        if report:
+            from dualeval.report.page.writing import check_report, write_at_end
+
         self._check_usable()
         run_options = run_options_of(options)
         targets = targets_of(loggers, step)
@@ -354,13 +360,19 @@ class Session:
         with self._concluding():
             if self.world.is_main:
                 check_installed(targets)
+            if report:
+                check_report(run_options.out, is_main=self.world.is_main)
             run = self._run(run_options, job, show, guest=puts_back, cores=self.cores)
             run.started = perf_counter() if started is None else started
             result = evaluate(task, run)
         if last:
             self._watch.end()
+        else:
+            self._idle()
+        if report and self.world.is_main:
+            write_at_end(result, task, self.note)
+        if last:
             return result
-        self._idle()
         if targets and self.world.is_main:
             from dualeval.report.loggers.log import log_result
 

@@ -49,6 +49,8 @@ class StoredRows:
             schema = pyarrow.parquet.read_schema(path)
         if any(name not in schema.names for name in _IDS):
             raise DualevalError(f"{path} is damaged: it has no column {' or '.join(_IDS)}")
+        # By name, "b", "i" or "f" of the columns with one number a sample, "" of the others.
+        self.kinds = {field.name: _kind(field.type) for field in schema}
         # The columns of the task and of its metrics; without id, index and the task's `texts`.
         self.names = tuple(
             field.name for field in schema if field.name not in _IDS and not _is_of_texts(field)
@@ -122,6 +124,21 @@ class StoredRows:
             texts=texts,
         )
 
+    def at(self, places: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Read some rows as Python values: their places, in order, with all columns and texts."""
+        import pyarrow.parquet
+
+        wanted = np.unique(np.asarray(places, np.int64))
+        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
+            start = 0
+            for group in range(file.num_row_groups):
+                stop = start + file.metadata.row_group(group).num_rows
+                own = wanted[(wanted >= start) & (wanted < stop)]
+                if len(own):
+                    found = file.read_row_group(group).take(pyarrow.array(own - start)).to_pylist()
+                    yield from zip(own.tolist(), found, strict=True)
+                start = stop
+
     def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
         """Whether each row has values: in all columns, or in none."""
         evaluated = _there(batch.column(names[0]))
@@ -166,6 +183,14 @@ def _is_of_texts(field: Any) -> bool:
 
     metadata = field.metadata or {}
     return pyarrow.types.is_string(field.type) and not COLUMN_OF_TEXT.items() <= metadata.items()
+
+
+def _kind(kind: Any) -> str:
+    import pyarrow
+
+    if pyarrow.types.is_boolean(kind):
+        return "b"
+    return "i" if pyarrow.types.is_integer(kind) else "f" if pyarrow.types.is_floating(kind) else ""
 
 
 # From the buffers: ``to_numpy`` and the like import pandas, where that is installed, which takes a second.

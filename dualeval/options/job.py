@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import typing
 from collections.abc import Mapping
@@ -258,6 +259,31 @@ class Job:
         of_task = {name: own[name] for name in _TASKS_OWN_TOO if name in own and common[name] is None}
         return {"task": self.task, **own, **common, **of_task, "metric": list(self.metric)}
 
+
+def command_of(used: Mapping[str, Any]) -> str | None:
+    """The command of a run of a built-in task, by the options that its result shows; None where none is.
+
+    Its options are those that were used, defaults that followed from model and data among them.
+    """
+    if used.get("task") not in TASKS or used.get("weights") == _OF_MODULE:
+        return None
+    words = ["dualeval", "run", "--task", str(used["task"])]
+    for field in (*task_kind(str(used["task"])).fields, *COMMON.values()):
+        value = used.get(field.name)
+        value = list(value) if isinstance(value, tuple) else value
+        if value in (None, False, []) or value == field.default or field.flag in words:
+            continue
+        if value is True:
+            words.append(field.flag)
+        elif isinstance(value, list) and (field.is_repeated or field.name == "metric"):
+            words += [word for each in value for word in (field.flag, str(each))]
+        else:
+            words += [field.flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return shlex.join(words)
+
+
+# What a result says of the weights of a module from Python, which no command names.
+_OF_MODULE = "as the module has them"
 
 # Tasks have had these for something of their own: what nobody gives does not change the task's default.
 _TASKS_OWN_TOO = ("sample", "seed", "cluster", "layout", "optimize", "shard", "offload")

@@ -33,6 +33,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     """Print the metrics of two runs side by side, what changed, and the gates."""
     console = console or make_console(_WIDTH)
     lines = _lines(comparison)
+    print_line(console, comparison.sentence, style="bold")
     for line in (*_title(comparison), *lines[:2]):
         print_line(console, line)
     table = Table(*_HEAD)
@@ -55,7 +56,12 @@ def as_markdown(comparison: Comparison) -> str:
     listed = [
         f"- {line[:LABEL_WIDTH].rstrip()}: {_escaped(' '.join(line[LABEL_WIDTH:].split()))}" for line in lines
     ]
-    return "\n".join([*table, "", *listed, *(f"- Note: {note}" for note in comparison.notes)]) + "\n"
+    return (
+        "\n".join(
+            [comparison.sentence, "", *table, "", *listed, *(f"- Note: {note}" for note in comparison.notes)]
+        )
+        + "\n"
+    )
 
 
 def _escaped(text: str) -> str:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from dualeval.report.table import make_console, print_line, shown_numbers
 from dualeval.result import Result, json_text
+from dualeval.wording import csv_cell, printable
 
 DONE, FAILED, NOT_DONE = "done", "failed", "not done"
 _DIGESTS = ("metrics_digest", "samples_digest")
@@ -124,7 +125,8 @@ class ModelsTable:
                 counts = found.samples
                 values += [found.samples_per_s, counts["evaluated"], counts["failed"]]
                 values += found.digests.values()
-            writer.writerow([*values, row.folder or "", row.reason or ""])
+            values += [row.folder or "", row.reason or ""]
+            writer.writerow([csv_cell(value) if isinstance(value, str) else value for value in values])
         return text.getvalue()
 
     def to_markdown(self) -> str:
@@ -200,7 +202,7 @@ class ModelsTable:
                 value, interval = self.cell(row, name)
                 star = " *" if self.is_best(row, name) else ""
                 cells.append(Text(f"{value}{star}" + (f"\n{interval}" if interval else "")))
-            table.add_row(Text(row.name), *cells, _speed(row), row.status)
+            table.add_row(Text(printable(row.name)), *cells, _speed(row), row.status)
         console.print(table)
         for line in self._notes(len(metrics)):
             print_line(console, line)

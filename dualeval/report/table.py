@@ -13,6 +13,7 @@ from rich.table import Table
 
 from dualeval.report.screen import on_screen
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, Result, described_part
+from dualeval.wording import printable_lines
 
 # Of the lines around the table.
 LABEL_WIDTH = 16
@@ -124,8 +125,8 @@ def _of_earlier_run(result: Result) -> str:
 
 
 def print_line(console: Console, line: str, style: str | None = None) -> None:
-    """Print a line as it is, and whole, however narrow the terminal: to be copied."""
-    console.print(line, soft_wrap=True, highlight=False, markup=False, style=style)
+    """Print a line whole, however narrow the terminal, to be copied; control characters are spelled."""
+    console.print(printable_lines(line), soft_wrap=True, highlight=False, markup=False, style=style)
 
 
 def labelled(label: str, text: str) -> str:

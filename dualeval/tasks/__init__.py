@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dualeval.errors import UsageError
+
 if TYPE_CHECKING:
     # The options of a task stand beside it, and 'dualeval run --help' has to be fast.
     import torch
@@ -264,6 +266,21 @@ class Task(ABC):
         """
         return {}
 
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """What there is to see of a sample, for the page of a run.
+
+        Called on rank 0 after the result is saved, and also on a task whose model was never built. An error
+        costs the page this sample's picture, and nothing else.
+
+        Args:
+            row: the sample's row in predictions.parquet as Python values: id, index (its place in the data
+                set), columns and texts.
+
+        Returns:
+            A ``PIL.Image.Image``, a text, a table (a mapping of texts to texts), or a sequence of these.
+        """
+        return ()
+
     def findings(self, count: int) -> Mapping[str, Sequence[str]]:
         """What is odd about some of the first ``count`` samples, which are evaluated all the same.
 
@@ -320,3 +337,16 @@ class Task(ABC):
         Of a class that does not say it, the plain values in the task's attributes are in the fingerprint.
         """
         return {}
+
+
+def place_of(dataset: Any, row: Mapping[str, Any]) -> int:
+    """The place in its data set of the sample that a stored row is of.
+
+    Raises:
+        UsageError: another sample is there now.
+    """
+    index = int(row["index"])
+    there = dataset.id(index) if index < len(dataset) else "none"
+    if there != row["id"]:
+        raise UsageError(f"the data have changed: sample {index} is {there}, and was {row['id']}")
+    return index

@@ -25,6 +25,7 @@ from dualeval.metrics.classification import (
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses
 from dualeval.options.fields import of_python
+from dualeval.tasks import place_of
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.tasks.image_data import ASSETS, DataSource
 from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
@@ -248,6 +249,10 @@ class ImageClassification(PictureTask):
     def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
         """The names of each image's class and of the predicted one; nothing where no class has a name."""
         return names_of(self._dataset.labels, rows)
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """The picture before preprocessing."""
+        return self._dataset.picture(place_of(self._dataset, row))
 
     def _count_classes(self, model: nn.Module, images: Tensor) -> int:
         """Run the model once, and return the number of classes that it tells apart."""

@@ -95,6 +95,9 @@ class RowKind(Kind, ABC):
     def fingerprint(self, count: int) -> str:
         return self.of.fingerprint(count)
 
+    def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
+        raise NotImplementedError
+
 
 @dataclass(kw_only=True, eq=False)
 class Choices(RowKind):
@@ -119,6 +122,14 @@ class Choices(RowKind):
             cut = cut or len(whole) > self.max_length + 1
             sequences.append((whole[-self.max_length - 1 :], len(after)))
         return {"sequences": sequences, "answer": answer, "cut": cut}
+
+    def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
+        context, choices, answer = choices_of(self.of, index)
+        found = {self.of.columns[0]: context}
+        for place, (choice, value) in enumerate(zip(choices, row["loglikelihoods"], strict=True)):
+            marks = [*["right"] * (place == answer), *["chosen"] * (place == row["prediction"])]
+            found[", ".join([f"choice {place}", *marks])] = f"{choice} ({value:.2f})"
+        return found
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         return {
@@ -183,6 +194,11 @@ class Answers(RowKind):
         tokens = self.tokens.encode(self.of.text(index, self.of.columns[0]))
         kept = tokens[-(self.max_length - self.max_new_tokens) :]
         return {"prompt": torch.tensor(kept, dtype=torch.int32), "cut": len(kept) < len(tokens)}
+
+    def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
+        right = " | ".join(answers_of(self.of, index))
+        prompt = self.of.text(index, self.of.columns[0])
+        return {"prompt": prompt, "right": right, "generated": str(row["generated"])}
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         joined = collate_prompts([each["prompt"] for each in samples], self.max_new_tokens)

@@ -20,6 +20,7 @@ from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logi
 from dualeval.models.text_models import Use, check_vocabulary, read_tokenizer, try_out
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python
+from dualeval.tasks import place_of
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
 from dualeval.tasks.language_modeling_options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
@@ -197,6 +198,14 @@ class LanguageModeling(TextTask):
     def metrics(self) -> Sequence[Metric | RowMetric]:
         """The metrics asked for, or all of the data's kind."""
         return self._metrics
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """What a window predicts, choices with the chosen one, or a prompt with its answers."""
+        kind = self._kind
+        index = place_of(kind.dataset(), row)
+        if isinstance(kind, Documents):
+            return self._tokens.text(kind.dataset().predicted(index))
+        return kind.show(index, row)
 
     def options(self) -> dict[str, Any]:
         """The options as they are used, those of the data's kind among them."""

@@ -14,7 +14,7 @@ from dualeval.data.squad import Questions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
-from dualeval.tasks import Task
+from dualeval.tasks import Task, place_of
 from dualeval.wording import nearest
 
 NAME = "question-answering"
@@ -93,6 +93,13 @@ class ScoredAnswers(Task):
             "exact_match": torch.tensor([exact for exact, _ in scores]),
             "f1": torch.tensor([f1 for _, f1 in scores], dtype=torch.float64),
         }
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """Question, text, gold answers and the answer that was given."""
+        question = self._questions[place_of(self._questions, row)]
+        gold = " | ".join(dict.fromkeys(question.answers)) or "(none: the text does not say it)"
+        answers = {"gold answers": gold, "answer": str(row.get("answer") or "(none)")}
+        return {"question": question.question, **answers, "text": question.context}
 
     def _articles(self, samples: range) -> Text:
         return Text(self._questions[index].article for index in samples)

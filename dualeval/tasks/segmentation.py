@@ -18,6 +18,7 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
 from dualeval.options.fields import of_python
+from dualeval.tasks import place_of
 from dualeval.tasks.image_classification import for_a_trial
 from dualeval.tasks.image_preprocessing import choose_uncropped
 from dualeval.tasks.image_refusals import refused_images
@@ -213,6 +214,10 @@ class Segmentation(PictureTask):
     def metrics(self) -> list[Metric | RowMetric]:
         """The metrics asked for, or all."""
         return stored_metrics({"num_classes": self._num_classes}, self._metric_names)
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """The picture, and beside it the picture under its mask; the predicted one is not kept."""
+        return self._dataset.picture(place_of(self._dataset, row))
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, and which masks have no picture."""

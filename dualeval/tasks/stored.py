@@ -1,4 +1,4 @@
-"""The metrics of a finished run of a built-in task, made of what its job.json says: no model and no data."""
+"""A finished run of a built-in task: its metrics, and the task with its data; no model is read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from dualeval import tasks
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
 from dualeval.metrics.classification import SCORES
+from dualeval.options.fields import fields_of
+from dualeval.tasks import Task
 
 
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
@@ -75,3 +79,60 @@ def _of_no_task(texts: Sequence[str], content: Mapping[str, Any]) -> list[Metric
     # Of a classifier also what it could have made: ``check_columns`` says how.
     of_scores = SCORES if "rank" in columns else ()
     return [named(text, (), {*columns, *of_scores}) for text in texts]
+
+
+_IMAGES = next(iter(tasks.TASKS))
+# What only a model needs: the task is made for what its data show.
+_OF_MODEL = (
+    *("weights", "weights_key", "weights_prefix", "model_arg", "trust_checkpoint", "download", "metric"),
+    *("num_classes", "class_names", "resize", "crop", "interpolation", "channels", "mean", "std"),
+)
+
+
+def task_of_run(job_file: Path) -> tuple[Task | None, str]:
+    """Make the built-in task of a finished run again, for its ``show``; or None, and why, in a sentence.
+
+    No checkpoint is read, and no code that the files of the run name: a network on pictures has a stand-in.
+    """
+    try:
+        said = json.loads(job_file.read_text("utf-8"))
+        used = json.loads((job_file.parent / "result.json").read_text("utf-8"))["job"]
+        options = _options_class(said["task_class"])
+        if options is None:
+            return None, (
+                f"{said['task_class']} is a task of your own, which only its own code can make: no pictures "
+                "and texts are shown."
+            )
+        task = _made_again(options, used)
+        dataset, job = task.dataset(), said["job"]
+        # Of images the labels are in it, and may be the model's; ``place_of`` compares the ids.
+        is_known = job["task"] != _IMAGES and "sample" not in job
+        if is_known and dataset.fingerprint(job["samples"]) != job["data"]:
+            return None, f"the data of {job_file.parent} have changed since: nothing of them is shown."
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, DualevalError) as error:
+        return None, f"the data of {job_file.parent} cannot be opened again: {text_of(error)}"
+    return task, ""
+
+
+def _options_class(task_class: str) -> Any:
+    """The options of a built-in task, by the task's class; None for others."""
+    for place in tasks.TASKS.values():
+        module, _, name = place.partition(":")
+        if task_class == f"{module.removesuffix('_options')}.{name.removesuffix('Options')}":
+            return getattr(importlib.import_module(module), name)
+    return None
+
+
+def _made_again(options_class: Any, used: Mapping[str, Any]) -> Task:
+    fields = {field.name: field for field in fields_of(options_class)}
+    given = {
+        name: field.of_toml(used[name], name, Path())
+        for name, field in fields.items()
+        if name not in _OF_MODEL and used.get(name) is not None
+    }
+    stand_in: dict[str, Any] = {}
+    if "preprocessing" in fields:
+        given |= {"model": "", "preprocessing": "imagenet"}
+        stand_in = {"model": nn.Identity()}
+    task: Task = options_class(**given).make(**stand_in)
+    return task

@@ -28,6 +28,7 @@ from dualeval.metrics.means import Mean
 from dualeval.metrics.texts import Pearson, Spearman, TextWork
 from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python
+from dualeval.tasks import place_of
 from dualeval.tasks.image_labels import names_of
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
@@ -223,6 +224,12 @@ class TextClassification(TextTask):
     def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
         """The names of each text's class and of the predicted one; nothing where no class has a name."""
         return {} if self._labels is None else names_of(self._labels, rows)
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """The text, or the pair by the names of their columns."""
+        values = self._rows.values[place_of(self._dataset, row)]
+        texts = {name: str(text) for name, text in zip(self._columns, values, strict=False)}
+        return texts if len(texts) > 1 else texts[self._columns[0]]
 
     def options(self) -> dict[str, Any]:
         """The options as they are used."""

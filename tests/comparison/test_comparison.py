@@ -77,12 +77,20 @@ def table_of(run: Path) -> Any:
     return pyarrow.parquet.read_table(run / PREDICTIONS).to_pandas()
 
 
-def changed(run: Path, out: Path, rows: Callable[[Any], Any] = lambda table: table, **fields: Any) -> Path:
+def changed(
+    run: Path,
+    out: Path,
+    rows: Callable[[Any], Any] = lambda table: table,
+    *,
+    row_group_size: int | None = None,
+    **fields: Any,
+) -> Path:
     """A copy of a run with other rows, or another result.json."""
     out.mkdir()
     (out / STATUS).write_bytes((run / STATUS).read_bytes())
     (out / "job.json").write_bytes((run / "job.json").read_bytes())
-    pyarrow.parquet.write_table(rows(pyarrow.parquet.read_table(run / PREDICTIONS)), out / PREDICTIONS)
+    table = rows(pyarrow.parquet.read_table(run / PREDICTIONS))
+    pyarrow.parquet.write_table(table, out / PREDICTIONS, row_group_size=row_group_size)
     content = json.loads((run / RESULT).read_text())
     content["files"][PREDICTIONS] = checksum_of(out / PREDICTIONS)
     (out / RESULT).write_text(json.dumps({**content, **fields}))
@@ -595,6 +603,9 @@ def test_the_command_prints_and_gates(
     code, out, _ = command(*runs, "--gate", "top1=0.9", "--flips", tmp_path / "flips.csv")
     found = dualeval.compare(*runs)
     assert code == 0
+    assert out.startswith(f"{found.sentence}\nA ") and found.sentence.startswith(
+        "No difference shown: loss, top1 ("
+    )
     assert "top1: passed; with 95 % confidence B is at most" in out and "(allowed: 90.00 pp worse)" in out
     assert f"samples         {COUNT} in both; the same samples_digest\n" in out and "right -> wrong" in out
     assert "80 % power at the 5 % level" in out and "adjusted for" in out
@@ -612,9 +623,12 @@ def test_the_command_prints_and_gates(
         [False, True],
     )
     assert content["metrics"]["top1"]["flips"]["lost"] == len(flips.lost)
+    assert content["sentence"] == f"{found.sentence}; gate top1 NOT passed"
     code, out, _ = command(*runs, "--markdown", "--gate", "top1=0")
     assert code == 3
-    assert out.startswith("| metric | A | B | B - A | 95 % interval | p | shown |\n| --- |")
+    assert out.startswith(
+        f"{found.sentence}; gate top1 NOT passed\n\n| metric | A | B | B - A | 95 % interval |"
+    )
     assert "NOT passed" in out
 
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "cli": {
         *("options.job", "options.plugins", "options.several", "launch", "backends", "world.devices"),
         *("world.local_ranks", "engine", "tasks", "models", "metrics.by_name", "report", "comparison"),
-        *("result", "data.cache"),
+        *("result", "data.cache", "report.page"),
     },
     "tools": {
         *("cli", "options.job", "options.plugins", "launch", "backends", "world.devices"),
@@ -43,6 +43,7 @@ ALLOWED = {
     "data": set(),
     "metrics": {"columns", "options.plugins"},
     "report": {"result", "comparison"},
+    "report.page": {"report", "result", "comparison", "options.job"},
     # The one import of a result that goes up: print(result) is the table of a run.
     "result": {"metrics", "report.table"},
     "options": set(),
@@ -64,7 +65,7 @@ ALLOWED = {
     "assets": set(),
 }
 # What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.
-SESSION = {"backends", "world.devices", "launch", "report.loggers"}
+SESSION = {"backends", "world.devices", "launch", "report.loggers", "report.page"}
 # Of tasks, the engine knows the protocol alone.
 ENGINE_TASK_NAMES = {"Task", "Dataset"}
 

@@ -16,6 +16,7 @@ from typing import NoReturn, TextIO
 
 from dualeval.errors import DualevalError, PeerError, text_of
 from dualeval.own_code import own_code
+from dualeval.wording import printable_lines
 
 _WITHIN_S = 0.5
 _FRAME = '\n  File "'
@@ -31,7 +32,7 @@ def say(line: str) -> None:
         if stream is None:  # it was closed when this process started
             return
         with suppress(OSError, ValueError):  # nobody reads it any more
-            stream.write(f"{line}\n")
+            stream.write(f"{printable_lines(line)}\n")
             stream.flush()
 
     try_for(_WITHIN_S, write)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dualeval.errors import UsageError
-from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS
+from dualeval.result import JOB, PREDICTIONS, REPORT, RESULT, STATUS
 
 LEASE = "lease.json"
 JOURNAL = "journal"
@@ -151,7 +151,7 @@ def fingerprint_there(path: Path) -> str | None:
 
 
 def _names(files: Sequence[str]) -> tuple[str, ...]:
-    return (RESULT, STATUS, PREDICTIONS, *files, JOB)
+    return (RESULT, STATUS, PREDICTIONS, REPORT, *files, JOB)
 
 
 def _files_of_its_task(path: Path) -> list[str]:

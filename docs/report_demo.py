@@ -1,0 +1,218 @@
+"""Make runs and their pages (docs/report.md) in a folder: ``python docs/report_demo.py runs/report-demo``.
+
+Four jobs of seconds each: pictures by two checkpoints, answers to questions, masks and texts. All is made
+here but the pictures of clothes, which are the package's. Their training set is not: the lesser checkpoint
+has seen 2,000 of the 10,000 test pictures once, and both are evaluated on the other 8,000.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image, ImageDraw
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+from torch.nn import functional
+
+from dualeval.data.idx import read_idx
+from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.tasks.image_data import ASSETS
+
+_LIMIT_S = 300
+_NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix")
+_THINGS = ("key", "map", "ring", "lamp", "boat", "letter", "coin", "drum")
+_DEEDS = ("found", "lost", "sold", "painted", "hid")
+_PRAISE, _BLAME = ("good", "great", "funny", "moving"), ("bad", "dull", "sad", "weak")
+_KINDS = ("film", "book", "play")
+_NETS = """
+from torch import nn
+
+
+def make(num_classes=3):
+    return nn.Conv2d(3, num_classes, 5, padding=2)
+"""
+
+
+def evaluate(folder: Path, name: str, *words: str, report: bool = True) -> None:
+    """Run ``dualeval run`` in the folder, with the page where it is asked for."""
+    command = [sys.executable, "-m", "dualeval", "run", "--no-progress", "--fresh", *words]
+    command += ["--out", name, *(["--report"] if report else [])]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S)
+
+
+def clothes(folder: Path) -> None:
+    """Fashion-MNIST by the network of the package, and by one that has seen little."""
+    pictures = torch.from_numpy(read_idx(ASSETS / "t10k-images-idx3-ubyte.gz")[8000:])[:, None] / 255
+    targets = torch.from_numpy(read_idx(ASSETS / "t10k-labels-idx1-ubyte.gz")[8000:].astype(np.int64))
+    model = FashionCNN().train()
+    train(
+        model, [(each, target) for each, target in zip(pictures.sub(0.286) / 0.353, targets, strict=True)], 1
+    )
+    save_file(model.state_dict(), folder / "less.safetensors")
+    common = ["--limit", "8000"]
+    for metric in ("top1", "loss", "ece", "confusion"):
+        common += ["--metric", metric]
+    data = ("--model", "fashion-cnn", "--data", str(ASSETS), "--mean", "0.286", "--std", "0.353")
+    evaluate(folder, "less", "--weights", "less.safetensors", *data, *common, report=False)
+    evaluate(folder, "clothes", *common, report=False)
+    command = [sys.executable, "-m", "dualeval", "report", "clothes", "--against", "less"]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S)
+
+
+def train(model: nn.Module, samples: list[Any], rounds: int, loss_of: Any = None) -> None:
+    """Fit a model to samples of input and target, in a fixed order."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(rounds):
+        for at in range(0, len(samples), 50):
+            inputs, targets = (torch.stack(each) for each in zip(*samples[at : at + 50], strict=True))
+            loss = loss_of(inputs, targets) if loss_of else functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def masks(folder: Path) -> None:
+    """Discs and squares in noise, by one convolution."""
+    draw = random.Random(0)
+    noise = np.random.default_rng(0)
+    made = []
+    for kind in ("img", "masks"):
+        (folder / kind).mkdir(exist_ok=True)
+    for number in range(180):
+        picture, mask = Image.new("RGB", (96, 72), (70, 80, 90)), Image.new("L", (96, 72), 0)
+        for label in (1, 2, 1, 2):
+            x, y, size = draw.randrange(90), draw.randrange(66), draw.randrange(8, 30)
+            box, colour = (x, y, x + size, y + size), (200, 90, 60) if label == 1 else (60, 140, 190)
+            for canvas, fill in ((picture, colour), (mask, label)):
+                pen = ImageDraw.Draw(canvas)
+                (pen.ellipse if label == 1 else pen.rectangle)(box, fill=fill)
+        values = np.asarray(picture, np.float32) + noise.normal(0, 45, (72, 96, 3))
+        picture = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+        if number < 120:
+            picture.save(folder / f"img/{number:03}.png")
+            mask.save(folder / f"masks/{number:03}.png")
+        else:
+            inputs = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1) / 255
+            made.append((inputs, torch.from_numpy(np.asarray(mask).astype(np.int64))))
+    (folder / "nets.py").write_text(_NETS, "utf-8")
+    model = nn.Conv2d(3, 3, 5, padding=2)
+    train(model, made, 20)
+    torch.save(model.state_dict(), folder / "masks.pt")
+    words = ["--model", "nets:make", "--weights", "masks.pt", "--data", "img", "--masks", "masks"]
+    words += ["--class-names", "background,disc,square", "--preprocessing", "none"]
+    evaluate(folder, "masks", "--task", "segmentation", *words)
+
+
+def tokenizer() -> Any:
+    """One token a word, for all that is written here."""
+    words = ["The", "the", "is", "not", "very", "and", "Who", ".", "?"]
+    words += [*_NAMES, *_THINGS, *_DEEDS, *_PRAISE, *_BLAME, *_KINDS]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate([*special, *words])}, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
+    made.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, [("[CLS]", 2), ("[SEP]", 3)])
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        model_max_length=64,
+        model_input_names=inputs,
+        **dict(zip(names, special, strict=True)),
+    )
+
+
+def config(**more: Any) -> Any:
+    """A BERT of two narrow layers."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    return transformers.BertConfig(vocab_size=100, max_position_embeddings=64, **sizes, **more)
+
+
+def texts(folder: Path) -> None:
+    """Praise and blame, some of it denied."""
+    draw = random.Random(1)
+    rows = []
+    for _ in range(900):
+        is_good, is_denied = draw.random() < 0.5, draw.random() < 0.4
+        word = draw.choice(_PRAISE if is_good else _BLAME)
+        more = f" and {draw.choice(_PRAISE if is_good else _BLAME)}" if draw.random() < 0.3 else ""
+        before = ("not " if is_denied else "") + draw.choice(("very ", ""))
+        text = f"The {draw.choice(_KINDS)} is {before}{word}{more} ."
+        rows.append({"text": text, "label": "praise" if is_good != is_denied else "blame"})
+    encode = tokenizer()
+    kinds = ("blame", "praise")
+    model: Any = transformers.BertForSequenceClassification(config(id2label=dict(enumerate(kinds))))
+    seen = [
+        (torch.tensor(encode(row["text"], padding="max_length", max_length=16)["input_ids"]), row["label"])
+        for row in rows[:500]
+    ]
+    samples = [(ids, torch.tensor(kinds.index(label))) for ids, label in seen]
+    train(model, samples, 4, lambda ids, y: model(ids, attention_mask=(ids != 0).long(), labels=y).loss)
+    save(model, encode, folder / "texts-model")
+    lines = [json.dumps(row) for row in rows[500:]]
+    (folder / "texts.jsonl").write_text("\n".join(lines), "utf-8")
+    words = ("--model", "texts-model", "--data", "texts.jsonl", "--max-length", "32")
+    evaluate(folder, "texts", "--task", "text-classification", *words)
+
+
+def questions(folder: Path) -> None:
+    """Who did what, in texts of three sentences."""
+    draw = random.Random(2)
+    encode = tokenizer()
+    samples, asked = [], []
+    for number in range(1600):
+        names, things, deeds = draw.sample(_NAMES, 3), draw.sample(_THINGS, 3), draw.choices(_DEEDS, k=3)
+        context = " ".join(f"{n} {d} the {t} ." for n, d, t in zip(names, deeds, things, strict=True))
+        at = draw.randrange(3)
+        question, answer = f"Who {deeds[at]} the {things[at]} ?", names[at]
+        start = context.index(answer)
+        inputs = encode(question, context, padding="max_length", max_length=32)
+        place = torch.tensor(inputs.char_to_token(start, sequence_index=1))
+        samples.append((torch.tensor([inputs["input_ids"], inputs["token_type_ids"]]), place))
+        answers = [{"text": answer, "answer_start": start}]
+        asked.append(
+            {"context": context, "qas": [{"id": f"q{number}", "question": question, "answers": answers}]}
+        )
+    model: Any = transformers.BertForQuestionAnswering(config())
+
+    def loss_of(inputs: Any, places: Any) -> Any:
+        ids, kinds = inputs.unbind(1)
+        ends = {"start_positions": places, "end_positions": places}
+        return model(ids, attention_mask=(ids != 0).long(), token_type_ids=kinds, **ends).loss
+
+    train(model, samples[:1400], 12, loss_of)
+    save(model, encode, folder / "questions-model")
+    data = {"version": "1.1", "data": [{"title": "Made", "paragraphs": asked[1400:]}]}
+    (folder / "questions.json").write_text(json.dumps(data), "utf-8")
+    words = ("--model", "questions-model", "--data", "questions.json", "--max-length", "48", "--stride", "8")
+    evaluate(folder, "questions", "--task", "question-answering", *words)
+
+
+def save(model: Any, encode: Any, folder: Path) -> None:
+    """Write a model's folder as the library does."""
+    model.eval().save_pretrained(folder)
+    encode.save_pretrained(folder)
+
+
+def main() -> None:
+    """Make all four, and say where the pages are."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # for models this small more are in each other's way
+    for make in (clothes, questions, masks, texts):
+        torch.manual_seed(0)
+        make(folder)
+        print(folder / make.__name__ / "report.html", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Which samples of a finished run to look at: confident mistakes, the highest losses, changed answers.
+
+The rows are read a window at a time, and only columns of numbers; what is chosen is then read as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.comparison.compared import Comparison
+from dualeval.comparison.estimates import Flips
+from dualeval.engine.reference import PREDICTION_COLUMNS
+from dualeval.engine.rescoring import finished_run
+from dualeval.engine.stored_rows import StoredRows
+from dualeval.errors import UsageError
+from dualeval.metrics.scores import Score, score_from
+from dualeval.result import PREDICTIONS, Result
+from dualeval.wording import nearest
+
+TARGET, PREDICTION, CONFIDENCE, LOSS = "target", "prediction", "confidence", "loss"
+By = Literal["mistake", "loss", "any"]
+_BINS = 15  # as of the metric ece
+
+_Columns = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A number of each sample by which one is worse than another."""
+
+    name: str
+    score: Score
+    # Whether a higher number is worse.
+    high: bool
+
+    def of(self, columns: _Columns) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """Each sample's number, and which samples have one."""
+        y, x, counts = self.score.terms(columns)
+        there = counts & (x != 0)
+        return np.divide(y, x, out=np.zeros(len(y)), where=there), there
+
+    def badness(self, columns: _Columns) -> npt.NDArray[np.float64]:
+        """How bad each sample is: NaN is the worst; -inf is one without a number."""
+        values, there = self.of(columns)
+        worst = np.where(np.isnan(values), np.inf, values if self.high else -values)
+        return np.where(there, worst, -np.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One row, as Python values, and how it was judged."""
+
+    # id, index, columns and texts.
+    row: Mapping[str, Any]
+    # In words: names of classes, where they are known.
+    target: str | None
+    prediction: str | None
+    correct: bool | None
+    confidence: float | None
+    # By the run's `measure`.
+    loss: float | None
+
+
+class Chosen(NamedTuple):
+    """Some rows by their places, of how many that would do."""
+
+    places: list[int]
+    of: int
+
+
+class Listed(NamedTuple):
+    """What a list of samples is called, and how these are chosen."""
+
+    reason: str  # "mistake", "loss", "lost" or "gained"
+    title: str
+    by: By
+    # The rows that may be chosen; None for all.
+    among: npt.NDArray[np.bool_] | None = None
+
+
+class JudgedRows:
+    """The rows of a finished run, and which of them are mistakes."""
+
+    def __init__(self, folder: Path, result: Result) -> None:
+        self.folder, self.result = folder, result
+        self.rows = StoredRows(folder / PREDICTIONS)
+        # The user's own columns.
+        self.data_names: Sequence[str] = getattr(self.rows, "data_names", ())
+        # The names of the classes by index, as far as they are known.
+        self.class_names: Sequence[str | None] = [*(result.labels.get("classes") or ())]
+        self._kinds = self.rows.kinds
+        self.has_confidence = self._kinds.get(CONFIDENCE) == "f"
+        scores = {name: score_from(content) for name, content in result.scores.items()}
+        self.scores = {
+            name: score for name, score in scores.items() if all(map(self._kinds.get, score.columns))
+        }
+        # Both are whole numbers: numbers of classes.
+        self.has_classes = self._kinds.get(TARGET) == self._kinds.get(PREDICTION) == "i"
+        self._right = None if self.has_classes else next(self._scores_of_right(), None)
+        # Whether it is known which samples are right.
+        self.judges = self.has_classes or self._right is not None
+        loss = Measure(name=LOSS, score=Score(column=LOSS), high=True)
+        self.measure = loss if self._kinds.get(LOSS) == "f" else next(self._measures(), None)
+        read = [TARGET, PREDICTION] if self.has_classes else []
+        read += [CONFIDENCE] if self.has_confidence else []
+        for score in (self._right, self.measure and self.measure.score):
+            read += score.columns if score else ()
+        self._columns = tuple(dict.fromkeys(read))
+
+    @classmethod
+    def open(cls, folder: Path) -> JudgedRows:
+        """Those in a folder, whose files are checked."""
+        return cls(folder, finished_run(folder)[0])
+
+    def _scores_of_right(self) -> Iterator[Score]:
+        """The scores that say of each sample whether it is right."""
+        for name, score in self.scores.items():
+            alone = score.weight is score.over is score.where is score.transform is None
+            is_right = score.below == 1 or self._kinds[score.column] == "b"
+            if alone and is_right and self.result.directions.get(name) == "higher":
+                yield score
+
+    def _measures(self) -> Iterator[Measure]:
+        """The scores that are more than right or wrong."""
+        for name, score in self.scores.items():
+            direction = self.result.directions.get(name)
+            if direction is not None and score.below is None and self._kinds[score.column] == "f":
+                named = f"{score.column} / {score.over}" if score.over else score.column
+                yield Measure(name=named, score=score, high=direction == "lower")
+
+    def lists(self, comparison: Comparison | None = None) -> list[Listed]:
+        """Mistakes and losses; or the samples that a comparison with this run as B says have changed."""
+        if comparison is not None:
+            flips = flips_of(comparison)
+            titles = {"lost": "right there, wrong here", "gained": "wrong there, right here"}
+            return [
+                Listed(change, title, "any", self._with_ids(getattr(flips, change)))
+                for change, title in titles.items()
+                if flips is not None
+            ]
+        title = "most confident mistakes" if self.has_confidence else "mistakes"
+        found = [Listed("mistake", title, "mistake")] if self.judges else []
+        if self.measure is not None:
+            found.append(
+                Listed("loss", f"{'highest' if self.measure.high else 'lowest'} {self.measure.name}", "loss")
+            )
+        return found
+
+    def _with_ids(self, ids: Sequence[str]) -> npt.NDArray[np.bool_]:
+        import pyarrow
+        import pyarrow.compute
+
+        own = self.rows.whole("id")
+        return np.asarray(pyarrow.compute.is_in(own, value_set=pyarrow.array(ids, own.type))).astype(bool)
+
+    def _is_right(self, columns: _Columns) -> npt.NDArray[np.bool_]:
+        if self._right is not None:
+            return self._right.terms(columns)[0].astype(bool)
+        return np.asarray(columns[TARGET] == columns[PREDICTION])
+
+    def _windows(self) -> Iterator[tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]]:
+        """The places of the samples that were evaluated, and their columns."""
+        for window in self.rows.windows(self._columns) if self._columns else ():
+            places = np.flatnonzero(window.evaluated).astype(np.int64) + window.start
+            yield places, {name: np.asarray(column) for name, column in window.columns.items()}
+
+    def worst(self, listed: Listed, count: int, classes: Sequence[int] | None = None) -> Chosen:
+        """The places of the worst samples, the worst first; of equal ones the first in the file.
+
+        By "mistake" those that are wrong, the most confident first; by "loss" all, by the measure; by "any"
+        all, the most confident first. With ``classes`` those with such targets alone.
+        """
+        best_keys, best, number = np.empty(0), np.empty(0, np.int64), 0
+        for places, columns in self._windows():
+            keys = self._keys(listed.by, columns)
+            allowed = ~self._is_right(columns) if listed.by == "mistake" else keys > -np.inf
+            if listed.among is not None:
+                allowed &= listed.among[places]
+            if classes is not None:
+                allowed &= np.isin(columns[TARGET], classes)
+            number += int(allowed.sum())
+            best_keys = np.concatenate([best_keys, keys[allowed]])
+            best = np.concatenate([best, places[allowed]])
+            order = np.lexsort((best, -best_keys))[:count]
+            best_keys, best = best_keys[order], best[order]
+        return Chosen(best.tolist(), number)
+
+    def _keys(self, by: By, columns: _Columns) -> npt.NDArray[np.float64]:
+        """What is higher of a sample that is to come first."""
+        if by != "loss" and self.has_confidence:
+            return np.nan_to_num(columns[CONFIDENCE].astype(np.float64))
+        if self.measure is not None:
+            return self.measure.badness(columns)
+        return np.zeros(len(next(iter(columns.values()))))
+
+    def samples(self, places: Sequence[int]) -> list[Sample]:
+        """These rows, whole, in this order; no other group of rows is read."""
+        found = {place: self._sample(row) for place, row in self.rows.at(places)}
+        return [found[place] for place in places]
+
+    def _sample(self, row: Mapping[str, Any]) -> Sample:
+        columns = {name: np.array([row[name]]) for name in self._columns}
+        values, there = self.measure.of(columns) if self.measure is not None else ([0.0], [False])
+        answer = next((name for name in (*PREDICTION_COLUMNS, "generated") if name in row), "")
+        # Of choices the column "answer" is the right one.
+        target = TARGET if TARGET in row or answer != PREDICTION else "answer"
+        return Sample(
+            row=row,
+            target=self._named(row, target),
+            prediction=self._named(row, answer),
+            correct=bool(self._is_right(columns)[0]) if self.judges else None,
+            confidence=float(row[CONFIDENCE]) if self.has_confidence else None,
+            loss=float(values[0]) + 0.0 if there[0] else None,  # no -0.0
+        )
+
+    def _named(self, row: Mapping[str, Any], column: str) -> str | None:
+        """A target or prediction for people."""
+        value = row.get(f"{column}_name") or row.get(column)
+        if isinstance(value, int) and self.has_classes:
+            named = self.class_names[value] if 0 <= value < len(self.class_names) else None
+            return ("NaN" if value < 0 else str(value)) if named is None else named
+        return None if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+    def classes_called(self, name: str) -> list[int]:
+        """The indices of the classes of a name, or the one of a number."""
+        found = [index for index, each in enumerate(self.class_names) if each == name]
+        if self.has_classes and (found or name.isdecimal()):
+            return found or [int(name)]
+        hint = nearest(name, [each for each in self.class_names if each is not None])
+        raise UsageError(
+            f"--class {name}: {self.folder} has no such class.{hint} Give a class's name or number"
+            + ("." if self.has_classes else "; its samples have no single class, so leave it out.")
+        )
+
+    def calibration(self) -> list[dict[str, float]]:
+        """Accuracy and mean confidence in 15 equal bins of confidence, as of the metric ece; [] without."""
+        sums = np.zeros((3, _BINS))
+        for _, columns in self._windows() if self.has_confidence and self.judges else ():
+            confidence = columns[CONFIDENCE].astype(np.float64)
+            there = np.isfinite(confidence)
+            bins = np.clip(np.ceil(confidence[there] * _BINS).astype(int) - 1, 0, _BINS - 1)
+            for place, weights in enumerate((None, self._is_right(columns)[there], confidence[there])):
+                sums[place] += np.bincount(bins, weights, _BINS)
+        return [
+            {
+                "low": place / _BINS,
+                "high": (place + 1) / _BINS,
+                "count": count,
+                "accuracy": right / count,
+                "confidence": total / count,
+            }
+            for place, (count, right, total) in enumerate(sums.T.tolist())
+            if count
+        ]
+
+
+def flips_of(comparison: Comparison) -> Flips | None:
+    """The samples that changed, by the first metric that is right or wrong of each sample."""
+    return next((metric.flips for metric in comparison.metrics.values() if metric.flips is not None), None)

@@ -1,0 +1,1 @@
+"""The page of a finished run: what it says (content.py) and how it looks (html.py)."""

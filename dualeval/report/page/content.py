@@ -1,0 +1,337 @@
+"""What the page of a finished run says: plain values, read from its result and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualeval.comparison.compared import Comparison, compare
+from dualeval.comparison.worst import CONFIDENCE, LOSS, PREDICTION, TARGET, JudgedRows, Sample, flips_of
+from dualeval.errors import with_type
+from dualeval.report.loggers.confusions import confusions_of, figures_of
+from dualeval.result import JOB, Result, described_part
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Of a page: cards by reason.
+_CARDS, _LOSSES = 60, 30
+# By class these come first, as far as they are there.
+_FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy")
+# A rank's parts of the loop and of its end, and what took the time where one is the largest.
+_PARTS = {
+    "look": "the look at the first samples, which a run pays once",
+    "data": "waiting for samples to be read",
+    "transfer": "the copy to the device",
+    "compute": "the forward pass",
+    "metrics": "counting metrics",
+    "journal": "writing the journal",
+    "meet": "waiting for other ranks",
+    "reduce": "adding up the ranks' counts",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """A metric with its 95 % interval."""
+
+    name: str
+    value: float | None
+    low: float | None
+    high: float | None
+    unit: str | None
+    # "higher" or "lower" is better; None where neither is.
+    direction: str | None
+    # Why the interval may cover less than 95 %.
+    rough: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """One thing of a sample to look at."""
+
+    kind: str  # "picture", "text", "table" or "error"
+    picture: Image.Image | None = None
+    text: str = ""
+    table: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleShown:
+    """One sample's card."""
+
+    id: str
+    index: int
+    target: str | None
+    prediction: str | None
+    correct: bool | None
+    confidence: float | None
+    loss: float | None
+    reasons: tuple[str, ...]  # of "mistake", "loss", "lost:0", "gained:0"; 0: number of the run compared with
+    columns: Mapping[str, str]  # columns of the data, and further scores, as texts
+    slices: tuple[str, ...]  # labels such as "scanner=A"
+    shown: tuple[Shown, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """The comparison with one other run."""
+
+    folder: str
+    verdict: str
+    rows: Sequence[Mapping[str, Any]]  # one a metric: name, a, b, difference, low, high, p, verdict
+    lost: int | None
+    gained: int | None
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageContent:
+    """All that a page says."""
+
+    title: str
+    about: Sequence[tuple[str, str]]
+    headlines: Sequence[Headline]
+    against: Sequence[Against]
+    warnings: Sequence[str]
+    samples: Sequence[SampleShown]
+    samples_total: int
+    worst_by: str | None  # what the reason "loss" goes by
+    cut: str | None
+    class_columns: Sequence[str]
+    class_rows: Sequence[Sequence[Any]]  # by class: name, support, recall, precision, f1, ...
+    confusion_names: Sequence[str]
+    confusion: Sequence[tuple[int, int, int]]  # target, prediction, count; empty without
+    calibration: Sequence[Mapping[str, float]]  # bins: low, high, count, accuracy, confidence; empty without
+    slices: Mapping[str, Sequence[Mapping[str, Any]]]  # Result.slices
+    seconds: Sequence[Mapping[str, Any]]  # one a rank: rank, and its seconds by part
+    limited_by: str  # one sentence
+    provenance: Sequence[tuple[str, str]]  # label, text to copy: command, job file, versions, digests
+
+
+def build(
+    result: Result,
+    folder: str | Path,
+    task: Any = None,
+    *,
+    against: Sequence[str | Path] = (),
+    command: str | None = None,
+    notes: Sequence[str] = (),
+) -> PageContent:
+    """Read what the page of a finished run says.
+
+    Args:
+        result: the run's.
+        folder: its output folder.
+        task: has ``show(row)``; None where samples have nothing but their rows.
+        against: output folders of runs to compare it with: each is A, and this run is B.
+        command: what one types to run it again.
+        notes: sentences that stand beside the result's warnings.
+    """
+    folder = Path(folder)
+    rows = JudgedRows(folder, result)
+    comparisons = [compare(other, folder) for other in against]
+    reasons, cut = _chosen(rows, comparisons)
+    samples = rows.samples([*reasons])
+    names = rows.class_names
+    confusions = confusions_of(result, folder, names)
+    confusion = next(iter(confusions.values()), None)
+    columns, by_class = classes_of(result, folder)
+    model = result.description.get("model")
+    return PageContent(
+        title=result.job.get("task", "run") if model is None else f"{model}: {result.job.get('task', 'run')}",
+        about=_about(result),
+        headlines=_headlines(result),
+        against=[_against(comparison) for comparison in comparisons],
+        warnings=[*result.warnings, *notes],
+        samples=[
+            _shown(rows, sample, tuple(why), task)
+            for sample, why in zip(samples, reasons.values(), strict=True)
+        ],
+        samples_total=result.samples["evaluated"],
+        worst_by=None if rows.measure is None else rows.measure.name,
+        cut=cut,
+        class_columns=columns,
+        class_rows=by_class,
+        confusion_names=[confusion.name(index) for index in range(confusion.classes)] if confusion else [],
+        confusion=[(target, found, count) for target, found, count in confusion.entries] if confusion else [],
+        calibration=rows.calibration(),
+        slices=getattr(result, "slices", {}),
+        seconds=[{"rank": rank, **parts} for rank, parts in enumerate(result.timing.get("ranks", ()))],
+        limited_by=limited_by(result.timing),
+        provenance=_provenance(result, folder, command),
+    )
+
+
+def _about(result: Result) -> list[tuple[str, str]]:
+    part = result.part or {"kind": "all", "samples": result.samples["total"], "of": result.samples["total"]}
+    failed = result.samples["failed"]
+    samples = described_part(part) + (f"; {failed:,} could not be read" if failed else "")
+    return [*result.description.items(), ("samples", samples), ("finished", str(result.finished_at))]
+
+
+def _headlines(result: Result) -> list[Headline]:
+    return [
+        Headline(
+            name=name,
+            value=value,
+            low=ends[0],
+            high=ends[1],
+            unit=result.units.get(name),
+            direction=result.directions.get(name),
+            rough=result.rough.get(name),
+        )
+        for name, value in result.metrics.items()
+        if value is None or isinstance(value, int | float)
+        for ends in [result.intervals.get(name) or (None, None)]
+    ]
+
+
+def _against(comparison: Comparison) -> Against:
+    flips = flips_of(comparison)
+    reasons = [f"{name} is not compared: {reason}" for name, reason in comparison.not_compared.items()]
+    return Against(
+        folder=comparison.a["folder"],
+        verdict=comparison.said_of("this run"),
+        rows=[
+            {
+                **{each: getattr(metric, each) for each in ("a", "b", "difference", "verdict", "unit")},
+                "name": name,
+                "low": metric.interval[0],
+                "high": metric.interval[1],
+                "p": metric.p_holm,
+            }
+            for name, metric in comparison.metrics.items()
+        ],
+        lost=None if flips is None else len(flips.lost),
+        gained=None if flips is None else len(flips.gained),
+        notes=[*comparison.notes, *reasons],
+    )
+
+
+# -- samples -------------------------------------------------------------------------------------------
+
+
+def _chosen(rows: JudgedRows, comparisons: Sequence[Comparison]) -> tuple[dict[int, list[str]], str | None]:
+    """The places of the samples that are shown, with the reasons for each; and what is not shown."""
+    wanted = [(listed, "") for listed in rows.lists()]
+    for number, comparison in enumerate(comparisons):
+        wanted += [(listed, f":{number}") for listed in rows.lists(comparison)]
+    reasons: dict[int, list[str]] = {}
+    cut = []
+    for listed, behind in wanted:
+        found = rows.worst(listed, _LOSSES if listed.reason == "loss" else _CARDS)
+        for place in found.places:
+            reasons.setdefault(place, []).append(listed.reason + behind)
+        if found.of > len(found.places):
+            cut.append(f"{len(found.places):,} of {found.of:,} ({listed.title})")
+    return reasons, f"Shown are {', '.join(cut)}." if cut else None
+
+
+def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
+    row = sample.row
+    named = [*rows.data_names, *(column for score in rows.scores.values() for column in score.columns)]
+    return SampleShown(
+        id=str(row["id"]),
+        index=int(row["index"]),
+        target=sample.target,
+        prediction=sample.prediction,
+        correct=sample.correct,
+        confidence=sample.confidence,
+        loss=sample.loss,
+        reasons=reasons,
+        columns={
+            name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name])
+            for name in dict.fromkeys(named)
+            if name not in (TARGET, PREDICTION, CONFIDENCE, LOSS)
+        },
+        slices=tuple(_slices_of(rows.result, row)),
+        shown=_things(task, row),
+    )
+
+
+def _slices_of(result: Result, row: Mapping[str, Any]) -> Iterator[str]:
+    for expression, groups in getattr(result, "slices", {}).items():
+        for group in groups:
+            if all(str(row.get(name)) == str(value) for name, value in group["group"].items()):
+                yield f"{expression}={group['label']}"
+
+
+def _things(task: Any, row: Mapping[str, Any]) -> tuple[Shown, ...]:
+    """What a task shows of a sample, or the error that it raises: the user's code may do anything."""
+    if task is None:
+        return ()
+    try:
+        found = task.show(row)
+        things = found if isinstance(found, list | tuple) else [found]
+        return tuple(_thing(each) for each in things)
+    except Exception as error:  # noqa: BLE001 - see above
+        return (Shown(kind="error", text=with_type(error)),)
+
+
+def _thing(value: Any) -> Shown:
+    if isinstance(value, str):
+        return Shown(kind="text", text=value)
+    if isinstance(value, Mapping):
+        return Shown(kind="table", table={str(name): str(each) for name, each in value.items()})
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        return Shown(kind="picture", picture=value)
+    raise TypeError(f"show returned a {type(value).__name__}: expected a PIL picture, a text or a mapping")
+
+
+# -- classes, seconds, provenance ----------------------------------------------------------------------
+
+
+def classes_of(result: Result, folder: Path) -> tuple[list[str], list[list[Any]]]:
+    """The figures of each class: the columns' names, "class" first, and a row a class."""
+    names = [*(result.labels.get("classes") or ())]
+    tables = figures_of(result, confusions_of(result, folder, names)).values()
+    count = max((len(values) for table in tables for values in table.values()), default=0)
+    found = {name: values for table in tables for name, values in table.items() if len(values) == count}
+    columns = [*(name for name in _FIRST if name in found), *(name for name in found if name not in _FIRST)]
+    known = [*names, *[None] * count]
+    rows = [
+        [str(index) if known[index] is None else known[index], *(found[name][index] for name in columns)]
+        for index in range(count)
+    ]
+    return ["class", *columns] if columns else [], rows
+
+
+def limited_by(timing: Mapping[str, Any]) -> str:
+    """Say in a sentence what took the most time."""
+    ranks = timing.get("ranks") or ()
+    sums = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in _PARTS}
+    whole = sum(rank.get("evaluate", 0.0) + rank.get("meet", 0.0) + rank.get("reduce", 0.0) for rank in ranks)
+    if whole <= 0:
+        return ""
+    largest = max(sums, key=lambda name: sums[name])
+    said = f"The largest part of the {timing['evaluate_s']:.2f} s of evaluation went into {_PARTS[largest]}"
+    said += f" ({100 * sums[largest] / whole:.0f} %)"
+    if timing["setup_s"] > timing["evaluate_s"]:
+        said += f"; getting ready took longer, {timing['setup_s']:.2f} of {timing['total_s']:.2f} s in all"
+    return f"{said}."
+
+
+def _provenance(result: Result, folder: Path, command: str | None) -> list[tuple[str, str]]:
+    found = {
+        "command, made of the job": command,
+        "folder": str(folder.absolute()),
+        "job file": str((folder / JOB).absolute()),
+        "metrics_digest": result.metrics_digest,
+        "samples_digest": result.samples_digest,
+        "job fingerprint": result.fingerprint,
+        "data fingerprint": result.data.get("fingerprint"),
+        "contents fingerprint": result.data.get("contents"),
+        "weights fingerprint": result.weights.get("fingerprint"),
+        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
+        "ranks": ", ".join(f"{name} {value}" for name, value in result.world.items()),
+        "machine": ", ".join(
+            str(result.device[name]) for name in ("device", "model", "bits") if name in result.device
+        ),
+        "finished at": result.finished_at,
+    }
+    return [(label, str(text)) for label, text in found.items() if text]

@@ -1,0 +1,332 @@
+"""The page of a finished run: one HTML file that asks for nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from dualeval.report.page import charts
+from dualeval.report.table import shown_numbers
+from dualeval.wording import counted, printable_lines
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from dualeval.report.page.content import Against, Headline, PageContent, SampleShown, Shown
+
+_HERE = Path(__file__).parent
+_LIMIT = 3_000_000  # bytes of a page
+# Pixels of a thumbnail's longer side; up to the second a picture is kept as it is, and shown larger.
+_THUMBNAIL, _TINY = 160, 64
+_TEXT_LETTERS = 1200
+# Above so many classes the pairs that are mixed up most often stand for the whole matrix.
+_MOST_CLASSES, _PAIRS = 50, 50
+# Rows of a table; charts of slices, of which each takes 30 ms.
+_ROWS, _CHARTS = 1000, 12
+_LEVELS = 9  # of the matrix's colours
+
+
+def render(content: PageContent, limit: int = _LIMIT) -> str:
+    """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
+    cards = [
+        {"of": sample, "shown": [_shown(each) for each in sample.shown], "turn": turn}
+        for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
+    ]
+    sections = list(filter(None, _sections(content)))
+    while True:
+        page = _filled(content, cards, sections)
+        if len(page.encode("utf-8", "backslashreplace")) <= limit or not cards:
+            return page
+        cards = [card for card in cards if card["turn"] < len(cards) * 2 // 3]
+
+
+def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any]) -> str:
+    style, script = ((_HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    left_out = f"{len(cards)} of {len(content.samples)} samples are here: the page has room for no more."
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            content=content,
+            cards=cards,
+            cuts=[content.cut, left_out if len(cards) < len(content.samples) else None],
+            sections=[each for each in sections if cards or each["id"] != "samples"],
+            headlines=[_headline(each) for each in content.headlines],
+            reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
+            matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
+            style=Markup(style),
+            script=Markup(script),
+            policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
+            f"style-src {_hash(style)}; script-src {_hash(script)}",
+            index=_as_script([_index(card["of"]) for card in cards]),
+        )
+    )
+
+
+def _headline(headline: Headline) -> dict[str, Any]:
+    value, ends = _value_and_ends(headline.value, (headline.low, headline.high), headline.unit)
+    return {"value": value, "ends": ends or "no interval", "of": headline}
+
+
+def _value_and_ends(value: float | None, ends: Sequence[float | None], unit: str | None) -> tuple[str, str]:
+    if value is None:
+        return "none", ""
+    shown, *texts = shown_numbers(value, *(end for end in ends if end is not None), unit=unit)
+    return shown, " to ".join(texts)
+
+
+def _reason(reason: str, content: PageContent) -> str:
+    kind, _, number = reason.partition(":")
+    other = content.against[int(number)].folder if number else ""
+    return {
+        "mistake": "confident mistakes",
+        "loss": f"worst by {content.worst_by}",
+        "lost": f"right in {other}, wrong here",
+        "gained": f"wrong in {other}, right here",
+    }.get(kind, reason)
+
+
+# -- sections --------------------------------------------------------------------------------------
+
+
+def _sections(content: PageContent) -> list[dict[str, Any] | None]:
+    """What follows the first screen, in order; None where there is nothing to show."""
+    return [
+        _section("against", "Comparison", [_compared(*each) for each in enumerate(content.against)]),
+        _section("samples", "Samples", [{}]) if content.samples else None,
+        _section("confusion", "Confusion", [_confusions(content)] if content.confusion else []),
+        _section("classes", "By class", _classes(content)),
+        _section("calibration", "Calibration", _calibration(content)),
+        _section("slices", "Slices", _slices(content)),
+        _section("time", "Time", _seconds(content)),
+    ]
+
+
+def _section(name: str, title: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    return {"id": name, "title": title, "parts": parts} if parts else None
+
+
+def _table(label: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) -> dict[str, Any]:
+    cells = [[each if isinstance(each, dict) else _cell(each) for each in row] for row in rows[:_ROWS]]
+    cut = f"The first {_ROWS:,} of {len(rows):,} rows." if len(rows) > _ROWS else None
+    return {"label": label, "columns": columns, "rows": cells, "cut": cut, **more}
+
+
+def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict[str, Any]:
+    """A cell's text, and what it is sorted by."""
+    if text is None:
+        text = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
+    return {"value": "" if value is None else value, "text": "–" if text is None else text, "small": small}
+
+
+def _compared(number: int, against: Against) -> dict[str, Any]:
+    rows = []
+    for row in against.rows:
+        numbers = [row[key] for key in ("a", "b", "difference", "low", "high")]
+        shown = iter(shown_numbers(*(n for n in numbers if n is not None), unit=row["unit"]))
+        *texts, low, high = (None if number is None else next(shown) for number in numbers)
+        cells = [_cell(number, text) for number, text in zip(numbers, texts, strict=False)]
+        cells.append(_cell(row["difference"], None if low is None else f"{low} to {high}"))
+        p_value = None if row["p"] is None else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
+        rows.append((row["name"], *cells, _cell(row["p"], p_value), row["verdict"].removeprefix("B is ")))
+    columns = ("metric", "there", "here", "difference", "95 % interval", "p", "verdict")
+    flips = {
+        f"lost:{number}": (against.lost, "right there, wrong here"),
+        f"gained:{number}": (against.gained, "wrong there, right here"),
+    }
+    return {
+        "title": against.folder,
+        "tables": [_table(f"Comparison with {against.folder}", columns, rows)],
+        "flips": [(why, counted(n, "sample"), text) for why, (n, text) in flips.items() if n is not None],
+        "notes": against.notes,
+    }
+
+
+def _confusions(content: PageContent) -> dict[str, Any]:
+    """What is mixed up most often; the matrix is the template's."""
+    support: Counter[int] = Counter()
+    for target, _, count in content.confusion:
+        support[target] += count
+    names = [*content.confusion_names, "NaN"]  # -1: no prediction
+    wrong = sorted((each for each in content.confusion if each[0] != each[1]), key=lambda each: -each[2])
+    rows = [(names[t], names[p], n, _cell(n / support[t], f"{n / support[t]:.1%}")) for t, p, n in wrong]
+    folds = len(content.confusion_names) <= _MOST_CLASSES
+    columns = ("target", "predicted", "samples", "share of target")
+    return {"tables": [_table("The most frequent confusions", columns, rows[:_PAIRS], folds=folds)]}
+
+
+def _matrix(content: PageContent) -> list[list[tuple[int, int]]]:
+    """For each target its count and level of colour, for each prediction; no prediction, -1, comes last."""
+    size = len(content.confusion_names)
+    has_none = any(prediction < 0 for _, prediction, _ in content.confusion)
+    counts = [[0] * (size + has_none) for _ in range(size)]
+    for target, prediction, count in content.confusion:
+        counts[target][prediction] += count
+    return [[(count, _level(count, sum(row))) for count in row] for row in counts]
+
+
+def _level(count: int, of: int) -> int:
+    # A square root: a confusion of 1 % is to be seen.
+    return max(1, round(_LEVELS * (count / of) ** 0.5)) if count else 0
+
+
+def _classes(content: PageContent) -> list[dict[str, Any]]:
+    if not content.class_rows:
+        return []
+    return [{"tables": [_table("Metrics by class", content.class_columns, content.class_rows)]}]
+
+
+def _calibration(content: PageContent) -> list[dict[str, Any]]:
+    if not content.calibration:
+        return []
+    keys = ("low", "high", "count", "accuracy", "confidence")
+    rows = [[int(each[key]) if key == "count" else each[key] for key in keys] for each in content.calibration]
+    columns = ("from", "to", "samples", "accuracy", "mean confidence")
+    return [
+        {
+            "charts": [charts.draw_calibration(content.calibration)],
+            "caption": "Accuracy of the samples with a confidence. On the dashed line the two are equal.",
+            "tables": [_table("Numbers of the chart", columns, rows, folds=True)],
+        }
+    ]
+
+
+def _slices(content: PageContent) -> list[dict[str, Any]]:
+    """By slicing its groups, and charts of as many metrics as there is time for."""
+    parts = []
+    charts_left = _CHARTS
+    for number, (name, groups) in enumerate(content.slices.items()):
+        shown = [each for each in content.headlines if any(each.name in g["metrics"] for g in groups)]
+        each_has = -(-charts_left // (len(content.slices) - number))
+        drawn = [charts.draw_groups(name, groups, *pair) for pair in _named(shown[:each_has], number)]
+        charts_left -= len(drawn)
+        rows = [
+            [_cell(group["label"], small=group.get("small")), group["samples"], *_values(group, shown)]
+            for group in groups
+        ]
+        columns = ("group", "samples", *(each.name for each in shown))
+        parts.append(
+            {
+                "title": name,
+                "charts": list(filter(None, drawn)),
+                "caption": "Values with 95 % intervals; dashed: all samples. Grey: too few for a statement.",
+                "tables": [_table(f"Numbers of {counted(len(groups), 'group')}", columns, rows, folds=True)],
+            }
+        )
+    return parts
+
+
+def _named(shown: Sequence[Headline], number: int) -> list[tuple[Headline, str]]:
+    return [(each, f"slice-{number}-{at}") for at, each in enumerate(shown)]
+
+
+def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> list[dict[str, Any]]:
+    cells = []
+    for each in shown:
+        value = group["metrics"].get(each.name)
+        text, ends = _value_and_ends(value, group["intervals"].get(each.name) or (), each.unit)
+        cells.append(_cell(value, text, ends))
+    return cells
+
+
+def _seconds(content: PageContent) -> list[dict[str, Any]]:
+    if not content.seconds:
+        return []
+    # The seconds of the whole loop are no part of themselves.
+    parts = [name for name in dict.fromkeys(chain(*content.seconds)) if name not in ("rank", "evaluate")]
+    names = ("rank", "evaluate", *parts)
+    rows = [[each["rank"], *(float(each.get(name) or 0) for name in names[1:])] for each in content.seconds]
+    return [
+        {
+            "text": content.limited_by,
+            "charts": [charts.draw_seconds(content.seconds, parts)],
+            "tables": [_table("Numbers of the chart", names, rows, folds=True)],
+        }
+    ]
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+def _turns(samples: Sequence[SampleShown]) -> list[int]:
+    """Which place each sample has where reasons take turns: the last are cut first, of all reasons alike."""
+    by_reason = defaultdict(list)
+    for at, sample in enumerate(samples):
+        by_reason[sample.reasons[:1]].append(at)
+    order = [at for turn in zip_longest(*by_reason.values()) for at in turn if at is not None]
+    return [order.index(at) for at in range(len(samples))]
+
+
+def _index(sample: SampleShown) -> dict[str, Any]:
+    """What the page's filters know of a sample."""
+    values = {"reason": sample.reasons, "target": [sample.target], "prediction": [sample.prediction]}
+    values["slice"] = sample.slices
+    return {key: [_seen(each) for each in value if each is not None] for key, value in values.items()}
+
+
+def _shown(shown: Shown) -> dict[str, Any]:
+    if shown.kind == "picture" and shown.picture is not None:
+        return {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
+    return {"kind": shown.kind, "text": _start_of(shown.text), "table": _starts(shown.table)}
+
+
+def _starts(table: Mapping[str, str]) -> dict[str, str]:
+    return {name: _start_of(text) for name, text in table.items()}
+
+
+def _start_of(text: str) -> str:
+    return text if len(text) <= _TEXT_LETTERS else f"{text[:_TEXT_LETTERS]} … ({len(text):,} letters)"
+
+
+def _thumbnail(picture: Image.Image) -> dict[str, Any]:
+    """The picture as a data URI, in the size that a card has room for."""
+    is_tiny = max(picture.size) <= _TINY
+    picture = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    kind, options = ("png", {"optimize": True}) if is_tiny else ("webp", {"quality": 80})
+    with io.BytesIO() as file:
+        picture.save(file, kind, **options)
+        text = base64.b64encode(file.getvalue()).decode("ascii")
+    return {"source": f"data:image/{kind};base64,{text}", "size": picture.size, "tiny": is_tiny}
+
+
+# -- the template ----------------------------------------------------------------------------------
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Of each value that the template writes, before it is escaped.
+        finalize=lambda value: _seen(value) if type(value) is str else value,
+    )
+
+
+def _seen(text: str) -> str:
+    """A text of strangers, with what cannot be seen spelled out."""
+    return printable_lines(text.replace("\r\n", "\n"))
+
+
+def _as_script(value: object) -> Markup:
+    """JSON that ends no script element, and begins no comment in one."""
+    text = json.dumps(value, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escapes
+    return Markup("".join(f"\\u{ord(each):04x}" if each in "<>&" else each for each in text))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,142 @@
+"""``dualeval show``: lists, classes, flips, and what strangers' names may not do to a terminal or a sheet."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import dualeval
+from dualeval.cli.show import show
+from dualeval.errors import UsageError
+from dualeval.metrics import Mean, Metric, RowMetric
+from dualeval.wording import csv_cell, printable, printable_lines
+from tests.comparison.test_comparison import SeededTask, table_of
+from tests.engine.test_evaluator import evaluate
+from tests.report.test_page_content import EVIL, NamedTask
+from tests.tiny import TinyDataset
+
+COUNT = 200
+Typed = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for seed, name in enumerate(("a", "b")):
+        evaluate(NamedTask(COUNT, seed=seed), folder / name, batch_size=32)
+    return folder / "a", folder / "b"
+
+
+@pytest.fixture
+def typed() -> Typed:
+    def run(*words: object) -> list[str]:
+        done = CliRunner().invoke(show, [str(word) for word in words])
+        if done.exception is not None:
+            raise done.exception
+        return done.output.splitlines()
+
+    return run
+
+
+def test_mistakes_and_losses(typed: Typed, runs: tuple[Path, Path]) -> None:
+    table = table_of(runs[0])
+    wrong = table[table.target != table.prediction].sort_values("confidence", ascending=False)
+    lines = typed(runs[0], "--worst", 4)
+    assert lines[0] == f"most confident mistakes: 4 of {len(wrong)}"
+    assert lines[1].split() == ["id", "target", "prediction", "confidence", "loss"]
+    assert [line.split()[0] for line in lines[2:6]] == [*wrong.id[:4]]
+    assert lines[7] == f"highest loss: 4 of {COUNT}"
+    assert f"{wrong.iloc[0].confidence:.4f}" in lines[2] and f"{wrong.iloc[0].loss:.4f}" in lines[2]
+
+
+def test_one_class_by_its_name_and_its_number(typed: Typed, runs: tuple[Path, Path]) -> None:
+    of_name, of_number = typed(runs[0], "--class", EVIL[1]), typed(runs[0], "--class", "1")
+    assert of_name == of_number
+    table = table_of(runs[0])
+    assert of_name[0].endswith(f" of {((table.target == 1) & (table.prediction != 1)).sum()}")
+    with pytest.raises(UsageError, match="has no such class"):
+        typed(runs[0], "--class", "cat")
+
+
+def test_figures_by_class(typed: Typed, runs: tuple[Path, Path]) -> None:
+    lines = typed(runs[0], "--per-class")
+    assert lines[0].split()[:5] == ["class", "support", "recall", "precision", "f1"]
+    assert len(lines) == 1 + 7 + 1
+    per_class: Any = dualeval.rescore(runs[0], metrics=NamedTask(1).metrics()).metrics["per_class"]
+    assert f"{per_class['recall'][6]:.4f}" in lines[7]
+    assert len(typed(runs[0], "--per-class", "--class", "3")) == 3
+    assert "most confident mistakes" in "\n".join(typed(runs[0], "--per-class", "--worst", 1))
+
+
+def test_flips(typed: Typed, runs: tuple[Path, Path]) -> None:
+    a, b = map(table_of, runs)
+    lost = (a.target == a.prediction) & (b.target != b.prediction)
+    lines = typed(runs[1], "--flips-against", runs[0], "--worst", 3)
+    assert lines[0] == dualeval.compare(*runs).said_of(str(runs[1]))
+    assert lines[1] == f"right there, wrong here: 3 of {lost.sum()}"
+    assert {line.split()[0] for line in lines[3:6]} <= {*a.id[lost]}
+    assert lines[7].startswith("wrong there, right here: 3 of ")
+
+
+def test_names_cannot_move_the_cursor(typed: Typed, runs: tuple[Path, Path]) -> None:
+    lines = typed(runs[0], "--per-class", "--worst", 50)
+    assert not any("\x1b" in line or "\x07" in line for line in lines)
+    assert any(r"\x1b[2J\x1b[31mred\x07" in line for line in lines)
+    assert printable("a\u202eb\r\n\u2028é 漢字\u200d") == r"a\u202eb\r\n\u2028é 漢字" + "\u200d"
+    assert printable_lines("a\x1b\nb\tc") == "a\\x1b\nb\tc"
+
+
+class NamedIds(TinyDataset):
+    """Ids that a spreadsheet would compute."""
+
+    def id(self, index: int) -> str:
+        return f"{'=+-@'[index % 4]}{index}" if index % 5 else f"plain/{index}"
+
+
+def test_cells_of_csv_are_no_formulas(tmp_path: Path) -> None:
+    for seed in range(2):
+        task = SeededTask(60, seed=seed)
+        task._dataset = NamedIds(60)
+        evaluate(task, tmp_path / str(seed), batch_size=32)
+    found = dualeval.compare(tmp_path / "0", tmp_path / "1", metrics=["top1"])
+    found.write_flips(tmp_path / "flips.csv")
+    with (tmp_path / "flips.csv").open() as file:
+        cells = [row["id"] for row in csv.DictReader(file)]
+    flips = found.metrics["top1"].flips
+    assert flips is not None and len(cells) > 5
+    assert all(cell[0] in "'p" for cell in cells)
+    # They are joined again by what docs/show.md says.
+    assert [cell.removeprefix("'") for cell in cells] == [*flips.lost, *flips.gained]
+    assert [csv_cell(text) for text in ("\tx", "\rx", "a=b", "")] == ["'\tx", "'\rx", "a=b", ""]
+
+
+def test_paths_are_named_where_ids_are_files(typed: Typed, tmp_path: Path) -> None:
+    task = SeededTask(30)
+    for index in range(30):
+        (tmp_path / "data" / "tiny").mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2)).save(tmp_path / "data" / "tiny" / str(index), "PNG")
+    evaluate(task, tmp_path / "run", batch_size=32, job={"data": str(tmp_path / "data")})
+    assert typed(tmp_path / "run")[-1] == f"files are below {tmp_path / 'data'}"
+
+
+class OnlySizes(SeededTask):
+    """Rows by which no sample is worse than another."""
+
+    rows: Any = ("group",)
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [Mean("group")]
+
+
+def test_a_run_with_nothing_to_rank_is_refused(typed: Typed, tmp_path: Path) -> None:
+    evaluate(OnlySizes(40), tmp_path / "run", batch_size=32)
+    with pytest.raises(UsageError, match="nothing to list"):
+        typed(tmp_path / "run")
+    with pytest.raises(UsageError, match="no metric by class"):
+        typed(tmp_path / "run", "--per-class")

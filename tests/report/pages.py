@@ -1,0 +1,103 @@
+"""A page's content as strangers would have it: names that are markup, terminal escapes, formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from PIL import Image
+
+from dualeval.report.page.content import Against, Headline, PageContent, SampleShown, Shown
+
+MARKUP = "</script><img onerror=alert(1) src=x>"
+# As a terminal would obey it, with a turned line, a formula of matplotlib's, half a pair and no character.
+ESCAPES = "\x1b[31mred\x1b[0m \u202egnp.exe $\\frac$ \udc80 \ufffe"
+ESCAPED = "\\x1b[31mred\\x1b[0m \\u202egnp.exe $\\frac$ \\udc80 \\ufffe"
+NAMES = [MARKUP, ESCAPES, "cat", "dog", "{{ 7 * 7 }}"]
+
+
+def content(count: int = 40, picture: tuple[int, int] = (28, 28), **changed: Any) -> PageContent:
+    """A page's content with something of everything; fields may be changed."""
+    whole = PageContent(
+        title=f"net: {MARKUP}",
+        about=[("data", f"val {ESCAPES}")],
+        headlines=[
+            Headline(name="loss", value=0.4, low=0.3, high=0.5, unit=None, direction="lower", rough=None),
+            Headline(
+                name="top1", value=0.8, low=0.7, high=0.9, unit="fraction", direction="higher", rough="few"
+            ),
+            Headline(name="none", value=None, low=None, high=None, unit=None, direction=None, rough=None),
+        ],
+        against=[
+            Against(
+                folder=f"runs/{MARKUP}",
+                verdict="this run is better in loss; undecided: top1 (20 flips)",
+                rows=[
+                    {"name": "loss", "a": 0.5, "b": 0.4, "difference": -0.1, "low": -0.2, "high": -0.05}
+                    | {"p": 1e-9, "verdict": "B is better", "unit": None}
+                ],
+                lost=8,
+                gained=12,
+                notes=[],
+            )
+        ],
+        warnings=[f"warned of {MARKUP}"],
+        samples=[sample(number, picture) for number in range(count)],
+        samples_total=10_000,
+        worst_by="loss",
+        cut=None,
+        class_columns=["class", "support", "recall"],
+        class_rows=[(name, 100 - at, None if at == 3 else 0.5 + at / 10) for at, name in enumerate(NAMES)],
+        confusion_names=NAMES,
+        confusion=[(at, at, 90) for at in range(5)] + [(0, 1, 8), (2, 3, 12), (3, -1, 2)],
+        calibration=[
+            {
+                "low": at / 15,
+                "high": (at + 1) / 15,
+                "count": 9 * at,
+                "accuracy": at / 16,
+                "confidence": at / 15,
+            }
+            for at in range(15)
+        ],
+        slices={"scanner": [group(name, at) for at, name in enumerate(NAMES)]},
+        seconds=[{"rank": 0, "evaluate": 3.0, "data": 1.0, "compute": 2.0}, {"rank": 1, "evaluate": 1.0}],
+        limited_by="The largest part went into the forward pass.",
+        provenance=[("command", f"dualeval run --data '{MARKUP}'")],
+    )
+    return replace(whole, **changed)
+
+
+def sample(number: int, picture: tuple[int, int]) -> SampleShown:
+    right = number % 4 == 3
+    target = NAMES[number % 5]
+    things = [
+        Shown(kind="picture", picture=Image.radial_gradient("L").resize(picture)),
+        Shown(kind="text", text=f"a text {MARKUP}"),
+        Shown(kind="table", table={MARKUP: ESCAPES}),
+        Shown(kind="error", text=f"OSError: {MARKUP}"),
+    ]
+    return SampleShown(
+        id=f"val/{target}/{number}",
+        index=number,
+        target=target,
+        prediction=target if right else NAMES[(number + 1) % 5],
+        correct=right,
+        confidence=0.9,
+        loss=2.0,
+        reasons=(("mistake", "loss", "lost:0", "gained:0")[number % 4],),
+        columns={"age": str(number)},
+        slices=(f"scanner={'AB'[number % 2]}",),
+        shown=(things[number % 4],),
+    )
+
+
+def group(name: str, at: int) -> dict[str, Any]:
+    return {
+        "group": {"scanner": name},
+        "label": name,
+        "samples": 100 * at,
+        "metrics": {"top1": 0.7 + at / 50, "loss": None},
+        "intervals": {"top1": [0.6, 0.9]},
+        "small": None if at else "only 7 samples: too few for a statement",
+    }

@@ -1,0 +1,240 @@
+"""The page of a run: one safe file that says what it leaves out, and costs a run nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from dualeval.cli import dualeval
+from dualeval.report.page import writing
+from dualeval.report.page.content import Shown
+from dualeval.report.page.html import render
+from tests.conftest import Launch
+from tests.report.pages import ESCAPED, ESCAPES, MARKUP, content, sample
+
+RUN = ("dualeval", "run", "--limit", "256", "--no-progress")
+
+
+class Elements(HTMLParser):
+    """Names and attributes of a page's elements, and the texts within."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_what_strangers_name_is_text() -> None:
+    page = render(content())
+    elements = Elements(page)
+    assert MARKUP not in page and ESCAPES not in page and "\x1b" not in page
+    # In a script it is text as well.
+    assert page.count("</script>") == 2
+    assert {MARKUP, ESCAPED, "{{ 7 * 7 }}", f"net: {MARKUP}"} <= {text.strip() for text in elements.texts}
+    page.encode("utf-8")
+
+
+def test_nothing_but_the_page_is_asked_for_or_run() -> None:
+    elements = Elements(render(content()))
+    policy = next(each["content"] for _, each in elements.found if each.get("http-equiv"))
+    assert policy is not None and policy.startswith("default-src 'none';") and "unsafe" not in policy
+    for tag, attributes in elements.found:
+        assert "style" not in attributes, tag
+        assert not [name for name in attributes if name.startswith("on")], tag
+        for name in ("src", "href", "xlink:href", "data", "action"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:image/")), (tag, attributes)
+    identities = [each["id"] for _, each in elements.found if "id" in each]
+    assert len(identities) == len({*identities})
+
+
+def test_the_same_content_is_the_same_page() -> None:
+    assert render(content()) == render(content())
+
+
+def test_the_filters_know_the_samples_that_are_there() -> None:
+    page = render(content(count=5))
+    found = re.search(r'id="index">(.*?)</script>', page)
+    assert found is not None and not {*"<>&"} & {*found[1]}
+    index = json.loads(found[1])
+    assert [each["reason"] for each in index] == [
+        ["mistake"],
+        ["loss"],
+        ["lost:0"],
+        ["gained:0"],
+        ["mistake"],
+    ]
+    assert index[0] == {
+        "reason": ["mistake"],
+        "target": [MARKUP],
+        "prediction": [ESCAPED],
+        "slice": ["scanner=A"],
+    }
+
+
+def test_above_the_limit_there_are_fewer_samples_of_each_reason() -> None:
+    whole, limit = content(count=80, picture=(400, 300)), 100_000
+    assert len(render(whole).encode()) > limit
+    page = render(whole, limit)
+    assert len(page.encode()) <= limit
+    shown = page.count('<article class="card">')
+    assert 8 < shown < 80
+    assert f"{shown} of 80 samples are here: the page has room for no more." in page
+    assert all(f'value="{reason}"' in page for reason in ("mistake", "loss", "lost:0", "gained:0"))
+
+
+def test_a_page_of_many_pictures_is_below_3_mb() -> None:
+    noise = Image.effect_noise((640, 480), 200).convert("RGB")
+    shown = (Shown(kind="picture", picture=noise), Shown(kind="picture", picture=noise))
+    samples = [replace(sample(number, (28, 28)), shown=shown) for number in range(210)]
+    assert len(render(content(samples=samples)).encode()) <= 3_000_000
+
+
+def test_tiny_pictures_are_kept_and_large_ones_are_thumbnails() -> None:
+    pages = {size: render(content(count=1, picture=size)) for size in ((28, 28), (900, 300))}
+    assert 'width="28" height="28" class="tiny"' in pages[28, 28] and "data:image/png" in pages[28, 28]
+    assert 'width="160" height="53" alt' in pages[900, 300] and "data:image/webp" in pages[900, 300]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
+def test_pictures_of_all_kinds(mode: str) -> None:
+    for size in ((20, 20), (200, 100)):
+        shown = (Shown(kind="picture", picture=Image.new(mode, size)),)
+        assert "data:image/" in render(content(samples=[replace(sample(0, (28, 28)), shown=shown)]))
+
+
+def test_many_classes_are_pairs() -> None:
+    names = [f"class {number}" for number in range(1200)]
+    page = render(
+        content(
+            confusion_names=names,
+            confusion=[(0, 0, 6), (0, 1, 2), (5, 7, 30), (9, -1, 1)],
+            class_rows=[(name, 1, 1.0) for name in names],
+        )
+    )
+    assert 'id="matrix"' not in page
+    assert page.index("class 7") < page.index("class 1<")  # in the order of their counts
+    assert "25.0%" in page and "The first 1,000 of 1,200 rows." in page
+
+
+def test_a_run_of_which_there_is_little_to_say() -> None:
+    nothing: dict[str, object] = {"class_rows": [], "confusion": [], "confusion_names": [], "calibration": []}
+    page = render(content(count=0, against=[], slices={}, seconds=[], **nothing))
+    links = [each["href"] for tag, each in Elements(page).found if tag == "a"]
+    assert links == ["#provenance"]
+
+
+def test_charts_are_not_the_callers_style() -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"text.usetex": True, "figure.facecolor": "red", "svg.fonttype": "path"}):
+        assert render(content()) == render(content())
+        styled = render(content())
+    assert styled == render(content())
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "find_spec", lambda name: None if name == "jinja2" else True)
+    with pytest.raises(writing.UsageError, match=r"needs jinja2.*pip install 'dualeval\[report\]'"):
+        writing.check_report("out", is_main=True)
+
+
+def test_a_page_needs_a_folder() -> None:
+    with pytest.raises(writing.UsageError, match="give out=DIR"):
+        writing.check_report(None, is_main=True)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two finished runs of the same job: a with its page, b without."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = launch([*RUN, "--report", "--out", folder / "a"]).ok()
+    assert f"the report is in {folder / 'a/report.html'}" in done.stderr
+    launch([*RUN, "--out", folder / "b"]).ok()
+    return folder
+
+
+def test_a_run_and_a_command_write_the_same_page(launch: Launch, runs: Path, tmp_path: Path) -> None:
+    launch(["dualeval", "report", runs / "a", "--out", tmp_path / "again.html"]).ok()
+    page = (runs / "a/report.html").read_text()
+    assert 'class="tiny"' in page
+    assert (tmp_path / "again.html").read_text() == page
+
+
+def test_a_page_beside_another_run(launch: Launch, runs: Path) -> None:
+    assert not (runs / "b/report.html").exists()
+    launch(["dualeval", "report", runs / "b", "--against", runs / "a"]).ok()
+    assert "the same on every sample" in (runs / "b/report.html").read_text()
+
+
+def test_words_of_the_command_that_are_wrong(runs: Path, tmp_path: Path) -> None:
+    for words, said in (
+        ([runs / "c"], "there is no folder"),
+        ([runs / "a", "--against", runs / "c"], "there is no folder"),
+        ([runs / "a", "--out", tmp_path / "none/page.html"], "Give --out FILE in a folder of your own"),
+    ):
+        done = CliRunner().invoke(dualeval, ["report", *map(str, words)])
+        assert isinstance(done.exception, writing.UsageError) and said in str(done.exception)
+
+
+def test_fresh_removes_the_page_of_the_earlier_run(launch: Launch, runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "a", tmp_path / "a")
+    launch([*RUN, "--fresh", "--out", tmp_path / "a"]).ok()
+    assert (tmp_path / "a/result.json").exists() and not (tmp_path / "a/report.html").exists()
+
+
+SCRIPT = """
+import sys, torch, dualeval
+torch.manual_seed(0)
+class Mine(dualeval.ModelTask):
+    def show(self, row):
+        if row["index"] == 3:
+            raise ValueError("no picture </script>")
+        return {"number": str(row["index"])}
+model = torch.nn.Linear(4, 3).eval()
+data = torch.utils.data.TensorDataset(torch.rand(30, 4), torch.arange(30) % 3)
+task = Mine(model=model, data=data, metrics=["loss", "top1"])
+dualeval.evaluate(task, out=sys.argv[1], report=True)
+print(sorted({"matplotlib", "jinja2"} & {*sys.modules}))
+"""
+
+
+def test_a_task_of_ones_own_shows_what_it_likes(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    launch([sys.executable, tmp_path / "mine.py", tmp_path / "out"]).ok()
+    page = (tmp_path / "out/report.html").read_text()
+    assert "<dt>number</dt><dd>7</dd>" in page
+    assert '<p class="error">ValueError: no picture &lt;/script&gt;</p>' in page
+
+
+def test_a_run_without_a_report_loads_nothing_for_it(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT.replace(", report=True", ""))
+    assert launch([sys.executable, tmp_path / "mine.py", tmp_path / "out"]).ok().stdout.endswith("[]\n")
+    assert not (tmp_path / "out/report.html").exists()
+
+
+def test_a_page_that_fails_leaves_the_run_as_it_is(launch: Launch, tmp_path: Path) -> None:
+    broken = "import dualeval.report.page.html as html\nhtml.render = lambda content: 1 / 0\n"
+    (tmp_path / "mine.py").write_text(f"{broken}{SCRIPT}")
+    done = launch([sys.executable, tmp_path / "mine.py", tmp_path / "out"]).ok()
+    said = "report.html could not be made, and the result is complete: ZeroDivisionError: division by zero"
+    assert done.stderr.count(said) == 1
+    assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "done"

@@ -1,0 +1,186 @@
+"""What the page of a run says, beside its rows: numpy's and scikit-learn's numbers, and strangers' texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+import dualeval
+from dualeval.errors import UsageError
+from dualeval.report.page.content import PageContent, Shown, build, limited_by
+from dualeval.result import read_result
+from tests.comparison.test_comparison import SeededTask, changed, table_of
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import CLASSES
+
+COUNT = 600
+EVIL = ("</script><img src=x onerror=alert(1)>", "\x1b[2J\x1b[31mred\x07", "=cmd|' /C calc'!A0")
+
+
+class NamedTask(SeededTask):
+    """Classes that strangers have named."""
+
+    def labels_used(self) -> dict[str, Any]:
+        return {"classes": [*EVIL, *map(str, range(3, CLASSES))]}
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        if row["index"] % 3 == 0:
+            raise RuntimeError(f"no picture of {EVIL[0]}")
+        if row["index"] % 3 == 1:
+            return [Image.new("RGB", (4, 4)), "a text"]
+        return {"id": row["id"], "number": 1} if row["index"] % 2 else 7
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for seed, name in enumerate(("a", "b")):
+        evaluate(NamedTask(COUNT, seed=seed), folder / name, batch_size=32)
+    return folder / "a", folder / "b"
+
+
+@pytest.fixture(scope="module")
+def page(runs: tuple[Path, Path]) -> PageContent:
+    return page_of(runs[1], NamedTask(COUNT), against=[runs[0]])
+
+
+def page_of(run: Path, task: Any = None, **more: Any) -> PageContent:
+    return build(read_result(run / "result.json"), run, task, **more)
+
+
+def test_headlines_are_the_result_s(runs: tuple[Path, Path], page: PageContent) -> None:
+    result = read_result(runs[1] / "result.json")
+    found = {each.name: each for each in page.headlines}
+    assert found.keys() == {n for n, value in result.metrics.items() if isinstance(value, float)}
+    top1 = found["top1"]
+    assert (top1.value, [top1.low, top1.high]) == (result.metrics["top1"], [*result.intervals["top1"]])
+    assert (top1.unit, top1.direction) == ("fraction", "higher")
+    assert (found["ece"].low, found["ece"].high) == (None, None)
+
+
+def test_classes_and_confusion_are_scikit_learn_s(runs: tuple[Path, Path], page: PageContent) -> None:
+    table = table_of(runs[1])
+    precision, recall, f1, support = precision_recall_fscore_support(
+        table.target, table.prediction, zero_division=0
+    )
+    assert page.class_columns[:5] == ["class", "support", "recall", "precision", "f1"]
+    for index, row in enumerate(page.class_rows):
+        assert row[1:5] == pytest.approx([support[index], recall[index], precision[index], f1[index]])
+    assert [row[0] for row in page.class_rows][:3] == [*EVIL] == [*page.confusion_names][:3]
+    matrix = np.zeros((CLASSES, CLASSES), int)
+    for target, prediction, count in page.confusion:
+        matrix[target, prediction] = count
+    assert (matrix == confusion_matrix(table.target, table.prediction)).all()
+
+
+def test_cards_are_the_worst_samples_and_the_flips(runs: tuple[Path, Path], page: PageContent) -> None:
+    a, b = map(table_of, runs)
+    wrong = b[b.target != b.prediction].sort_values(["confidence", "index"], ascending=[False, True])
+    of = {reason: [card.id for card in page.samples if reason in card.reasons] for reason in reasons(page)}
+    assert {*of} == {"mistake", "loss", "lost:0", "gained:0"}
+    assert of["mistake"][:60] == [*wrong.id[:60]]
+    assert {*of["loss"]} == {*b.sort_values("loss", ascending=False).id[:30]}
+    lost = (a.target == a.prediction) & (b.target != b.prediction)
+    assert {*of["lost:0"]} <= {*a.id[lost]} and len(of["lost:0"]) == min(60, lost.sum())
+    assert (page.against[0].lost, page.samples_total) == (lost.sum(), COUNT)
+    assert page.cut is not None and f"60 of {len(wrong)} (most confident mistakes)" in page.cut
+    card = page.samples[0]
+    row = wrong.iloc[0]
+    assert (card.confidence, card.loss, card.correct) == (row.confidence, row.loss, False)
+    names = [*EVIL, *map(str, range(3, CLASSES))]
+    assert (card.target, card.prediction) == (names[int(row.target)], names[int(row.prediction)])
+    assert card.columns["tokens"] == str(row.tokens)
+
+
+def reasons(page: PageContent) -> set[str]:
+    return {reason for card in page.samples for reason in card.reasons}
+
+
+def test_the_verdict_is_that_of_compare(runs: tuple[Path, Path], page: PageContent) -> None:
+    found = dualeval.compare(*runs)
+    [against] = page.against
+    assert against.verdict == found.said_of("this run")
+    rows = {row["name"]: row for row in against.rows}
+    assert rows.keys() == found.metrics.keys()
+    top1 = found.metrics["top1"]
+    assert (rows["top1"]["low"], rows["top1"]["high"], rows["top1"]["p"]) == (*top1.interval, top1.p_holm)
+    assert any(note.startswith("ece is not compared") for note in against.notes)
+    assert page.calibration and sum(each["count"] for each in page.calibration) == COUNT
+
+
+def test_what_a_task_shows_and_what_it_costs_when_it_cannot(page: PageContent) -> None:
+    by_index = {card.index: card.shown for card in page.samples}
+    kinds = {index: [thing.kind for thing in shown] for index, shown in by_index.items()}
+    wanted = {0: ["error"], 1: ["picture", "text"], 3: ["error"], 4: ["picture", "text"], 5: ["table"]}
+    assert {index % 6 for index in kinds} == {*range(6)}
+    for index, found in kinds.items():
+        assert found == wanted.get(index % 6, ["error"])
+    errors = {shown[0].text for shown in by_index.values() if shown[0].kind == "error"}
+    assert f"RuntimeError: no picture of {EVIL[0]}" in errors
+    assert "TypeError: show returned a int: expected a PIL picture, a text or a mapping" in errors
+    table = next(shown[0].table for shown in by_index.values() if shown[0].kind == "table")
+    assert table["number"] == "1"
+    # The default of a task shows nothing.
+    assert Shown(kind="text").picture is None
+    assert dualeval.Task.show(NamedTask(1), {}) == ()
+
+
+def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """What is not there is empty: also of a result of an earlier version, without scores."""
+    import pyarrow
+
+    only = pyarrow.table({"id": ["x", "y"], "index": [0, 1], "length": [1.5, 2.5]})
+    metrics: dict[str, Any] = {"length": 2.0, "confusion_matrix": None}
+    fields: Any = {
+        "metrics": metrics,
+        "nonfinite": {},
+        "scores": {},
+        "directions": {},
+        "units": {},
+        "labels": {},
+    }
+    run = changed(runs[0], tmp_path / "run", lambda _: only, **fields)
+    result = dualeval.Result(**{**vars(read_result(runs[0] / "result.json")), **fields})
+    found = build(result, run)
+    assert (found.samples, found.class_rows, found.confusion, found.calibration) == ([], [], [], [])
+    assert found.cut is None and found.against == []
+    with pytest.raises(UsageError):
+        page_of(runs[0], against=[tmp_path / "nothing"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "setup", "says"),
+    [
+        ([{"evaluate": 4.0, "data": 3.0, "compute": 1.0}], 1.0, "waiting for samples to be read (75 %)."),
+        (
+            [{"evaluate": 2.0, "compute": 2.0, "meet": 2.0}, {"evaluate": 4.0, "compute": 4.0}],
+            1.0,
+            "the forward pass (75 %).",
+        ),
+        ([{"evaluate": 4.0, "look": 3.0}], 6.0, "; getting ready took longer, 6.00 of 10.00 s in all."),
+        ([{"evaluate": 1.0, "meet": 9.0}], 1.0, "waiting for other ranks (90 %)."),
+    ],
+)
+def test_a_sentence_says_what_limited_the_run(ranks: list[dict[str, float]], setup: float, says: str) -> None:
+    timing = {"ranks": ranks, "evaluate_s": 4.0, "setup_s": setup, "total_s": 4.0 + setup}
+    found = limited_by(timing)
+    assert found.startswith("The largest part of the 4.00 s of evaluation went into ")
+    assert found.endswith(says)
+    assert limited_by({"total_s": 1.0, "setup_s": 1.0, "evaluate_s": 0.0}) == ""
+
+
+def test_provenance_can_be_typed_and_compared(runs: tuple[Path, Path], page: PageContent) -> None:
+    result = read_result(runs[1] / "result.json")
+    found = dict(page.provenance)
+    assert found["metrics_digest"] == result.metrics_digest
+    assert found["samples_digest"] == result.samples_digest
+    assert Path(found["job file"]).is_file()
+    assert f"torch {result.versions['torch']}" in found["versions"]
+    assert not any("command" in name for name in found)
+    assert ("command, made of the job", "dualeval run") in page_of(runs[1], command="dualeval run").provenance

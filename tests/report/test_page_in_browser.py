@@ -1,0 +1,162 @@
+"""The page in a browser: it works, asks for nothing, says nothing on the console, and all can use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualeval.report.page.html import render
+from tests.report.pages import ESCAPED, MARKUP, content
+from tests.requirements import BROWSER
+
+pytestmark = [pytest.mark.needs("browser"), pytest.mark.xdist_group("browser")]
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # In a container no sandbox can be made; the page is ours.
+        browser = playwright.chromium.launch(executable_path=str(BROWSER), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """The page, opened; and what it has said and asked for."""
+
+    def __init__(self, browser: Any, file: Path, **options: Any) -> None:
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page = browser.new_context(**options).new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("dialog", lambda dialog: (self.said.append(dialog.message), dialog.dismiss()))
+        self.page.goto(file.as_uri())
+
+    def texts(self, selector: str) -> list[str]:
+        return [text.strip() for text in self.page.locator(selector).all_inner_texts()]
+
+    def cards(self) -> list[str]:
+        return self.texts(".card:not([hidden]) .id")
+
+    def end(self) -> None:
+        """Nothing was said, and nothing asked for but the file itself and what it holds."""
+        assert self.said == []
+        assert [url for url in self.asked if not url.startswith("data:image/")] == [
+            self.page.url.split("#")[0]
+        ]
+        self.page.context.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(render(content()), "utf-8")
+    return path
+
+
+def test_filters_and_sorting(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    assert len(visit.cards()) == 24 and "40 of 40" in page.inner_text("#found")
+    page.click("#more")
+    assert len(visit.cards()) == 40 and not page.is_visible("#more")
+
+    page.select_option("#by-reason", "loss")
+    assert visit.cards() == [f"val/{name}/{at}" for at, name in _samples() if at % 4 == 1]
+    page.select_option("#by-slice", "scanner=A")  # none of them
+    assert visit.cards() == [] and "0 of 40" in page.inner_text("#found")
+    page.click("text=Clear")
+    page.select_option("#by-target", MARKUP)
+    page.select_option("#by-prediction", ESCAPED)
+    assert visit.cards() == [f"val/{MARKUP}/{at}" for at in (0, 5, 10, 20, 25, 30)]
+
+    # From a comparison, and from a cell of the matrix, to the samples.
+    page.click("[data-reason='gained:0']")
+    assert {int(each.rpartition("/")[2]) % 4 for each in visit.cards()} == {3}
+    page.click("#matrix tbody tr:nth-child(3) td:nth-child(5)")  # cat for dog
+    assert {each.split("/")[1] for each in visit.cards()} == {"cat"}
+
+    by_class = page.locator("section:has(#classes) table")
+    recalls = by_class.locator("tbody tr td:nth-child(3)")
+    by_class.locator("text=recall").click()
+    assert recalls.all_inner_texts() == ["0.9000", "0.7000", "0.6000", "0.5000", "–"]
+    by_class.locator("text=recall").click()
+    assert recalls.all_inner_texts() == ["0.5000", "0.6000", "0.7000", "0.9000", "–"]
+    assert by_class.locator("th[aria-sort=ascending]").inner_text() == "recall"
+    by_class.locator("text=support").click()
+    assert by_class.locator("tbody th").first.inner_text() == MARKUP
+    visit.end()
+
+
+def _samples() -> list[tuple[int, str]]:
+    names = [MARKUP, ESCAPED, "cat", "dog", "{{ 7 * 7 }}"]
+    return [(at, names[at % 5]) for at in range(40)]
+
+
+def test_by_keyboard_alone(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file)
+    page = visit.page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "theme"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    page.focus("#by-reason")
+    page.keyboard.press("ArrowDown")
+    assert "10 of 40" in page.inner_text("#found")
+    page.focus("section:has(#classes) .sort >> nth=1")
+    page.keyboard.press("Space")
+    assert page.locator("section:has(#classes) th[aria-sort=descending]").inner_text() == "support"
+    visit.end()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_themes_and_what_axe_finds(browser: Any, file: Path, theme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    visit = Visit(browser, file, color_scheme=theme)
+    page = visit.page
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    found = Axe().run(page).response
+    assert found["testEngine"]["name"] == "axe-core" and found["url"] == file.as_uri()
+    serious = [each for each in found["violations"] if each["impact"] in ("serious", "critical")]
+    assert serious == []
+    # The other theme by the button, which a reload remembers.
+    colours = [page.evaluate("getComputedStyle(document.body).backgroundColor")]
+    while page.inner_text("#theme") != f"Theme: {'light' if theme == 'dark' else 'dark'}":
+        page.click("#theme")
+    colours.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len({*colours}) == 2
+    visit.end()
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_page_is_no_wider_than_its_window(browser: Any, file: Path, width: int) -> None:
+    visit = Visit(browser, file, viewport={"width": width, "height": 800})
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == width
+    visit.end()
+
+
+def test_copies_and_zoom(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file, permissions=["clipboard-read", "clipboard-write"])
+    page = visit.page
+    page.click(".copy")
+    page.wait_for_selector("text=Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == f"dualeval run --data '{MARKUP}'"
+    before = page.locator("#matrix tbody td").first.bounding_box()["width"]
+    page.locator("#zoom").fill("4")
+    assert page.locator("#matrix tbody td").first.bounding_box()["width"] > 1.5 * before
+    visit.end()
+
+
+def test_without_scripts_all_is_there(browser: Any, file: Path) -> None:
+    visit = Visit(browser, file, java_script_enabled=False)
+    assert len(visit.texts(".card")) == 40
+    assert not visit.page.is_visible("#filters") and not visit.page.is_visible(".copy >> nth=0")
+    visit.end()
