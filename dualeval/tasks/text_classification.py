@@ -132,7 +132,6 @@ class TextClassification(TextTask):
         return ("target", "prediction", *of_logits, "truncated")
 
     def dataset(self) -> EncodedTexts:
-        """The texts as tokens."""
         return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -210,7 +209,6 @@ class TextClassification(TextTask):
         return {**columns, "target": target, "squared_error": error.square(), "absolute_error": error.abs()}
 
     def metrics(self) -> list[Metric | RowMetric]:
-        """The metrics asked for, or the default ones; and always what the texts took."""
         assert self._num_classes is not None, "build_model comes first"
         return _metrics(self._metric_names or _default_metrics(self._num_classes), self._num_classes)
 
@@ -225,7 +223,6 @@ class TextClassification(TextTask):
         return {} if self._labels is None else names_of(self._labels, rows)
 
     def options(self) -> dict[str, Any]:
-        """The options as they are used."""
         return {
             **self._model.options(),
             "data": self._rows.source,
