@@ -60,9 +60,8 @@ class LabelRule:
         if beyond.any():
             found = np.unique(values[beyond]).tolist()
             ignored = ",".join(map(str, [*self.ignore, found[0]]))
-            shown = ", ".join(map(str, found[:_NAMED_AT_MOST])) + (
-                ", ..." if len(found) > _NAMED_AT_MOST else ""
-            )
+            more = ", ..." if len(found) > _NAMED_AT_MOST else ""
+            shown = ", ".join(map(str, found[:_NAMED_AT_MOST])) + more
             raise ValueError(
                 f"{counted(int(beyond.sum()), 'pixel')} with the label {shown}, expected "
                 f"{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or, "
@@ -287,17 +286,12 @@ def _of_folders(root: Path, masks: Path) -> _Pairs:
     pictures = _by_stem(root, EXTENSIONS)
     found = _by_stem(masks, _SUFFIXES)
     if not pictures.keys() & found.keys():
-        for flag, folder, files, suffixes in (
-            ("--data", root, pictures, EXTENSIONS),
-            ("--masks", masks, found, _SUFFIXES),
-        ):
-            if not files:
-                raise UsageError(f"{flag} {folder} holds no file {', '.join(sorted(suffixes))}.")
-        first = [min(files.values()) for files in (pictures, found)]
+        one, other = (_some(sorted(files.values())) for files in (pictures, found))
         raise UsageError(
-            f"no mask in {masks} has the name of a picture in {root}: found the pictures {first[0]}, ... "
-            f"and the masks {first[1]}, ...; expected a.jpg and a.png. Names that differ take a manifest: "
-            "--data FILE.csv with the columns image and mask."
+            f"no mask in --masks {masks} has the name of a picture in --data {root}: found of pictures "
+            f"{one}, of masks {other}; expected a.jpg ({' '.join(EXTENSIONS)}) and a.png "
+            f"({' '.join(_SUFFIXES)}). "
+            "Names that differ take a manifest: --data FILE.csv with the columns image and mask."
         )
     without = sorted(pictures.keys() - found.keys())
     alone = sorted(found.keys() - pictures.keys())
@@ -316,7 +310,8 @@ def _of_folders(root: Path, masks: Path) -> _Pairs:
 
 def _some(names: Sequence[str]) -> str:
     more = ", ..." if len(names) > _NAMED_AT_MOST else ""
-    return f"{counted(len(names), 'file')} ({', '.join(names[:_NAMED_AT_MOST])}{more})"
+    shown = f" ({', '.join(names[:_NAMED_AT_MOST])}{more})" if names else ""
+    return f"{counted(len(names), 'file')}{shown}"
 
 
 def _by_stem(root: Path, suffixes: Sequence[str]) -> dict[str, str]:

@@ -214,7 +214,7 @@ def check_fields(options: Any) -> None:
 
 
 def of_python(
-    kind: type[_Options], options: Mapping[str, Any], metrics: Sequence[str], **own: Any
+    kind: Callable[..., _Options], options: Mapping[str, Any], metrics: Sequence[str], **own: Any
 ) -> _Options:
     """A dataclass of options, of the arguments of a task's class; a list stands for a tuple."""
     if isinstance(metrics, str):

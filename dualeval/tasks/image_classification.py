@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Normalisation
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
     SCORES,
@@ -41,7 +40,6 @@ from dualeval.tasks.image_refusals import (
     no_logits,
     refuse_other_shapes,
     refuse_other_task,
-    refused_images,
 )
 from dualeval.tasks.picture_task import PictureTask, check_weights
 from dualeval.tasks.refusals import refuse_probabilities
@@ -195,7 +193,6 @@ class ImageClassification(PictureTask):
         return self._dataset.labels.are_partial and self._asked_classes is None
 
     def dataset(self) -> ImageData:
-        """The images."""
         return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
@@ -234,7 +231,6 @@ class ImageClassification(PictureTask):
             raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
 
     def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, which classes folders are, what was passed over."""
         return [*super().notes(), *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
@@ -256,15 +252,7 @@ class ImageClassification(PictureTask):
 
     def _count_classes(self, model: nn.Module, images: Tensor) -> int:
         """Run the model once, and return the number of classes that it tells apart."""
-        try:
-            with torch.inference_mode():
-                outputs = self.forward(for_a_trial(model), {"images": images})
-        except torch.OutOfMemoryError:
-            raise
-        except DualevalError:
-            raise
-        except Exception as error:  # of the model's own code any
-            raise refused_images(error, self._model_name, model, images) from error
+        outputs = self._try_out(model, images, lambda copied: self.forward(copied, {"images": images}))
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(images):
             raise no_logits(self._model_name, outputs, len(images))
         classes = outputs.shape[1]
@@ -297,13 +285,11 @@ class ImageClassification(PictureTask):
         return observe_logits(outputs, batch["targets"], _TOP, self.requested)
 
     def metrics(self) -> list[Metric | RowMetric]:
-        """The metrics asked for, or the default ones for this number of classes."""
         assert self._num_classes is not None, "build_model comes first"
         names = self._metric_names or default_metrics(self._num_classes)
         return _metrics(names, self._num_classes)
 
     def options(self) -> dict[str, Any]:
-        """The options as they are used; null for steps that are not done."""
         return {
             **self._model_options(),
             **self._data.to_json(),
@@ -341,15 +327,6 @@ class ImageClassification(PictureTask):
             "preprocessing": self._preprocessing.to_json(),
             "data_fingerprint": self._data_fingerprint,
         }
-
-
-def for_a_trial(model: nn.Module) -> nn.Module:
-    """A copy of the modules that shares their tensors: what a forward keeps is no part of the model."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    try:
-        return copy.deepcopy(model, shared)
-    except Exception:  # noqa: BLE001 - whatever stands in the way; it is then tried itself
-        return model
 
 
 def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:

@@ -115,10 +115,7 @@ class ImageClassificationOptions(PictureOptions):
         resolve=model_beside,
     )
     weights: str | None = option(
-        None,
-        "Checkpoint, DEFAULT, IMAGENET1K_V1, random:SEED.",
-        group=_MODEL,
-        is_path=is_path_of_weights,
+        None, "Checkpoint, DEFAULT, IMAGENET1K_V1, random:SEED.", group=_MODEL, is_path=is_path_of_weights
     )
     data: str | Path | None = option(
         None,
@@ -184,18 +181,10 @@ class ImageClassificationOptions(PictureOptions):
         resolve=function_beside,
     )
     resize: int | None = option(
-        None,
-        "Resize the shorter side to this many pixels.",
-        group=_IMAGES,
-        least=1,
-        shown="the model's",
+        None, "Resize the shorter side to this many pixels.", group=_IMAGES, least=1, shown="the model's"
     )
     crop: int | None = option(
-        None,
-        "Crop a square of this side from the centre.",
-        group=_IMAGES,
-        least=1,
-        shown="the model's",
+        None, "Crop a square of this side from the centre.", group=_IMAGES, least=1, shown="the model's"
     )
     interpolation: str | None = option(
         None, "nearest, bilinear, bicubic or lanczos.", group=_IMAGES, shown="the model's"

@@ -119,11 +119,9 @@ class LanguageModeling(TextTask):
 
     @property
     def cluster(self) -> str | None:
-        """The document, of windows."""
         return self._kind.cluster
 
     def dataset(self) -> Any:
-        """Windows, or rows."""
         return self._kind.dataset()
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -196,7 +194,6 @@ class LanguageModeling(TextTask):
         return self._kind.postprocess(columns, samples)
 
     def metrics(self) -> Sequence[Metric | RowMetric]:
-        """The metrics asked for, or all of the data's kind."""
         return self._metrics
 
     def show(self, row: Mapping[str, Any]) -> Any:
@@ -208,7 +205,6 @@ class LanguageModeling(TextTask):
         return kind.show(index, row)
 
     def options(self) -> dict[str, Any]:
-        """The options as they are used, those of the data's kind among them."""
         return {
             "metric": [metric.name for metric in self._metrics],
             **self._model.options(),

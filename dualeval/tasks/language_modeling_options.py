@@ -39,9 +39,7 @@ class LanguageModelingOptions(TextOptions):
     }
 
     data: Path = option(
-        help="Text file, folder of such, or table (.jsonl, .parquet, .csv).",
-        group=_DATA,
-        metavar="PATH",
+        help="Text file, folder of such, or table (.jsonl, .parquet, .csv).", group=_DATA, metavar="PATH"
     )
     text: str | None = option(
         None, "Column of the documents.", group=_DATA, metavar="COLUMN", shown="by the columns"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.preprocessing import OwnPreprocessing
-from dualeval.errors import UsageError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.models.sources import Loading, ModelSource, WeightsSource
 from dualeval.models.weights import (
     LoadedWeights,
@@ -22,6 +23,7 @@ from dualeval.models.weights import (
 )
 from dualeval.tasks import Task
 from dualeval.tasks.image_preprocessing import ChosenPreprocessing
+from dualeval.tasks.image_refusals import refused_images
 
 
 def check_weights(
@@ -66,6 +68,22 @@ class PictureTask(Task):
     def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
         """The model, tried on blank images; it has its weights and is on this device."""
 
+    def _try_out(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        run: Callable[[nn.Module], Tensor],
+        size: str = "--resize and --crop",
+    ) -> Tensor:
+        """What a model gives for blank images; where it fails, what to type."""
+        try:
+            with torch.inference_mode():
+                return run(_for_a_trial(model))
+        except (DualevalError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of the model's own code any
+            raise refused_images(error, self._model.name, model, images, size) from error
+
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, give it its weights, and try it on a few blank images."""
         return self._checked(self._built(self._model.build).to(device), device)
@@ -94,15 +112,12 @@ class PictureTask(Task):
         return images.float().div_(255).sub_(mean).div_(std) if images.dtype == torch.uint8 else images
 
     def check_batches(self, batch_size: int, samples: int) -> None:
-        """Refuse batches of a size that the model does not take."""
         self._model.check_batches(batch_size, samples)
 
     def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, and what the model says."""
         return [*self._model.notes(), *notes_of(self.loaded_weights), *self._late_notes]
 
     def sources(self) -> list[Any]:
-        """The factory that made the model, where it has one, and the user's preprocessing."""
         wanted = self._preprocessing.values
         own = [wanted.function] if isinstance(wanted, OwnPreprocessing) else []
         return [*self._model.sources(), *own]
@@ -132,3 +147,12 @@ class PictureTask(Task):
             "model": self._model.identity,
             **({"model_arguments": self._arguments()} if self._model.arguments else {}),
         }
+
+
+def _for_a_trial(model: nn.Module) -> nn.Module:
+    """A copy of the modules that shares their tensors: what a forward keeps is no part of the model."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception:  # noqa: BLE001 - whatever stands in the way; it is then tried itself
+        return model

@@ -116,7 +116,6 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         return {PREDICTIONS: "answer", **({NULL_ODDS: "null_odds"} if self._unanswerable else {})}
 
     def dataset(self) -> EncodedQuestions:
-        """The questions, as windows of tokens."""
         return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -220,12 +219,10 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         return _all_metrics(self._unanswerable)
 
     def metrics(self) -> list[Metric | RowMetric]:
-        """The metrics asked for, or all that the data allow; and always what the windows took."""
         chosen = super().metrics()
         return chosen if any(metric.name == WindowWork.name for metric in chosen) else [*chosen, WindowWork()]
 
     def options(self) -> dict[str, Any]:
-        """The options as they are used; no null_threshold where every question has an answer."""
         return {
             **super().options(),
             **self._model.options(),

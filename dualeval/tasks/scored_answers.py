@@ -43,7 +43,9 @@ def _values_of(metric: Metric | RowMetric) -> Collection[str]:
     """The names of the values that a metric gives; of one of rows they are not known before."""
     if not isinstance(size := getattr(metric, "size", None), int):
         return ()
-    return metric.compute(torch.zeros(size, dtype=torch.int64)).values
+    of_ledger: Any = metric
+    found: Mapping[str, Any] = of_ledger.compute(torch.zeros(size, dtype=torch.int64)).values
+    return found.keys()
 
 
 class ScoredAnswers(Task):

@@ -13,15 +13,13 @@ from torch.nn.functional import interpolate
 
 from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
-from dualeval.tasks.image_classification import for_a_trial
 from dualeval.tasks.image_preprocessing import choose_uncropped
-from dualeval.tasks.image_refusals import refused_images
 from dualeval.tasks.picture_task import PictureTask, check_weights
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
@@ -109,7 +107,6 @@ class Segmentation(PictureTask):
         chosen(self._metric_names, segmentation_metrics(1))
 
     def dataset(self) -> MaskedPictures:
-        """The pictures with their masks."""
         return self._dataset
 
     def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
@@ -121,17 +118,12 @@ class Segmentation(PictureTask):
         for place, (picture, labels) in enumerate(samples):
             if picture.numel():
                 groups.setdefault((picture.shape, picture.dtype, labels.shape), []).append(place)
-        return {
-            "size": len(samples),
-            "groups": [
-                {
-                    "images": torch.stack([samples[place][0] for place in places]),
-                    "labels": torch.stack([samples[place][1] for place in places]),
-                    "places": torch.tensor(places),
-                }
-                for places in groups.values()
-            ],
-        }
+        joined = []
+        for places in groups.values():
+            pictures, masks = zip(*(samples[place] for place in places), strict=True)
+            images, labels = torch.stack(pictures), torch.stack(masks)
+            joined.append({"images": images, "labels": labels, "places": torch.tensor(places)})
+        return {"size": len(samples), "groups": joined}
 
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
         return build(self._source, self._num_classes, self._loading)
@@ -142,13 +134,7 @@ class Segmentation(PictureTask):
         any_size = torch.zeros(3, 64, 64, dtype=torch.uint8)
         image = next((blank for blank in blanks if blank.numel()), any_size)
         images = torch.stack([image] * self._model.trial_images).to(device)
-        try:
-            with torch.inference_mode():
-                logits = self._logits(for_a_trial(model), images)
-        except (DualevalError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of the model's own code any
-            raise refused_images(error, self._model.name, model, images, size="--resize") from error
+        logits = self._try_out(model, images, lambda copied: self._logits(copied, images), "--resize")
         self._check_classes(logits.shape[1])
         return model
 
@@ -196,12 +182,9 @@ class Segmentation(PictureTask):
         counts = torch.zeros(batch["size"], 3, classes, dtype=torch.int64, device=device)
         nonfinite = torch.zeros(batch["size"], 2, dtype=torch.bool, device=device)
         for logits, group in zip(outputs, batch["groups"], strict=True):
-            counts[group["places"]] = torch.stack(
-                [
-                    counts_of(labels, _predicted(own, labels.shape), classes)
-                    for own, labels in zip(logits, group["labels"], strict=True)
-                ]
-            )
+            each = zip(logits, group["labels"], strict=True)
+            found = [counts_of(labels, _predicted(own, labels.shape), classes) for own, labels in each]
+            counts[group["places"]] = torch.stack(found)
             flat = logits.flatten(1)
             nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
         columns = dict(zip(COUNTS, counts.unbind(1), strict=True))
@@ -212,7 +195,6 @@ class Segmentation(PictureTask):
         return {**columns, **picture_scores(*(columns[name] for name in COUNTS))}
 
     def metrics(self) -> list[Metric | RowMetric]:
-        """The metrics asked for, or all."""
         return stored_metrics({"num_classes": self._num_classes}, self._metric_names)
 
     def show(self, row: Mapping[str, Any]) -> Any:
@@ -220,7 +202,6 @@ class Segmentation(PictureTask):
         return self._dataset.picture(place_of(self._dataset, row))
 
     def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, and which masks have no picture."""
         return [*super().notes(), *self._dataset.notes]
 
     def data_warnings(self) -> list[str]:
@@ -243,7 +224,6 @@ class Segmentation(PictureTask):
         }
 
     def options(self) -> dict[str, Any]:
-        """The options as they are used; null for what is not done."""
         given = self._given
         return {
             **self._model_options(),

@@ -133,7 +133,6 @@ class TextClassification(TextTask):
         return ("target", "prediction", *of_logits, "truncated")
 
     def dataset(self) -> EncodedTexts:
-        """The texts as tokens."""
         return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Any]:
@@ -211,7 +210,6 @@ class TextClassification(TextTask):
         return {**columns, "target": target, "squared_error": error.square(), "absolute_error": error.abs()}
 
     def metrics(self) -> list[Metric | RowMetric]:
-        """The metrics asked for, or the default ones; and always what the texts took."""
         assert self._num_classes is not None, "build_model comes first"
         return _metrics(self._metric_names or _default_metrics(self._num_classes), self._num_classes)
 
@@ -232,7 +230,6 @@ class TextClassification(TextTask):
         return texts if len(texts) > 1 else texts[self._columns[0]]
 
     def options(self) -> dict[str, Any]:
-        """The options as they are used."""
         return {
             **self._model.options(),
             "data": self._rows.source,

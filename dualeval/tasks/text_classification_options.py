@@ -46,9 +46,7 @@ class TextClassificationOptions(TextOptions):
     }
 
     data: Path = option(
-        help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.",
-        group=_DATA,
-        metavar="FILE",
+        help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.", group=_DATA, metavar="FILE"
     )
     text: str | None = option(
         None, "Column of the texts.", group=_DATA, metavar="COLUMN", shown="text, sentence, ..."

@@ -53,9 +53,7 @@ class TextTask(Task):
         return self._model.loaded
 
     def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, and what was removed from their names."""
         return self._model.notes()
 
     def sources(self) -> list[Any]:
-        """The function that made the model, where it has one."""
         return self._model.sources()

@@ -590,8 +590,8 @@ def test_folders_of_another_kind(home: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=f"Type --model hf:{tmp_path}"):
         task(home, model=str(tmp_path))
-    for flag in ("data", "masks"):
-        with pytest.raises(UsageError, match=f"--{flag} {tmp_path} holds no file .bmp"):
+    for flag, kind in (("data", "pictures"), ("masks", "masks")):
+        with pytest.raises(UsageError, match=f"--{flag} {tmp_path}.* found .*of {kind} 0 files"):
             task(home, **{flag: tmp_path})
 
 
@@ -620,7 +620,9 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
     made.write_pictures(tmp_path, count=2)
     for path in (tmp_path / "masks").iterdir():
         path.rename(path.with_name(f"{path.stem}_labels.png"))
-    with pytest.raises(UsageError, match=r"found the pictures 000.png.*masks 000_labels.png.*FILE.csv"):
+    with pytest.raises(
+        UsageError, match=r"pictures 2 files \(000.png.*masks 2 files \(000_labels.png.*FILE.csv"
+    ):
         task(tmp_path)
     (tmp_path / "masks/000.png").write_bytes(b"")
     (tmp_path / "masks/000.tif").write_bytes(b"")
