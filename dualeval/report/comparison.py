@@ -12,6 +12,7 @@ from rich.table import Table
 from dualeval.comparison.compared import Comparison, Gate, MetricComparison
 from dualeval.comparison.statistics import LEVEL
 from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
+from dualeval.wording import printable
 
 # Ids of flipped samples that are shown.
 _NAMED = 3
@@ -65,7 +66,7 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    return printable(text).replace("|", "\\|")
 
 
 def _title(comparison: Comparison) -> list[str]:
