@@ -32,3 +32,8 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0
 def counted(number: int, what: str) -> str:
     """A number of things: "1 rank", "1,024 ranks"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: what would steer it, as an escape sequence does, as ``\\xNN``."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

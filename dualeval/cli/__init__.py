@@ -42,6 +42,7 @@ COMMANDS = {
     "score": "dualeval.cli.score:score",
     "verify": "dualeval.cli.verify:verify",
     "compare": "dualeval.cli.compare:compare",
+    "slice": "dualeval.cli.slice:slice_run",
     "export": "dualeval.cli.export:export",
     "list": "dualeval.cli.listing:list_names",
     "init": "dualeval.cli.init:init",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +82,15 @@ class EncodedTexts:
         """What takes the place of a row that cannot be read: no tokens, as such a row never has any."""
         none: Tensor = torch.zeros(0, dtype=torch.int32)
         return {"ids": none, "types": none, "truncated": False, "row": index}
+
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The rows' other columns."""
+        return self._rows.kept.of(indices)
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """By name, why a column of the rows is not among these."""
+        return self._rows.kept.left_out
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over ids, texts and labels of the first ``count`` rows."""

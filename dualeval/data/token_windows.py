@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dualeval.data.token_groups import grouped
 from dualeval.errors import UsageError
+from dualeval.further_columns import NO_COLUMNS, KeptColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,7 +67,10 @@ class DocumentWindows:
         prefix: int,
         max_length: int,
         stride: int,
+        kept: KeptColumns = NO_COLUMNS,
     ) -> None:
+        # Of the documents.
+        self._kept = kept
         self._names = [document.name for document in documents]
         self._wrong = [document.wrong for document in documents]
         self._max_length = max_length
@@ -102,6 +106,15 @@ class DocumentWindows:
     def document(self, index: int) -> str:
         """The name of the document that a window is of."""
         return self._names[int(self._windows[index, 0])]
+
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The other columns of the rows that the windows' documents are of."""
+        return self._kept.of(self._windows[np.asarray(indices, np.int64), 0])
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """By name, why a column of the rows is not among these."""
+        return self._kept.left_out
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Windows as sequences; of a document that is wrong there is one, which cannot be read."""

@@ -90,6 +90,13 @@ class RowKind(Kind):
     def placeholder(self, index: int) -> Mapping[str, Any]:
         return self.empty
 
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        return self.of.kept.of(indices)
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        return self.of.kept.left_out
+
     def fingerprint(self, count: int) -> str:
         return self.of.fingerprint(count)
 
