@@ -74,6 +74,16 @@ class KeptColumns:
 NO_COLUMNS = KeptColumns()
 
 
+class WithColumns:
+    """A data set whose samples have further columns."""
+
+    kept: KeptColumns = NO_COLUMNS
+
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The kept columns of some samples; as of ``Dataset``."""
+        return self.kept.of(indices)
+
+
 class FurtherColumns:
     """Takes the columns of a table that are no task's, while its rows are read once.
 

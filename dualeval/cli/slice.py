@@ -11,28 +11,18 @@ import click
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH
 from dualeval.errors import UsageError
-from dualeval.options.choices import columns_of_groups, edges_of
+from dualeval.options.choices import check_groups, columns_of_groups
 from dualeval.result import JOB, json_text
 
 if TYPE_CHECKING:
     from dualeval.engine.slices import Keys
     from dualeval.engine.stored_rows import StoredRows
 
-BY = click.option(
-    "--by", multiple=True, metavar="COLUMN", help="Column, or A*B for a cross; give it again for more."
-)
-BINS = click.option(
-    "--bins",
-    multiple=True,
-    metavar="EDGES",
-    help="Where numbers are cut: 0,40,60, or age=0,40,60 for one column.  [default: quartiles]",
-)
-
 
 @click.command("slice")
 @click.argument("run", type=PATH)
-@BY
-@BINS
+@options.BY
+@options.BINS
 @click.option(
     "--table", type=PATH, metavar="FILE", help="A table with the column id, whose columns --by may name."
 )
@@ -44,7 +34,7 @@ def slice_run(
     context: click.Context,
     run: Path,
     by: Sequence[str],
-    bins: Sequence[str],
+    bins: tuple[float, ...] | None,
     table: Path | None,
     metric: Sequence[str],
     cluster: str | None,
@@ -54,13 +44,13 @@ def slice_run(
 
     \b
     dualeval slice runs/r18 --by scanner
-    dualeval slice runs/r18 --by age*sex --bins age=40,60 --table patients.csv
+    dualeval slice runs/r18 --by age*sex --bins 40,60 --table patients.csv
 
     RUN is the output folder of a run and is not changed.
     """
     if not by:
         raise UsageError("--by is missing: name a column, as in 'dualeval slice RUN --by scanner'")
-    edges_of(bins)
+    check_groups(by, bins or (), dashes=True)
     from dualeval.engine.rescoring import check_columns, check_finished, finished_run
     from dualeval.engine.slices import Slicing
     from dualeval.report.table import make_console, print_slices
@@ -71,7 +61,9 @@ def slice_run(
     result, rows = finished_run(run)
     check_columns(rows, metrics)
     keys, notes = ({}, []) if table is None else _keys_of(table, rows, columns_of_groups(by))
-    slicing = Slicing(by=by, bins=bins, metrics=metrics, cluster=cluster or result.clusters.get("column"))
+    slicing = Slicing(
+        by=by, bins=bins or (), metrics=metrics, cluster=cluster or result.clusters.get("column")
+    )
     found = slicing.of_rows(result, rows, keys)
     for note in (*notes, *found.warnings[len(result.warnings) :]):
         click.echo(f"dualeval: note: {note}", err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from dualeval.data.manifest_rows import read_rows
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.table import Table
 from dualeval.errors import UsageError
-from dualeval.further_columns import KeptColumns
+from dualeval.further_columns import KeptColumns, WithColumns
 
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
 _MOST_DIGITS = 100  # Python reads no number of thousands
@@ -33,7 +33,7 @@ _LOOKED_FOR = 1000
 _LEFT_OUT = -1
 
 
-class ManifestImages(ImageFiles):
+class ManifestImages(WithColumns, ImageFiles):
     """Pictures in the order of a manifest.
 
     Their ids are the paths as they stand there; where a path stands there again, with ``#2`` behind it, then
@@ -63,13 +63,13 @@ class ManifestImages(ImageFiles):
         labels, classes = _classes(read, label)
         targets = classes[np.frombuffer(read.codes, np.int32)]
         paths, hashes = read.paths, np.frombuffer(read.hashes, np.int64)
-        self._kept = read.kept
+        self.kept = read.kept
         if (targets == _LEFT_OUT).any():
             kept = np.flatnonzero(targets != _LEFT_OUT)
             if not len(kept):
                 raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
             paths, targets, hashes = paths.select(kept), targets[kept], hashes[kept]
-            self._kept = read.kept.select(kept)
+            self.kept = read.kept.select(kept)
         self._repeats = _repeats(path, paths, hashes)
         super().__init__(
             path.parent if image_root is None else image_root,
@@ -98,19 +98,10 @@ class ManifestImages(ImageFiles):
         found = super().select(indices)
         assert isinstance(found, ManifestImages)
         chosen = np.asarray(indices, np.int64)
-        found._kept = self._kept.select(chosen)
+        found.kept = self.kept.select(chosen)
         if self._repeats is not None:
             found._repeats = self._repeats[chosen]
         return found
-
-    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The manifest's other columns, of some of its rows."""
-        return self._kept.of(indices)
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """By name, why a column of the manifest is not among these."""
-        return self._kept.left_out
 
     def id(self, index: int) -> str:
         """The path as it stands in the manifest, with ``#2`` behind it where it stands there again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -24,7 +24,7 @@ from dualeval.data.pictures import prepare, read_pixels, size_of
 from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table import column_of, is_table, open_table
 from dualeval.errors import UsageError, text_of
-from dualeval.further_columns import NO_COLUMNS, KeptColumns
+from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.wording import counted
 
 NO_LABEL = -1
@@ -120,7 +120,7 @@ class _Masks(ImageFiles):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MaskedPictures:
+class MaskedPictures(WithColumns):
     """Pictures and their masks, in a fixed order; a sample's id is its picture's path."""
 
     pictures: _Pictures
@@ -188,15 +188,6 @@ class MaskedPictures:
             warnings=(),
             kept=self.kept.select(chosen),
         )
-
-    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The manifest's other columns, of some of its rows."""
-        return self.kept.of(indices)
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """By name, why a column of the manifest is not among these."""
-        return self.kept.left_out
 
     def reading_notes(self) -> list[str]:
         """As for ``ImageFiles``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualeval.data.rows import Rows
 from dualeval.data.token_groups import TokenizerFacts, in_groups
+from dualeval.further_columns import WithColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,11 +54,12 @@ class TextEncoder:
         return {**in_groups(texts, self._facts), "truncated": truncated}
 
 
-class EncodedTexts:
+class EncodedTexts(WithColumns):
     """The texts of rows as tokens, and each row's place."""
 
     def __init__(self, rows: Rows, columns: Sequence[str], encoder: TextEncoder) -> None:
         self._rows = rows
+        self.kept = rows.kept
         self._columns = columns
         self._encoder = encoder
 
@@ -82,15 +84,6 @@ class EncodedTexts:
         """What takes the place of a row that cannot be read: no tokens, as such a row never has any."""
         none: Tensor = torch.zeros(0, dtype=torch.int32)
         return {"ids": none, "types": none, "truncated": False, "row": index}
-
-    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The rows' other columns."""
-        return self._rows.kept.of(indices)
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """By name, why a column of the rows is not among these."""
-        return self._rows.kept.left_out
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over ids, texts and labels of the first ``count`` rows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dualeval.data.token_groups import grouped
 from dualeval.errors import UsageError
-from dualeval.further_columns import NO_COLUMNS, KeptColumns
+from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,7 +53,7 @@ def rolling(tokens: int, max_length: int, stride: int) -> Iterator[tuple[int, in
         yield first, stop
 
 
-class DocumentWindows:
+class DocumentWindows(WithColumns):
     """The windows of documents, as a data set: a sample is a window.
 
     All tokens are kept, 4 bytes each; the texts are not.
@@ -69,8 +69,6 @@ class DocumentWindows:
         stride: int,
         kept: KeptColumns = NO_COLUMNS,
     ) -> None:
-        # Of the documents.
-        self._kept = kept
         self._names = [document.name for document in documents]
         self._wrong = [document.wrong for document in documents]
         self._max_length = max_length
@@ -92,6 +90,7 @@ class DocumentWindows:
             windows += [(number, *span, *size) for span, size in zip(spans, sizes, strict=True)]
             tokens.append(np.array([prefix, *encoding.ids], np.int32))
         self._windows = np.array(windows, np.int64).reshape(-1, 5)
+        self.kept = kept.select(self._windows[:, 0])
         self._tokens = tokens
         self._first_windows = np.searchsorted(self._windows[:, 0], np.arange(len(documents)))
 
@@ -106,15 +105,6 @@ class DocumentWindows:
     def document(self, index: int) -> str:
         """The name of the document that a window is of."""
         return self._names[int(self._windows[index, 0])]
-
-    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The other columns of the rows that the windows' documents are of."""
-        return self._kept.of(self._windows[np.asarray(indices, np.int64), 0])
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """By name, why a column of the rows is not among these."""
-        return self._kept.left_out
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Windows as sequences; of a document that is wrong there is one, which cannot be read."""

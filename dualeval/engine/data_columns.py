@@ -17,12 +17,14 @@ from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import HuggingFaceSamples
 from dualeval.errors import UsageError
-from dualeval.further_columns import NOT_NAMED
+from dualeval.further_columns import NOT_NAMED, KeptColumns
 from dualeval.options.choices import NO_COLUMN, columns_of_groups
 from dualeval.tasks import Dataset, Task
 
 _OF_FILES = ("id", "index", EVALUATED)
 _AT_ONCE = 1 << 14
+# By numpy's kind of a value.
+_KEPT_AS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,32 +71,25 @@ def data_columns_of(
         UsageError: ``keep`` names one that is not there, or cannot be kept.
     """
     asked = [name for name in options.keep if name != NO_COLUMN]
+    also = (*columns_of_groups(options.by), *filter(None, [options.cluster]))
     whole: Any = getattr(dataset, "whole", dataset)
     if isinstance(whole, HuggingFaceSamples):
-        whole.keep((*asked, *columns_of_groups(options.by), options.cluster) if asked else options.keep)
+        whole.read_columns((*options.keep, *also) if options.keep else ())
     there = read(dataset, range(min(1, len(dataset)))) if callable(getattr(dataset, "columns", None)) else {}
-    left_out: Mapping[str, str] = getattr(whole, "left_out", {})
+    kept = getattr(whole, "kept", None)
+    left_out = kept.left_out if isinstance(kept, KeptColumns) else {}
     if not there and not left_out and not asked:
         return None, []
     taken = {*taken, *_OF_FILES, *_names_of_texts(task, taken)}
     for name in asked:
-        if name in taken and name not in there and name not in left_out:
-            continue  # what the rows have anyway
         _check(name, there, left_out, taken)
-    also = {*columns_of_groups(options.by), options.cluster}
-    kept = [name for name in there if name not in taken and (name in (asked or also) or name in also)]
-    if not options.keep:
-        kept = [name for name in there if name not in taken]
-    said = {
-        name: f"the {'rows have' if name in _OF_FILES else 'task has'} a column of this name"
-        for name in there
-        if name in taken
-    }
+    wanted = {*asked, *also} if options.keep else {*there}
+    names = tuple(name for name in there if name in wanted and name not in taken)
+    said = {name: "the rows have a column of this name" for name in there if name in taken}
     notes = [
         f"the column {name} of the data is not kept: {why}" for name, why in {**left_out, **said}.items()
     ]
-    found = DataColumns(names=tuple(kept), dataset=dataset) if kept else None
-    return found, [] if options.keep else notes
+    return DataColumns(names=names, dataset=dataset) if names else None, [] if options.keep else notes
 
 
 def _check(
@@ -131,42 +126,19 @@ def read(dataset: Dataset, samples: range) -> dict[str, Column]:
 
 
 def _column(dataset: Dataset, name: str, values: Any, count: int) -> Column:
-    column: Any = values
-    if isinstance(values, (list, tuple)):
-        column = _of_list(values)
-    elif isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
-        column = torch.from_numpy(np.array(values, _wide(values.dtype.kind)))
-    elif isinstance(values, np.ndarray) and values.dtype.kind in "UO":
-        column = _of_list(values.tolist())
-    elif isinstance(values, Tensor):
-        kind = "b" if values.dtype == torch.bool else "f" if values.is_floating_point() else "i"
-        column = torch.from_numpy(np.array(values.detach().cpu().numpy(), _wide(kind)))
-    fits = isinstance(column, Text) or (isinstance(column, Tensor) and column.ndim == 1)
-    if not fits or len(column) != count:
-        raise UsageError(
-            f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__} for "
-            f"{count} samples, expected one text, number or bool a sample, in a list, array or tensor"
-        )
-    found: Column = column
-    return found
-
-
-def _wide(kind: str) -> type:
-    return {"b": np.bool_, "f": np.float64}.get(kind, np.int64)
-
-
-def _of_list(values: Sequence[Any]) -> Any:
-    """A list of plain values as a column; None where it is none."""
-    kinds = {type(value) for value in values}
-    if kinds <= {str, type(None)} and kinds != {type(None)}:
-        return Text(["" if value is None else value for value in values])
-    if kinds == {bool}:
-        return torch.tensor(values)
-    if kinds <= {int}:
-        return torch.tensor(values, dtype=torch.int64)
-    if kinds <= {int, float, type(None)}:
-        return torch.tensor([np.nan if value is None else value for value in values], dtype=torch.float64)
-    return None
+    with suppress(TypeError, ValueError):  # lists of different lengths, for example
+        array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+        if array.shape == (count,):
+            if array.dtype.kind in _KEPT_AS:
+                return torch.from_numpy(array.astype(_KEPT_AS[array.dtype.kind]))
+            plain = array.tolist()
+            if any(isinstance(value, str) for value in plain):
+                return Text(["" if value is None else value for value in plain])
+            return torch.tensor([np.nan if value is None else value for value in plain], dtype=torch.float64)
+    raise UsageError(
+        f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__} for "
+        f"{count} samples, expected one text, number or bool a sample, in a list, array or tensor"
+    )
 
 
 def _kind(dataset: Dataset) -> str:

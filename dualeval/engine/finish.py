@@ -211,7 +211,7 @@ class _Ended:
         slicing = slicing_of(self._evaluation, self._step)
         if slicing is None:
             return result
-        found: dict[str, Any] | None = None
+        found: Result | None = None
         if self._is_main:
             kept = self._evaluation.kept
             windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)

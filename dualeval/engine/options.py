@@ -19,11 +19,11 @@ from dualeval.options.choices import (
     SHARDINGS,
     check_choice,
     check_count,
+    check_groups,
     check_kind,
     check_part,
     check_preparation,
     check_sharding,
-    edges_of,
 )
 from dualeval.wording import did_you_mean
 
@@ -66,8 +66,8 @@ class RunOptions:
     keep: Sequence[str] = ()
     # Columns by whose values the metrics are computed again, each a name or a cross of names ("scanner*sex").
     by: Sequence[str] = ()
-    # Where columns of numbers are cut for that, as of `choices.edges_of`; else into quartiles.
-    bins: object = ()
+    # Where columns of numbers are cut for that; else into quartiles.
+    bins: Sequence[float] = ()
     # One of `choices.PRECISIONS`.
     precision: str = "fp32"
     # With precision "fp16" or "bf16", leave batch norms in float32.
@@ -119,8 +119,7 @@ class RunOptions:
         check_kind("cluster", self.cluster, _is_name(self.cluster), "the name of a column, or None")
         check_kind("keep", self.keep, _are_texts(self.keep), "names of columns, as ('patient', 'scanner')")
         check_kind("by", self.by, _are_texts(self.by), "columns, as ('scanner', 'scanner*sex')")
-        if edges_of(self.bins) and not self.by:
-            raise UsageError("bins says where the columns of by are cut, and by names none: give by, too")
+        check_groups(self.by, self.bins)
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("layout", self.layout, LAYOUTS)

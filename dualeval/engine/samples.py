@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dualeval.engine.identity.attributes import attributes_of
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
 from dualeval.errors import UsageError
-from dualeval.further_columns import FurtherColumns, KeptColumns
+from dualeval.further_columns import FurtherColumns, WithColumns
 from dualeval.tasks import Dataset
 
 # A column's name, each sample's own id, or what gives it for an index.
@@ -94,9 +94,8 @@ class Samples:
         self.reads_for_ids = isinstance(ids, str) and not self.in_memory
         self.unique_ids = ids is None  # they are the indices then
         self.kind = type(data).__name__
-        for name in ("columns", "left_out"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
+        if callable(getattr(data, "columns", None)):
+            self.columns = data.columns
         if isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) != len(data):
             raise UsageError(f"ids has {len(ids)} entries for {len(data)} samples: expected one each")
 
@@ -182,14 +181,13 @@ def _plain_tensors(data: Any) -> tuple[Tensor, ...]:
     return data.tensors if plain else ()
 
 
-class HuggingFaceSamples(Samples):
+class HuggingFaceSamples(WithColumns, Samples):
     """A ``datasets.Dataset`` of Hugging Face; its contents are hashed as they are stored, undecoded."""
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
         super().__init__(data, ids=ids, fingerprint=fingerprint)
         self.is_hashed, self.reads_for_ids = True, False
         self._stored = data.with_format("arrow")
-        self._kept: KeptColumns | None = None
         self._id_column: Any = None
         if isinstance(ids, str):
             if ids not in data.column_names:
@@ -205,7 +203,7 @@ class HuggingFaceSamples(Samples):
     def _of_column(self, index: int, name: str) -> Any:
         return self._id_column[index][name]
 
-    def keep(self, names: Sequence[str]) -> None:
+    def read_columns(self, names: Sequence[str]) -> None:
         """Read the columns that are kept for the rows of a run, as ``FurtherColumns`` has it."""
         schema = self._stored.features.arrow_schema
         unfit = {each.name: f"it holds {each.type}" for each in schema if not _is_plain(str(each.type))}
@@ -214,16 +212,7 @@ class HuggingFaceSamples(Samples):
             stored = self._stored.select_columns(list(further.names))
             for first in range(0, len(self), _ROWS_AT_ONCE):
                 further.take(stored[first : first + _ROWS_AT_ONCE].to_pydict())
-        self._kept = further.kept()
-
-    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
-        """The columns that are kept, of some samples."""
-        return {} if self._kept is None else self._kept.of(indices)
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """By name, why a column is not among these."""
-        return {} if self._kept is None else self._kept.left_out
+        self.kept = further.kept()
 
     def fingerprint(self, count: int) -> str:
         contents = self._given

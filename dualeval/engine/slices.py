@@ -25,7 +25,7 @@ from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import KeptColumns, Texts
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
 from dualeval.metrics.scores import score_from
-from dualeval.options.choices import columns_of_groups, edges_of
+from dualeval.options.choices import columns_of_groups
 from dualeval.result import Result
 from dualeval.wording import counted
 
@@ -57,18 +57,16 @@ class Groups:
         return np.split(order, ends)
 
 
-def groups_of(by: str, keys: Mapping[str, Keys], bins: object = ()) -> Groups:
+def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> Groups:
     """Samples by a column, or by a cross of several.
 
     Args:
         by: a column's name, or several with ``*`` between.
         keys: by column, a value of each sample.
-        bins: where numbers are cut, as of ``edges_of``; without it those of more than a dozen different
-            values are cut into quartiles.
+        bins: where columns of more than a dozen different numbers are cut; without it into quartiles.
     """
     names = columns_of_groups([by])
-    edges = edges_of(bins)
-    found = reduce(_crossed, (_of_column(name, keys[name], edges.get(name, edges.get(""))) for name in names))
+    found = reduce(_crossed, (_of_column(name, keys[name], bins) for name in names))
     if len(found.labels) > _MOST_GROUPS:
         raise UsageError(
             f"--by {by}: there are {len(found.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
@@ -77,15 +75,15 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: object = ()) -> Groups:
     return found
 
 
-def _of_column(name: str, keys: Keys, edges: Sequence[float] | None) -> Groups:
+def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
     if not isinstance(keys, np.ndarray):
         return _of_texts(name, keys)
     if keys.ndim != 1:
         raise UsageError(f"--by {name}: it has several values a sample, expected one")
     is_there = ~np.isnan(keys) if keys.dtype.kind == "f" else np.ones(len(keys), np.bool_)
     distinct = np.unique(keys[is_there])
-    if keys.dtype.kind != "b" and (edges is not None or len(distinct) > MOST_VALUES):
-        if edges is None:
+    if len(distinct) > MOST_VALUES:
+        if not edges:
             quartiles = np.quantile(keys[is_there], [0.25, 0.5, 0.75], method="higher")
             edges = np.unique(quartiles[quartiles > distinct[0]]).tolist()
         places = np.searchsorted(edges, keys, side="right")
@@ -175,7 +173,7 @@ class Slicing:
     """Metrics by group."""
 
     by: Sequence[str]
-    bins: object = ()
+    bins: Sequence[float] = ()
     metrics: Sequence[Metric | RowMetric]
     # The column of samples that go together; None where there is none.
     cluster: str | None = None
@@ -190,7 +188,7 @@ class Slicing:
         def numbers() -> Iterator[Window]:
             for window in windows:
                 for name, own in texts.items():
-                    own += [window.texts[name][place] for place in np.flatnonzero(window.evaluated)]
+                    own += [window.texts[name][place] for place in np.flatnonzero(window.evaluated).tolist()]
                 yield window
 
         return self._with_slices(result, numbers(), kept, texts, path)
@@ -212,7 +210,9 @@ class Slicing:
         evaluated = np.concatenate([window.evaluated for window in rows.windows(wanted or rows.names[:1])])
         there = np.flatnonzero(evaluated)
         given = {
-            name: values[there] if isinstance(values, np.ndarray) else [values[place] for place in there]
+            name: values[there]
+            if isinstance(values, np.ndarray)
+            else [values[place] for place in there.tolist()]
             for name, values in given.items()
         }
         return self._with_slices(result, rows.windows(wanted), rows.names, given, rows.path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from dualeval.errors import UsageError
 from dualeval.wording import did_you_mean
@@ -129,40 +129,15 @@ def columns_of_groups(by: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for text in by for name in text.split("*")))
 
 
-def edges_of(bins: object) -> dict[str, tuple[float, ...]]:
-    """Where columns of numbers are cut, by column; "" for all others.
-
-    Args:
-        bins: texts, as "0,40,60" or "age=0,40,60"; from Python also numbers, or numbers by column.
-
-    Raises:
-        UsageError: they are none of these, or do not ascend.
-    """
-    if isinstance(bins, Mapping):
-        found = dict(bins)
-    elif _numbers(bins, math.isfinite):
-        found = {"": bins}
-    else:
-        texts = (bins,) if isinstance(bins, str) else bins
-        if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) for text in texts):
-            raise UsageError(f"bins {bins!r}: expected where numbers are cut, as '0,40,60' or 'age=0,40,60'")
-        parts = [text.rpartition("=") for text in texts]
-        found = {name.strip(): _floats(edges) for name, _, edges in parts}
-    for name, edges in found.items():
-        ascends = _numbers(edges, math.isfinite) and list(edges) == sorted({*edges})
-        if not isinstance(name, str) or not ascends:
-            raise UsageError(
-                f"--bins {f'{name}=' if name else ''}{_joined(edges)}: expected numbers that ascend, such as "
-                "0,40,60 or age=0,40,60"
-            )
-    return {name: tuple(map(float, edges)) for name, edges in found.items()}
-
-
-def _floats(text: str) -> object:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        return text
+def check_groups(by: Sequence[str], bins: object, *, dashes: bool = False) -> None:
+    """Check where columns of numbers are cut into groups."""
+    sign = "--" if dashes else ""
+    if not isinstance(bins, (tuple, list)) or (
+        bins and not (_numbers(bins, math.isfinite) and list(bins) == sorted({*bins}))
+    ):
+        raise UsageError(f"{sign}bins {_joined(bins)}: expected numbers that ascend, such as 0,40,60")
+    if bins and not by:
+        raise UsageError(f"{sign}bins says where the columns of {sign}by are cut: give {sign}by, too")
 
 
 def check_mean(option: str, values: object) -> None:

@@ -16,6 +16,7 @@ from dualeval.options.choices import (
     OPTIMIZATIONS,
     PRECISIONS,
     SHARDINGS,
+    check_groups,
     check_part,
     check_preparation,
     check_sharding,
@@ -70,7 +71,7 @@ class Job:
         cluster: a column whose equal entries mark samples that are not independent.
         keep: columns of the data that are kept in the rows; empty for all small ones, "none" for none.
         by: columns, or crosses of them with ``*``, by whose values the metrics are computed again.
-        bins: where columns of numbers are cut for that, as "0,40,60" or "age=0,40,60".
+        bins: where columns of numbers are cut for that.
         precision: one of ``choices.PRECISIONS``.
         keep_batchnorm_fp32: leave batch norms in float32 where the precision casts.
         layout: one of ``choices.LAYOUTS``.
@@ -102,13 +103,8 @@ class Job:
     by: tuple[str, ...] = option(
         (), "Metrics by group, or by A*B; repeatable.", group=RUN, metavar="COLUMN", is_repeated=True
     )
-    bins: tuple[str, ...] = option(
-        (),
-        "With --by: where numbers are cut, [COLUMN=]0,40,60.",
-        group=RUN,
-        metavar="EDGES",
-        is_repeated=True,
-        shown="quartiles",
+    bins: tuple[float, ...] = option(
+        (), "With --by: where numbers are cut.", group=RUN, metavar="0,40,60", shown="quartiles"
     )
     batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(
@@ -178,6 +174,7 @@ class Job:
         if "seed" in own and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
         check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes=True)
+        check_groups(shared.get("by", ()), shared.get("bins", ()), dashes=True)
         of_model = ("precision", "keep_batchnorm_fp32", "optimize")
         check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
         of_sharding = ("shard", "offload", "optimize")
