@@ -21,10 +21,10 @@ _LONGEST = 100
 _MOST_TEXTS = 1 << 20
 _ROWS_AT_ONCE = 1 << 14
 _MOST_WHOLE = 2**63
-# Of a cell of CSV. One that begins with 0, as 007, is a name and no number.
+# Of a cell of CSV. One that begins with 0, as 007, or is longer than a number may be, is a name.
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][aA][nN]", re.ASCII)
-_CODE = re.compile(r"[+-]?0[0-9]+", re.ASCII)
+_CODE = re.compile(r"[+-]?(0[0-9]+|[0-9]{19,})", re.ASCII)
 _GAP = "gap"
 _PLAIN: Mapping[type, str] = {bool: "bool", int: "whole", float: "number", str: "text", type(None): _GAP}
 # Which have a text that says all of them.

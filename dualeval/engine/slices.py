@@ -85,7 +85,7 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
     if len(distinct) > MOST_VALUES:
         if not edges:
             quartiles = np.quantile(keys[is_there], [0.25, 0.5, 0.75], method="higher")
-            edges = np.unique(quartiles[quartiles > distinct[0]]).tolist()
+            edges = np.unique(quartiles[quartiles > distinct[0]]).tolist() or [float(distinct[1])]
         places = np.searchsorted(edges, keys, side="right")
         labels = values = _between(edges)
     else:
@@ -99,7 +99,7 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
 def _between(edges: Sequence[float]) -> list[str]:
     ends = [_shown(edge) for edge in edges]
     inner = [f"{low} to <{high}" for low, high in pairwise(ends)]
-    return [f"<{ends[0]}", *inner, f"{ends[-1]} or more"] if ends else ["all"]
+    return [f"<{ends[0]}", *inner, f"{ends[-1]} or more"]
 
 
 def _shown(value: float) -> str:

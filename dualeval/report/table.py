@@ -110,9 +110,10 @@ def _metrics(result: Result) -> Table:
 
 def print_slices(result: Result, console: Console) -> None:
     """Print the first metrics of each group, a table for each way to group."""
-    names = [name for name, value in result.metrics.items() if isinstance(value, (int, float))]
-    names = [name for name in names if name in result.intervals][:_SLICED] or names[:_SLICED]
     for by, groups in result.slices.items():
+        known = [*dict.fromkeys(name for group in groups for name in group["metrics"])]
+        names = [name for name in known if any(name in group["intervals"] for group in groups)][:_SLICED]
+        names = names or known[:_SLICED]
         table = Table(escape(printable(by)), "samples", *names)
         for group in groups:
             shown = [_of_group(result, group, name) for name in names]
