@@ -44,6 +44,7 @@ COMMANDS = {
     "verify": "dualeval.cli.verify:verify",
     "compare": "dualeval.cli.compare:compare",
     "show": "dualeval.cli.show:show",
+    "slice": "dualeval.cli.slice:slice_run",
     "export": "dualeval.cli.export:export",
     "list": "dualeval.cli.listing:list_names",
     "init": "dualeval.cli.init:init",
