@@ -92,6 +92,7 @@ class ImageClassification(PictureTask):
         image_root: Path | None = None,
         path_column: str | None = None,
         label_column: str | None = None,
+        keep: Sequence[str] = (),
         num_classes: int | None = None,
         class_map: str | Path | None = None,
         class_order: str | None = None,
@@ -145,6 +146,7 @@ class ImageClassification(PictureTask):
                 image_root=image_root,
                 path_column=path_column,
                 label_column=label_column,
+                keep=tuple(keep),
             )
         )
         self._class_map = None if class_map is None else Path(class_map)

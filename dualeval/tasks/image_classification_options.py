@@ -160,6 +160,7 @@ class ImageClassificationOptions:
         None, "Standard deviation of each channel.", group=_IMAGES, shown="the model's"
     )
     metric: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -206,6 +207,7 @@ class ImageClassificationOptions:
             image_root=self.image_root,
             path_column=self.path_column,
             label_column=self.label_column,
+            keep=self.keep,
             num_classes=self.num_classes,
             class_map=self.class_map,
             class_order=self.class_order,

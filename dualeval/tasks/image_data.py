@@ -42,6 +42,8 @@ class DataOptions:
     # A manifest's columns; None finds them by their names.
     path_column: str | None = None
     label_column: str | None = None
+    # Those of its other columns that are kept, as `FurtherColumns` has it.
+    keep: tuple[str, ...] = ()
 
 
 class DataSource:
@@ -141,6 +143,7 @@ class DataSource:
                 image_root=None if options.image_root is None else Path(options.image_root),
                 path_column=options.path_column,
                 label_column=options.label_column,
+                keep=options.keep,
                 whole_files=whole_files,
                 cache=cache,
             )

@@ -81,6 +81,7 @@ class LanguageModeling(TextTask):
         max_new_tokens: int = 32,
         stop_at_newline: bool = False,
         ignore: Sequence[str] = IGNORED,
+        keep: Sequence[str] = (),
         cache: DataCache | None = None,
     ) -> None:
         own: dict[str, Any] = {
@@ -101,7 +102,7 @@ class LanguageModeling(TextTask):
             weights_prefix=weights_prefix,
             trust=trust_checkpoint,
         )
-        self._data = _read(data, text, cache or DataCache())
+        self._data = _read(data, text, keep, cache or DataCache())
         self._text = text
         every = metrics_of_kind(self._data.kind)
         self._metrics = chosen(metrics or [metric.name for metric in every], every)
@@ -127,6 +128,7 @@ class LanguageModeling(TextTask):
                     f"--stride {own['stride']} is more than the {length} tokens of a window (--max-length): "
                     "no window can predict so many. Give a smaller one."
                 )
+            own["kept"] = self._data.kept
             return Documents(DocumentWindows(self._data.documents, tokens.fast, prefix=tokens.prefix, **own))
         if self._data.kind == CHOICES:
             return Choices(of=rows, tokens=tokens, **own)
@@ -280,11 +282,13 @@ def _of_kind(data: LanguageData, own: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in own.items() if _KIND_OF[name] == data.kind}
 
 
-def _read(data: str | Path | PythonRows, text: str | None, cache: DataCache) -> LanguageData:
+def _read(
+    data: str | Path | PythonRows, text: str | None, keep: Sequence[str], cache: DataCache
+) -> LanguageData:
     if not isinstance(data, str | Path):
-        return read_language_data(data, text)
-    key = ("language", Path(data).absolute(), text)
-    return cache.once(key, lambda: read_language_data(data, text))
+        return read_language_data(data, text, keep)
+    key = ("language", Path(data).absolute(), text, tuple(keep))
+    return cache.once(key, lambda: read_language_data(data, text, keep))
 
 
 def _positions_of(model: Any) -> int | None:

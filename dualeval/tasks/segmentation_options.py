@@ -83,6 +83,7 @@ class SegmentationOptions:
     mean: tuple[float, ...] | None = same("mean")
     std: tuple[float, ...] | None = same("std")
     metric: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -90,6 +90,7 @@ class TextClassification(TextTask):
         trust_checkpoint: bool = False,
         metrics: Sequence[str] = (),
         max_length: int | None = None,
+        keep: Sequence[str] = (),
         cache: DataCache | None = None,
     ) -> None:
         self._model = TextModel(
@@ -104,10 +105,10 @@ class TextClassification(TextTask):
         asked = (text, text_pair, label)
 
         def read() -> Rows:
-            return read_rows(data, _choose(data, *asked), _EXAMPLE)
+            return read_rows(data, _choose(data, *asked), _EXAMPLE, keep)
 
         is_file = isinstance(data, str | Path)
-        key = ("texts", Path(data).absolute(), *asked) if isinstance(data, str | Path) else None
+        key = ("texts", Path(data).absolute(), *asked, tuple(keep)) if isinstance(data, str | Path) else None
         self._rows: Rows = (cache or DataCache()).once(key, read) if is_file else read()
         pairs = 2 if text_pair is not None or (text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]
