@@ -21,7 +21,7 @@ HOROVOD_OPTIONS :=
 # Modules are compiled when they are first imported, which halves the installation; an image has them compiled.
 COMPILE := --no-compile
 
-.PHONY: run test test-long check size format bench bench-peers gpu picture tables horovod stack system clean
+.PHONY: run test test-long check size format bench bench-peers gpu picture report-demo tables horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
 TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
@@ -76,6 +76,10 @@ gpu: $(VENV)/.dev
 # The pictures in the docs.
 picture: $(VENV)/.dev
 	$(BIN)/python docs/draw_pictures.py
+
+# The pages that docs/report.md tells of, in runs/report-demo: a minute or two.
+report-demo: $(VENV)/.dev
+	$(BIN)/python docs/report_demo.py runs/report-demo
 
 # The tables of docs/launchers.md, from launch/launchers/.
 tables: $(VENV)/.dev

@@ -1,4 +1,8 @@
-"""Make runs and their pages (docs/report.md) in a folder: ``python docs/report_demo.py runs/report-demo``.
+"""Make runs and their pages (docs/report.md) in a folder.
+
+    python docs/report_demo.py runs/report-demo [--pictures]
+
+``--pictures`` also draws the pictures of docs/report.md, with chromium.
 
 Four jobs of seconds each: pictures by two checkpoints, answers to questions, masks and texts. All is made
 here but the pictures of clothes, which are the package's. Their training set is not: the lesser checkpoint
@@ -7,6 +11,7 @@ has seen 2,000 of the 10,000 test pictures once, and both are evaluated on the o
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import subprocess
@@ -27,6 +32,7 @@ from dualeval.data.idx import read_idx
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.tasks.image_data import ASSETS
 
+DOCS = Path(__file__).resolve().parent
 _LIMIT_S = 300
 _NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix")
 _THINGS = ("key", "map", "ring", "lamp", "boat", "letter", "coin", "drum")
@@ -68,12 +74,20 @@ def clothes(folder: Path) -> None:
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=_LIMIT_S)
 
 
-def train(model: nn.Module, samples: list[Any], rounds: int, loss_of: Any = None) -> None:
+def train(
+    model: nn.Module,
+    samples: list[Any],
+    rounds: int,
+    loss_of: Any = None,
+    *,
+    rate: float = 2e-3,
+    size: int = 50,
+) -> None:
     """Fit a model to samples of input and target, in a fixed order."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for _ in range(rounds):
-        for at in range(0, len(samples), 50):
-            inputs, targets = (torch.stack(each) for each in zip(*samples[at : at + 50], strict=True))
+        for at in range(0, len(samples), size):
+            inputs, targets = (torch.stack(each) for each in zip(*samples[at : at + size], strict=True))
             loss = loss_of(inputs, targets) if loss_of else functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
             loss.backward()
@@ -105,7 +119,7 @@ def masks(folder: Path) -> None:
             made.append((inputs, torch.from_numpy(np.asarray(mask).astype(np.int64))))
     (folder / "nets.py").write_text(_NETS, "utf-8")
     model = nn.Conv2d(3, 3, 5, padding=2)
-    train(model, made, 20)
+    train(model, made, 8, rate=0.03, size=6)
     torch.save(model.state_dict(), folder / "masks.pt")
     words = ["--model", "nets:make", "--weights", "masks.pt", "--data", "img", "--masks", "masks"]
     words += ["--class-names", "background,disc,square", "--preprocessing", "none"]
@@ -156,7 +170,11 @@ def texts(folder: Path) -> None:
         for row in rows[:500]
     ]
     samples = [(ids, torch.tensor(kinds.index(label))) for ids, label in seen]
-    train(model, samples, 4, lambda ids, y: model(ids, attention_mask=(ids != 0).long(), labels=y).loss)
+
+    def loss_of(ids: Any, kinds: Any) -> Any:
+        return model(ids, attention_mask=(ids != 0).long(), labels=kinds).loss
+
+    train(model, samples, 8, loss_of, size=20)
     save(model, encode, folder / "texts-model")
     lines = [json.dumps(row) for row in rows[500:]]
     (folder / "texts.jsonl").write_text("\n".join(lines), "utf-8")
@@ -189,7 +207,7 @@ def questions(folder: Path) -> None:
         ends = {"start_positions": places, "end_positions": places}
         return model(ids, attention_mask=(ids != 0).long(), token_type_ids=kinds, **ends).loss
 
-    train(model, samples[:1400], 12, loss_of)
+    train(model, samples[:1400], 8, loss_of, size=20)
     save(model, encode, folder / "questions-model")
     data = {"version": "1.1", "data": [{"title": "Made", "paragraphs": asked[1400:]}]}
     (folder / "questions.json").write_text(json.dumps(data), "utf-8")
@@ -203,6 +221,28 @@ def save(model: Any, encode: Any, folder: Path) -> None:
     encode.save_pretrained(folder)
 
 
+def draw_pictures(folder: Path) -> None:
+    """Show the pages as a browser does."""
+    from playwright.sync_api import sync_playwright
+
+    shots = (
+        ("report-light", "clothes", {"width": 1100, "height": 1530}, "light", None),
+        ("report-dark", "clothes", {"width": 1100, "height": 800}, "dark", "#confusion"),
+        ("report-phone", "masks", {"width": 390, "height": 844}, "light", "#samples"),
+    )
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for name, run, size, theme, place in shots:
+            page = browser.new_context(viewport=size, color_scheme=theme).new_page()
+            page.goto((folder / run / "report.html").absolute().as_uri())
+            if place is not None:
+                page.locator(place).evaluate("(element) => element.scrollIntoView()")
+            with io.BytesIO(page.screenshot()) as file:
+                # 128 colours: a third of the bytes.
+                Image.open(file).convert("RGB").quantize(128).save(DOCS / f"{name}.png", optimize=True)
+        browser.close()
+
+
 def main() -> None:
     """Make all four, and say where the pages are."""
     folder = Path(sys.argv[1])
@@ -212,6 +252,8 @@ def main() -> None:
         torch.manual_seed(0)
         make(folder)
         print(folder / make.__name__ / "report.html", flush=True)
+    if "--pictures" in sys.argv:
+        draw_pictures(folder)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     # Weights are fetched by the command line alone.
     names = {field.name for field in fields(ImageClassificationOptions)} - {"metric", "download"}
     given = {name: value for name, value in options.items() if name in names}
-    rest = {name: value for name, value in options.items() if name not in {*names, "metrics"}}
+    rest = {name: value for name, value in options.items() if name not in {*names, "metrics"} - {"keep"}}
     # What only Python can say.
     of_python = [name for name in ("model", "preprocessing") if not isinstance(given.get(name, ""), str)]
     made = {name: given.pop(name) for name in of_python}

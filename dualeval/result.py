@@ -90,6 +90,8 @@ class Result:
         files: by name, ``bytes`` and ``sha256`` of the files beside result.json; complete on rank 0 only.
         samples_digest: sha256, in hex, over the number of samples and their ids in data-set order; None in
             results of earlier versions, and where each id would cost the reading of a sample.
+        slices: by what ``by`` names, its groups in order, with the metrics of each (docs/slices.md); no part
+            of the digest.
     """
 
     metrics: dict[str, Value]
@@ -130,6 +132,7 @@ class Result:
     labels: dict[str, Any] = field(default_factory=dict)
     reference: dict[str, Any] = field(default_factory=dict)
     samples_digest: str | None = None
+    slices: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

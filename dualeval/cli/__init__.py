@@ -45,6 +45,7 @@ COMMANDS = {
     "compare": "dualeval.cli.compare:compare",
     "report": "dualeval.cli.report:report",
     "show": "dualeval.cli.show:show",
+    "slice": "dualeval.cli.slice:slice_run",
     "export": "dualeval.cli.export:export",
     "list": "dualeval.cli.listing:list_names",
     "init": "dualeval.cli.init:init",

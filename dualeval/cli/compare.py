@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from dualeval.cli.grouped import PATH
+from dualeval.cli.options import BINS, BY
 from dualeval.errors import EXIT_DONE, EXIT_GATE, UsageError
 from dualeval.result import json_text
 
@@ -28,8 +29,12 @@ from dualeval.result import json_text
     multiple=True,
     metavar="METRIC=MARGIN",
     help="B may be worse by at most this, in the metric's own unit (top1=0.002, exact_match=0.2), with 95 % "
-    "confidence; give it again for more. Exit code 3 if one does not pass.",
+    "confidence; give it again for more. With --by: worst:METRIC, in any group. Exit code 3 if one does not "
+    "pass.",
 )
+@BY
+@BINS
+@click.option("--skip-small", is_flag=True, help="Leave small groups out of gates; else they do not pass.")
 @click.option("--flips", type=PATH, help="Write the ids of all flipped samples here, as CSV.")
 @click.option("--cluster", metavar="COLUMN", help="Samples with equal entries here depend on each other.")
 @click.option("--trust-ids", is_flag=True, help="Equal ids are equal samples, whatever the fingerprints say.")
@@ -42,6 +47,9 @@ def compare(
     b: Path,
     metrics: Sequence[str],
     gates: Sequence[str],
+    by: Sequence[str],
+    bins: tuple[float, ...] | None,
+    skip_small: bool,
     flips: Path | None,
     cluster: str | None,
     trust_ids: bool,
@@ -53,6 +61,7 @@ def compare(
     \b
     dualeval compare runs/a runs/b
     dualeval compare runs/fp32 runs/bf16 --gate top1=0.002
+    dualeval compare runs/a runs/b --by scanner --gate worst:top1=0.01
 
     A and B are output folders, which are not changed.
     """
@@ -62,7 +71,17 @@ def compare(
     from dualeval.comparison.compared import compare as compare_runs
     from dualeval.report.comparison import as_markdown, print_comparison
 
-    comparison = compare_runs(a, b, metrics=metrics, gates=margins, cluster=cluster, trust_ids=trust_ids)
+    comparison = compare_runs(
+        a,
+        b,
+        metrics=metrics,
+        gates=margins,
+        cluster=cluster,
+        trust_ids=trust_ids,
+        by=by,
+        bins=bins or (),
+        skip_small=skip_small,
+    )
     if flips is not None:
         comparison.write_flips(flips)
     if as_json:

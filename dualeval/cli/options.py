@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from dualeval.cli.grouped import grouped
+from dualeval.cli.grouped import flag_for, grouped, with_flag
 from dualeval.errors import EXIT_DONE, DualevalError
-from dualeval.options.job import LAUNCH
+from dualeval.options.job import COMMON, LAUNCH
 from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ CLUSTER = click.option(
     metavar="COLUMN",
     help="Column of samples that go together, for intervals.  [default: the run's own]",
 )
+BY = click.option(
+    "--by", multiple=True, metavar="COLUMN", help="Column, or A*B for a cross; give it again for more."
+)
+BINS = with_flag(flag_for(COMMON["bins"]))
 FRESH = click.option(
     "--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first."
 )

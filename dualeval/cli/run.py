@@ -75,7 +75,7 @@ class _Invocation:
 
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
 @task_flags
-@job_flags("metric", "limit", "sample", "seed", "cluster")
+@job_flags("metric", "limit", "sample", "seed", "cluster", "keep", "by", "bins")
 @config_flag
 @job_flags(
     "batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "shard", "offload", "on_error"

@@ -10,6 +10,7 @@ import click
 from dualeval.cli.grouped import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED
 from dualeval.result import JOB, json_text
+from dualeval.wording import printable_lines
 
 
 @click.command()
@@ -35,7 +36,7 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
         found.append(check)
         if not as_json:
             lines = [f"differs  {check.name}: {difference}" for difference in check.differences]
-            click.echo("\n".join(lines or [f"ok       {check.name}: {check.says}"]))
+            click.echo(printable_lines("\n".join(lines or [f"ok       {check.name}: {check.says}"])))
     differing = [check.name for check in found if check.differences]
     if as_json:
         content = {"verified": not differing, "checks": [asdict(check) for check in found]}

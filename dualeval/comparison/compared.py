@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
+from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, worst_gate
 from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
 from dualeval.engine.reference import PREDICTION_COLUMNS
 from dualeval.errors import UsageError
+from dualeval.options.choices import check_groups
 from dualeval.wording import counted, csv_cell
 
 # Below these the simulations of docs/compare.md err too often.
@@ -25,6 +27,9 @@ _FEW_CLUSTERS = 20
 # Ids of flipped samples in JSON; --flips writes all.
 _LISTED = 10
 _UNDECIDED, _SAME = "no difference shown", "the same on every sample"
+# Begins the name of a gate that is about each group.
+_WORST = "worst:"
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,20 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupComparison:
+    """The pairs of one group; their p-values are adjusted for all groups and metrics."""
+
+    # As of `slices.Group`.
+    group: Mapping[str, Any]
+    label: str
+    samples: int
+    clusters: int | None
+    metrics: dict[str, MetricComparison]
+    not_compared: Mapping[str, str]
+    small: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Two runs over the same samples; B against A."""
 
@@ -94,6 +113,10 @@ class Comparison:
     not_compared: dict[str, str]
     # In the order given.
     gates: list[Gate] = field(default_factory=list)
+    # By what `by` names, its groups in order.
+    slices: dict[str, list[GroupComparison]] = field(default_factory=dict)
+    # Those of groups, in the order given.
+    worst_gates: list[WorstGate] = field(default_factory=list)
     # The column whose equal entries mark dependent samples; None where all are independent.
     cluster: str | None = None
     # What a reader of the numbers should know.
@@ -102,7 +125,7 @@ class Comparison:
     @property
     def passed(self) -> bool:
         """Whether all gates have passed."""
-        return all(gate.passed for gate in self.gates)
+        return all([gate.passed for gate in self.gates] + [gate.passed for gate in self.worst_gates])
 
     @property
     def sentence(self) -> str:
@@ -124,6 +147,11 @@ class Comparison:
         parts += [f"{'undecided' if shown else 'no difference shown'}: {undecided}"] if undecided else []
         parts += [f"{_SAME}: {same}"] if same else []
         parts += [f"gate {gate.metric} NOT passed" for gate in self.gates if not gate.passed]
+        parts += [
+            f"gate {_WORST}{gate.metric} by {gate.by} NOT passed"
+            for gate in self.worst_gates
+            if not gate.passed
+        ]
         found = "; ".join(parts)
         return found if shown else found[:1].upper() + found[1:]
 
@@ -132,6 +160,17 @@ class Comparison:
         content = {name: getattr(self, name) for name in self.__dataclass_fields__}
         content["metrics"] = {name: _metric_as_json(metric) for name, metric in self.metrics.items()}
         content["gates"] = [vars(gate) for gate in self.gates]
+        content["worst_gates"] = [{**asdict(gate), "passed": gate.passed} for gate in self.worst_gates]
+        content["slices"] = {
+            by: [
+                {
+                    **vars(group),
+                    "metrics": {name: _metric_as_json(metric) for name, metric in group.metrics.items()},
+                }
+                for group in groups
+            ]
+            for by, groups in self.slices.items()
+        }
         return {"schema_version": 1, "sentence": self.sentence, **content, "passed": self.passed}
 
     def write_flips(self, path: Path) -> None:
@@ -175,6 +214,9 @@ def compare(
     gates: Mapping[str, float] | None = None,
     cluster: str | None = None,
     trust_ids: bool = False,
+    by: Sequence[str] = (),
+    bins: Sequence[float] = (),
+    skip_small: bool = False,
 ) -> Comparison:
     """Compare two finished runs over the same samples, pair by pair, from their rows.
 
@@ -182,10 +224,14 @@ def compare(
         a: output folder of the first run, the one to compare with.
         b: of the second.
         metrics: names of those to compare, with those of gates; empty for all that both runs have.
-        gates: by metric, how much worse than A B may be, in the metric's own unit.
+        gates: by metric, how much worse than A B may be, in the metric's own unit; by "worst:METRIC", how
+            much worse in any group of ``by``.
         cluster: a column of the rows; samples with equal entries depend on each other. None: that of the
             runs' results, if there is one.
         trust_ids: equal ids are equal samples, whatever the fingerprints of the data say.
+        by: columns of the rows, or crosses of them with ``*``, by whose values pairs are compared, too.
+        bins: where columns of numbers are cut for that, as of ``dualeval.evaluate``.
+        skip_small: leave groups out of gates that are too small for a statement; they do not pass else.
 
     Returns:
         differences B - A with intervals and tests.
@@ -196,9 +242,14 @@ def compare(
         DualevalError: a file is damaged.
     """
     runs = open_run(a), open_run(b)
-    wanted = dict(gates or {})
+    of_groups = {name[len(_WORST) :]: each for name, each in (gates or {}).items() if name.startswith(_WORST)}
+    wanted = {name: each for name, each in (gates or {}).items() if not name.startswith(_WORST)}
+    check_groups(by, bins)
     _check_gates(runs, wanted)
-    chosen = list(dict.fromkeys((*metrics, *wanted))) if metrics else None
+    _check_gates(runs, of_groups)
+    if of_groups and not by:
+        raise UsageError(f"--gate {_WORST}{next(iter(of_groups))} is about groups: give --by COLUMN, too.")
+    chosen = list(dict.fromkeys((*metrics, *wanted, *of_groups))) if metrics else None
     for name in metrics:
         if not any(name in run.result.metrics for run in runs):
             raise UsageError(
@@ -208,21 +259,29 @@ def compare(
     column = cluster or _cluster_column(runs)
     clusters = None if column is None else clusters_of(pairs, column)
     differences, not_compared = differences_of(pairs, clusters, chosen)
-    for name in wanted:
+    for name in (*wanted, *of_groups):
         if name not in differences:
             raise UsageError(f"--gate {name}: it cannot be compared: {not_compared[name]}")
     if not differences:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in not_compared.items())
         raise UsageError(f"{a} and {b} have no metric that can be compared: {reasons}")
+    groups = {each: groups_of_pairs(pairs, each, bins, clusters, chosen) for each in dict.fromkeys(by)}
+    directions = runs[0].result.directions
     return Comparison(
         a=_named(runs[0]),
         b=_named(runs[1]),
         pairs=len(pairs),
         failed={"in_a": pairs.failed_a, "in_b": pairs.failed_b, "in_both": pairs.failed_both},
         agreement=_agreement(pairs),
-        metrics=_compared(runs, differences),
+        metrics=_compared(runs, differences, lambda name: name),
         not_compared=not_compared,
         gates=[_gate(runs, name, margin, differences[name].difference) for name, margin in wanted.items()],
+        slices={each: _of_groups(runs, found) for each, found in groups.items()},
+        worst_gates=[
+            worst_gate(found, name, each, margin, directions[name], skips_small=skip_small)
+            for name, margin in of_groups.items()
+            for each, found in groups.items()
+        ],
         cluster=column,
         notes=[*_random(runs), *_notes(pairs, differences, clusters)],
     )
@@ -276,29 +335,46 @@ def _agreement(pairs: Pairs) -> int | None:
     return None
 
 
+def _of_groups(runs: tuple[ComparedRun, ComparedRun], groups: Sequence[Group]) -> list[GroupComparison]:
+    every = {(at, name): each for at, group in enumerate(groups) for name, each in group.estimates.items()}
+    compared = _compared(runs, every, lambda key: key[1])
+    return [
+        GroupComparison(
+            group=group.group,
+            label=group.label,
+            samples=group.samples,
+            clusters=group.clusters,
+            metrics={name: compared[at, name] for name in group.estimates},
+            not_compared=group.not_compared,
+            small=group.small,
+        )
+        for at, group in enumerate(groups)
+    ]
+
+
 def _compared(
-    runs: tuple[ComparedRun, ComparedRun], estimates: Mapping[str, Estimate]
-) -> dict[str, MetricComparison]:
-    p_values = {name: estimate.difference.p_value() for name, estimate in estimates.items()}
+    runs: tuple[ComparedRun, ComparedRun], estimates: Mapping[_Key, Estimate], named: Callable[[_Key], str]
+) -> dict[_Key, MetricComparison]:
+    p_values = {key: estimate.difference.p_value() for key, estimate in estimates.items()}
     adjusted = holm(p_values)
     found = {}
-    for name, estimate in estimates.items():
-        difference = estimate.difference
+    for key, estimate in estimates.items():
+        name, difference = named(key), estimate.difference
         direction = runs[0].result.directions.get(name)
-        found[name] = MetricComparison(
+        found[key] = MetricComparison(
             a=estimate.a,
             b=estimate.b,
             difference=difference.value,
             interval=difference.bounds(LEVEL / 2),
-            p=p_values[name],
-            p_holm=adjusted[name],
+            p=p_values[key],
+            p_holm=adjusted[key],
             p_exact=difference.p_exact() if isinstance(difference, ProportionDifference) else None,
             test=difference.test,
             samples=estimate.samples,
             clusters=estimate.clusters,
             unit=runs[0].result.units.get(name),
             direction=direction,
-            verdict=_verdict(difference, adjusted[name], direction),
+            verdict=_verdict(difference, adjusted[key], direction),
             detectable=difference.detectable(),
             flips=estimate.flips,
         )

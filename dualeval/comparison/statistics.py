@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from dualeval.metrics.intervals import from_cubic
 
 LEVEL = 0.05
 POWER = 0.8
+_Key = TypeVar("_Key")
 
 
 class Difference(Protocol):
@@ -271,9 +272,9 @@ def mean_difference(
     )
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[_Key, float]) -> dict[_Key, float]:
     """Adjust p-values for their number (S. Holm, Scandinavian Journal of Statistics 6, 1979)."""
-    adjusted: dict[str, float] = {}
+    adjusted: dict[_Key, float] = {}
     largest = 0.0
     ordered: list[Any] = sorted(p_values.items(), key=lambda item: item[1])
     for place, (name, p_value) in enumerate(ordered):

@@ -17,6 +17,7 @@ from dualeval.comparison.compared import Comparison
 from dualeval.comparison.estimates import Flips
 from dualeval.engine.reference import PREDICTION_COLUMNS
 from dualeval.engine.rescoring import finished_run
+from dualeval.engine.slices import is_of
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import UsageError
 from dualeval.metrics.scores import Score, score_from
@@ -90,11 +91,11 @@ class JudgedRows:
     def __init__(self, folder: Path, result: Result) -> None:
         self.folder, self.result = folder, result
         self.rows = StoredRows(folder / PREDICTIONS)
-        # The user's own columns.
-        self.data_names: Sequence[str] = getattr(self.rows, "data_names", ())
+        # The user's own columns, which judge nothing, whatever they are called.
+        self.data_names = self.rows.data_names
         # The names of the classes by index, as far as they are known.
         self.class_names: Sequence[str | None] = [*(result.labels.get("classes") or ())]
-        self._kinds = self.rows.kinds
+        self._kinds = {name: kind for name, kind in self.rows.kinds.items() if name not in self.data_names}
         self.has_confidence = self._kinds.get(CONFIDENCE) == "f"
         scores = {name: score_from(content) for name, content in result.scores.items()}
         self.scores = {
@@ -226,6 +227,13 @@ class JudgedRows:
             named = self.class_names[value] if 0 <= value < len(self.class_names) else None
             return ("NaN" if value < 0 else str(value)) if named is None else named
         return None if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+    def slices_of(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """The groups of the run that a sample is of, as "scanner=A"."""
+        for by, groups in self.result.slices.items():
+            for group in groups:
+                if all(name in row and is_of(row[name], value) for name, value in group["group"].items()):
+                    yield f"{by}={group['label']}"
 
     def classes_called(self, name: str) -> list[int]:
         """The indices of the classes of a name, or the one of a number."""

@@ -11,6 +11,7 @@ from dualeval.data.rows import PythonRows, Rows, read_rows
 from dualeval.data.table import column_of, is_table
 from dualeval.data.token_windows import Document
 from dualeval.errors import UsageError
+from dualeval.further_columns import NO_COLUMNS, KeptColumns
 
 DOCUMENTS, CHOICES, ANSWERS = "documents", "choices", "answers"
 _TEXTS = ("text", "content", "document", "page")
@@ -30,14 +31,19 @@ class LanguageData:
     documents: Sequence[Document] = ()
     # Where the kind is not DOCUMENTS: columns context, choices, answer, or prompt, answer.
     rows: Rows | None = None
+    # The other columns of the documents' rows.
+    kept: KeptColumns = NO_COLUMNS
 
 
-def read_language_data(data: str | Path | PythonRows, text: str | None) -> LanguageData:
+def read_language_data(
+    data: str | Path | PythonRows, text: str | None, keep: Sequence[str] = ()
+) -> LanguageData:
     """Read texts or rows; which kind they are is found by the columns.
 
     Args:
         data: a .txt file or a folder of such files, a document each; a table; or rows from Python.
         text: the column of the documents' texts; None for what the columns say.
+        keep: as of ``FurtherColumns``.
     """
     if isinstance(data, str | Path) and not (Path(data).is_file() and is_table(Path(data))):
         if text is not None and Path(data).exists():
@@ -47,12 +53,12 @@ def read_language_data(data: str | Path | PythonRows, text: str | None) -> Langu
         return _of_files(Path(data), str(data))
     named = str(data) if isinstance(data, str | Path) else f"the {type(data).__name__}"
     example = {"text": "A whole document."}
-    rows = read_rows(data, lambda found: _columns(named, found, text), example)
+    rows = read_rows(data, lambda found: _columns(named, found, text), example, keep)
     if text is None and rows.columns[0] in (*_CONTEXTS, "prompt"):
         kind = CHOICES if "choices" in rows.columns else ANSWERS
         return LanguageData(kind=kind, of=rows.of, source=rows.source, rows=rows)
     documents = [_of_row(rows, index) for index in range(len(rows))]
-    return LanguageData(kind=DOCUMENTS, of=rows.of, source=rows.source, documents=documents)
+    return LanguageData(kind=DOCUMENTS, of=rows.of, source=rows.source, documents=documents, kept=rows.kept)
 
 
 def _columns(named: str, found: Sequence[str], text: str | None) -> tuple[str, ...]:

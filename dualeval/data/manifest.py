@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dualeval.data.manifest_rows import read_rows
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.table import Table
 from dualeval.errors import UsageError
+from dualeval.further_columns import KeptColumns, WithColumns
 
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
 _MOST_DIGITS = 100  # Python reads no number of thousands
@@ -31,7 +33,7 @@ _LOOKED_FOR = 1000
 _LEFT_OUT = -1
 
 
-class ManifestImages(ImageFiles):
+class ManifestImages(WithColumns, ImageFiles):
     """Pictures in the order of a manifest.
 
     Their ids are the paths as they stand there; where a path stands there again, with ``#2`` behind it, then
@@ -48,23 +50,26 @@ class ManifestImages(ImageFiles):
         path_column: str | None = None,
         label_column: str | None = None,
         whole_files: bool = False,
+        keep: Sequence[str] = (),
         cache: DataCache | None = None,
     ) -> None:
         cache = cache or DataCache()
         if image_root is not None and not image_root.is_dir():
             raise UsageError(f"--image-root {image_root} is no folder")
         read = cache.once(
-            ("manifest", path.absolute(), path_column, label_column),
-            lambda: _read(read_rows(path, path_column, label_column)),
+            ("manifest", path.absolute(), path_column, label_column, tuple(keep)),
+            lambda: _read(read_rows(path, path_column, label_column, keep)),
         )
         labels, classes = _classes(read, label)
         targets = classes[np.frombuffer(read.codes, np.int32)]
         paths, hashes = read.paths, np.frombuffer(read.hashes, np.int64)
+        self.kept = read.kept
         if (targets == _LEFT_OUT).any():
             kept = np.flatnonzero(targets != _LEFT_OUT)
             if not len(kept):
                 raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
             paths, targets, hashes = paths.select(kept), targets[kept], hashes[kept]
+            self.kept = read.kept.select(kept)
         self._repeats = _repeats(path, paths, hashes)
         super().__init__(
             path.parent if image_root is None else image_root,
@@ -92,8 +97,10 @@ class ManifestImages(ImageFiles):
         """As for ``ImageFiles``."""
         found = super().select(indices)
         assert isinstance(found, ManifestImages)
+        chosen = np.asarray(indices, np.int64)
+        found.kept = self.kept.select(chosen)
         if self._repeats is not None:
-            found._repeats = self._repeats[np.asarray(indices, np.int64)]
+            found._repeats = self._repeats[chosen]
         return found
 
     def id(self, index: int) -> str:
@@ -124,6 +131,8 @@ class _Read:
     codes: array[int]
     # Those that there are, in the order of their first rows, with the numbers of these.
     labels: dict[str | int, int]
+    # The columns that are kept for the rows of a run.
+    kept: KeptColumns
 
 
 def _read(of: Table) -> _Read:
@@ -155,7 +164,8 @@ def _read(of: Table) -> _Read:
         raise UsageError(
             f"{of.path} holds no sample: found its headings alone, expected rows of path and label"
         )
-    return _Read(of=of, paths=paths, hashes=hashes, codes=codes, labels=first)
+    kept = of.further.kept()
+    return _Read(of=of, paths=paths, hashes=hashes, codes=codes, labels=first, kept=kept)
 
 
 def _is_utf8(text: str) -> bool:

@@ -17,8 +17,10 @@ _EXAMPLE = {"path": "a.jpg", "label": 3}
 _PICTURES = ", the paths of picture files. Pictures inside a Parquet file are not read."
 
 
-def read_rows(path: Path, path_column: str | None, label_column: str | None) -> Table:
-    """Open a manifest: rows of path and label."""
+def read_rows(
+    path: Path, path_column: str | None, label_column: str | None, keep: Sequence[str] = ()
+) -> Table:
+    """Open a manifest: rows of path and label; ``keep`` is that of ``FurtherColumns``."""
     if not path.is_file():
         raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of images.")
 
@@ -34,7 +36,7 @@ def read_rows(path: Path, path_column: str | None, label_column: str | None) -> 
             column_of(path, found, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
-    table = open_table(path, choose, _EXAMPLE, _PICTURES)
+    table = open_table(path, choose, _EXAMPLE, _PICTURES, keep)
     if path.suffix.lower() in (".csv", ".tsv"):
         return replace(table, rows=((number, name, label.strip()) for number, name, label in table.rows))
     return table

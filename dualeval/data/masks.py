@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -24,6 +24,7 @@ from dualeval.data.pictures import prepare, read_pixels, size_of
 from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table import column_of, is_table, open_table
 from dualeval.errors import UsageError, text_of
+from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.wording import counted
 
 NO_LABEL = -1
@@ -119,7 +120,7 @@ class _Masks(ImageFiles):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MaskedPictures:
+class MaskedPictures(WithColumns):
     """Pictures and their masks, in a fixed order; a sample's id is its picture's path."""
 
     pictures: _Pictures
@@ -130,6 +131,8 @@ class MaskedPictures:
     numbers: npt.NDArray[np.int64]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    # The manifest's other columns.
+    kept: KeptColumns = NO_COLUMNS
 
     in_memory = False
     unique_ids = True
@@ -186,9 +189,15 @@ class MaskedPictures:
         pictures, masks = self.pictures.select(indices), self.masks.select(indices)
         assert isinstance(pictures, _Pictures)
         assert isinstance(masks, _Masks)
-        numbers = self.numbers[np.asarray(indices, np.int64)] if self.table else self.numbers
-        return MaskedPictures(
-            pictures=pictures, masks=masks, rule=self.rule, table=self.table, numbers=numbers
+        chosen = np.asarray(indices, np.int64)
+        return replace(
+            self,
+            pictures=pictures,
+            masks=masks,
+            numbers=self.numbers[chosen] if self.table else self.numbers,
+            notes=(),
+            warnings=(),
+            kept=self.kept.select(chosen),
         )
 
     def reading_notes(self) -> list[str]:
@@ -218,6 +227,7 @@ class _Pairs:
     numbers: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    kept: KeptColumns = NO_COLUMNS
 
 
 def open_masked(
@@ -228,13 +238,14 @@ def open_masked(
     *,
     columns: tuple[str | None, str | None],
     whole_files: bool,
+    keep: Sequence[str] = (),
     cache: DataCache,
 ) -> MaskedPictures:
     """The pictures of a folder with the masks of another one, or those that a manifest lists."""
     if is_table(data):
         roots = data.parent, masks or data.parent
-        of_manifest = ("pictures and masks", data.absolute(), *columns)
-        pairs = cache.once(of_manifest, lambda: _of_manifest(data, *columns))
+        of_manifest = ("pictures and masks", data.absolute(), *columns, tuple(keep))
+        pairs = cache.once(of_manifest, lambda: _of_manifest(data, *columns, keep))
     elif any(columns):
         raise UsageError(
             f"--path-column and --mask-column are of a manifest (.csv, .jsonl, .parquet), and --data {data} "
@@ -259,6 +270,7 @@ def open_masked(
         numbers=np.array(pairs.numbers, np.int64),
         notes=pairs.notes,
         warnings=pairs.warnings,
+        kept=pairs.kept,
     )
     for what, root, names in (("picture", roots[0], pairs.pictures), ("mask", roots[1], pairs.masks)):
         if not any((root / name).exists() for name in names[:_LOOKED_FOR]):
@@ -329,7 +341,7 @@ def _by_stem(root: Path, suffixes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _of_manifest(path: Path, path_column: str | None, mask_column: str | None) -> _Pairs:
+def _of_manifest(path: Path, path_column: str | None, mask_column: str | None, keep: Sequence[str]) -> _Pairs:
     if not path.is_file():
         raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of pictures.")
 
@@ -339,7 +351,8 @@ def _of_manifest(path: Path, path_column: str | None, mask_column: str | None) -
             column_of(path, found, mask_column, MASK_COLUMNS, "--mask-column", "their masks' paths"),
         )
 
-    table = open_table(path, choose, {"image": "a.jpg", "mask": "a.png"}, ", the paths of picture files")
+    example = {"image": "a.jpg", "mask": "a.png"}
+    table = open_table(path, choose, example, ", the paths of picture files", keep)
     seen: dict[str, int] = {}
     masks = []
     for number, *names in table.rows:
@@ -357,4 +370,10 @@ def _of_manifest(path: Path, path_column: str | None, mask_column: str | None) -
         masks.append(mask)
     if not seen:
         raise UsageError(f"{path} has no rows")
-    return _Pairs(pictures=[*seen], masks=masks, table=f"{path}, {table.unit}", numbers=tuple(seen.values()))
+    return _Pairs(
+        pictures=[*seen],
+        masks=masks,
+        table=f"{path}, {table.unit}",
+        numbers=tuple(seen.values()),
+        kept=table.further.kept(),
+    )

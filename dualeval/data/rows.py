@@ -12,6 +12,7 @@ from typing import Any
 from dualeval.data.contents import what_it_is
 from dualeval.data.table import SUFFIXES, Choose, Row, is_table, is_unicode, open_table
 from dualeval.errors import UsageError
+from dualeval.further_columns import NO_COLUMNS, FurtherColumns, KeptColumns
 
 # The column of a row's id, where there is one; GLUE's is the second.
 _IDS = ("id", "idx")
@@ -38,6 +39,8 @@ class Rows:
     numbers: Sequence[int]
     # The names of classes by column, where the data says them.
     class_names: Mapping[str, tuple[str, ...]]
+    # Other columns, which no task reads.
+    kept: KeptColumns = NO_COLUMNS
 
     def __len__(self) -> int:
         return len(self.values)
@@ -68,33 +71,39 @@ class Rows:
         return digest.hexdigest()
 
 
-def read_rows(data: str | Path | PythonRows, choose: Choose, example: Mapping[str, Any]) -> Rows:
+def read_rows(
+    data: str | Path | PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str] = ()
+) -> Rows:
     """Read all rows of a table, or take them from Python.
 
     Args:
         data: the path of a table; or rows, each a mapping of the columns' names to values.
         choose: the columns that are read, of those that there are (``column_of`` finds one).
         example: values by column, for messages.
+        keep: as of ``FurtherColumns``.
 
     Raises:
         UsageError: no such table, no row, or a row without one of the columns; says which.
     """
     if isinstance(data, str | Path):
-        return _of_table(Path(data), str(data), choose, example)
-    return _of_python(data, choose, example)
+        return _of_table(Path(data), str(data), choose, example, keep)
+    return _of_python(data, choose, example, keep)
 
 
-def _of_table(path: Path, named: str, choose: Choose, example: Mapping[str, Any]) -> Rows:
+def _of_table(
+    path: Path, named: str, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]
+) -> Rows:
     if not path.is_file() or not is_table(path):
         found = "does not exist" if not path.exists() else "is no table"
         raise UsageError(f"--data {named} {found}. Expected a file {', '.join(SUFFIXES)}.")
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {named} {other}.")
-    table = open_table(path, lambda found: _with_id(found, choose), example)
-    return _rows(named, str(path.absolute()), table.columns, table.rows, table.unit, table.class_names)
+    table = open_table(path, lambda found: _with_id(found, choose), example, keep=keep)
+    of_table = named, str(path.absolute()), table.columns, table.rows, table.unit, table.class_names
+    return _rows(*of_table, table.further)
 
 
-def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any]) -> Rows:
+def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> Rows:
     kind = type(data).__name__
     if isinstance(data, Mapping):
         raise UsageError(
@@ -110,13 +119,17 @@ def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any]) -> 
     columns = _with_id(list(first), choose)
     features = getattr(data, "features", None) or {}
     names = {column: tuple(each.names) for column, each in features.items() if getattr(each, "names", None)}
-    return _rows(f"rows of a {kind}", kind, columns, _python_rows(data, columns, kind), "row", names)
+    further = FurtherColumns(list(first), columns, keep)
+    rows = further.taken(_python_rows(data, columns, further.names, kind), len(columns))
+    return _rows(f"rows of a {kind}", kind, columns, rows, "row", names, further)
 
 
-def _python_rows(data: PythonRows, columns: Sequence[str], kind: str) -> Iterator[Row]:
+def _python_rows(
+    data: PythonRows, columns: Sequence[str], further: Sequence[str], kind: str
+) -> Iterator[Row]:
     for number, row in enumerate(data):
         try:
-            yield (number, *(row[name] for name in columns))
+            yield (number, *(row[name] for name in columns), *(row.get(name) for name in further))
         except KeyError as error:
             raise UsageError(f"row {number} of the {kind} has no {error.args[0]!r}") from error
 
@@ -134,6 +147,7 @@ def _rows(
     rows: Iterator[Row],
     unit: str,
     class_names: Mapping[str, tuple[str, ...]],
+    further: FurtherColumns,
 ) -> Rows:
     numbers: list[int] = []
     values: list[tuple[Any, ...]] = []
@@ -156,4 +170,5 @@ def _rows(
         unit=unit,
         numbers=numbers,
         class_names=class_names,
+        kept=further.kept(),
     )

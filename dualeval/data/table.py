@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.errors import UsageError
+from dualeval.further_columns import FurtherColumns
+from dualeval.options.choices import NO_COLUMN
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -35,6 +37,8 @@ class Table:
     rows: Iterator[Row]
     # The names of classes by column, where the file says them, in the order of their indices.
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Those that are kept for the rows of a run; they are all there when `rows` have come to their end.
+    further: FurtherColumns = field(default_factory=FurtherColumns)
 
     def where(self, number: int) -> str:
         """Where a row is, for messages."""
@@ -55,14 +59,20 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def open_table(path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "") -> Table:
-    """Open a table; its rows are read when they are asked for."""
+def open_table(
+    path: Path,
+    choose: Choose,
+    example: Mapping[str, Any],
+    of_texts: str = "",
+    keep: Sequence[str] = (NO_COLUMN,),
+) -> Table:
+    """Open a table; its rows are read when they are asked for. ``keep`` is that of ``FurtherColumns``."""
     kind = path.suffix.lower()
     if kind == ".parquet":
-        return _of_parquet(path, choose, of_texts)
+        return _of_parquet(path, choose, of_texts, keep)
     if kind == ".jsonl":
-        return _of_json_lines(path, choose, json.dumps(example))
-    return _of_csv(path, choose, _DELIMITERS[kind], " and ".join(example))
+        return _of_json_lines(path, choose, json.dumps(example), keep)
+    return _of_csv(path, choose, _DELIMITERS[kind], " and ".join(example), keep)
 
 
 def column_of(
@@ -108,7 +118,7 @@ def _spelt(found: Sequence[str], name: str) -> list[str]:
 # -- CSV -------------------------------------------------------------------------------------------------
 
 
-def _of_csv(path: Path, choose: Choose, delimiter: str, headings: str) -> Table:
+def _of_csv(path: Path, choose: Choose, delimiter: str, headings: str, keep: Sequence[str]) -> Table:
     lines = _guarded(path, _csv_cells(path, delimiter))
     try:
         _, header = next(lines)
@@ -117,8 +127,10 @@ def _of_csv(path: Path, choose: Choose, delimiter: str, headings: str) -> Table:
     names = [name.strip() for name in header]
     columns = choose(names)
     _check_once(path, names, columns)
-    rows = _csv_rows(path, lines, len(names), [names.index(name) for name in columns])
-    return Table(path=path, unit="line", columns=columns, rows=rows)
+    further = FurtherColumns(names, columns, keep, cells=True)
+    places = [names.index(name) for name in (*columns, *further.names)]
+    rows = further.taken(_csv_rows(path, lines, len(names), places), len(columns))
+    return Table(path=path, unit="line", columns=columns, rows=rows, further=further)
 
 
 def _csv_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -156,15 +168,18 @@ def _guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
 # -- JSON lines ------------------------------------------------------------------------------------------
 
 
-def _of_json_lines(path: Path, choose: Choose, example: str) -> Table:
+def _of_json_lines(path: Path, choose: Choose, example: str, keep: Sequence[str]) -> Table:
     objects = _guarded(path, _json_objects(path, example))
     try:
         first = next(objects)
     except StopIteration:
         raise UsageError(f"{path} is empty: expected lines such as {example}") from None
     columns = choose(list(first[1]))
-    rows = _json_rows(path, itertools.chain([first], objects), columns)
-    return Table(path=path, unit="line", columns=columns, rows=rows)
+    further = FurtherColumns(list(first[1]), columns, keep)
+    rows = _json_rows(path, itertools.chain([first], objects), columns, further.names)
+    return Table(
+        path=path, unit="line", columns=columns, rows=further.taken(rows, len(columns)), further=further
+    )
 
 
 def _json_objects(path: Path, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -188,11 +203,11 @@ def _json_objects(path: Path, example: str) -> Iterator[tuple[int, dict[str, Any
 
 
 def _json_rows(
-    path: Path, objects: Iterable[tuple[int, dict[str, Any]]], columns: Sequence[str]
+    path: Path, objects: Iterable[tuple[int, dict[str, Any]]], columns: Sequence[str], further: Sequence[str]
 ) -> Iterator[Row]:
     for number, value in objects:
         try:
-            yield (number, *(value[name] for name in columns))
+            yield (number, *(value[name] for name in columns), *(value.get(name) for name in further))
         except KeyError as error:
             raise UsageError(f"{path}, line {number} has no {error.args[0]!r}") from error
 
@@ -200,7 +215,7 @@ def _json_rows(
 # -- Parquet ---------------------------------------------------------------------------------------------
 
 
-def _of_parquet(path: Path, choose: Choose, of_texts: str) -> Table:
+def _of_parquet(path: Path, choose: Choose, of_texts: str, keep: Sequence[str]) -> Table:
     import pyarrow
     import pyarrow.parquet
 
@@ -214,9 +229,21 @@ def _of_parquet(path: Path, choose: Choose, of_texts: str) -> Table:
     types, kind = pyarrow.types, schema.field(columns[0]).type
     if types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         raise UsageError(f"{path}: the column {columns[0]!r} holds {kind}, expected texts{of_texts}")
-    rows = _parquet_rows(path, file, columns, pyarrow.ArrowException)
-    named = _class_names(schema.metadata or {})
-    return Table(path=path, unit="row", columns=columns, rows=rows, class_names=named)
+    unfit = {
+        each.name: f"it holds {each.type}"
+        for each in schema
+        if types.is_nested(each.type) or types.is_binary(each.type) or types.is_large_binary(each.type)
+    }
+    further = FurtherColumns(schema.names, columns, keep, unfit=unfit)
+    rows = _parquet_rows(path, file, (*columns, *further.names), pyarrow.ArrowException)
+    return Table(
+        path=path,
+        unit="row",
+        columns=columns,
+        rows=further.taken(rows, len(columns)),
+        class_names=_class_names(schema.metadata or {}),
+        further=further,
+    )
 
 
 def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
@@ -236,7 +263,9 @@ def _parquet_rows(
     number = 0
     try:
         # One thread: reading processes are forked later, and have none of a pool's.
-        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns), use_threads=False):
+        for batch in file.iter_batches(
+            _ROWS_AT_ONCE, columns=list(dict.fromkeys(columns)), use_threads=False
+        ):
             for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
                 number += 1
                 yield (number, *values)

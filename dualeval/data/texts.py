@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualeval.data.rows import Rows
 from dualeval.data.token_groups import TokenizerFacts, in_groups
+from dualeval.further_columns import WithColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,11 +54,12 @@ class TextEncoder:
         return {**in_groups(texts, self._facts), "truncated": truncated}
 
 
-class EncodedTexts:
+class EncodedTexts(WithColumns):
     """The texts of rows as tokens, and each row's place."""
 
     def __init__(self, rows: Rows, columns: Sequence[str], encoder: TextEncoder) -> None:
         self._rows = rows
+        self.kept = rows.kept
         self._columns = columns
         self._encoder = encoder
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dualeval.data.token_groups import grouped
 from dualeval.errors import UsageError
+from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +53,7 @@ def rolling(tokens: int, max_length: int, stride: int) -> Iterator[tuple[int, in
         yield first, stop
 
 
-class DocumentWindows:
+class DocumentWindows(WithColumns):
     """The windows of documents, as a data set: a sample is a window.
 
     All tokens are kept, 4 bytes each; the texts are not.
@@ -66,6 +67,7 @@ class DocumentWindows:
         prefix: int,
         max_length: int,
         stride: int,
+        kept: KeptColumns = NO_COLUMNS,
     ) -> None:
         self._names = [document.name for document in documents]
         self._wrong = [document.wrong for document in documents]
@@ -88,6 +90,7 @@ class DocumentWindows:
             windows += [(number, *span, *size) for span, size in zip(spans, sizes, strict=True)]
             tokens.append(np.array([prefix, *encoding.ids], np.int32))
         self._windows = np.array(windows, np.int64).reshape(-1, 5)
+        self.kept = kept.select(self._windows[:, 0])
         self._tokens = tokens
         self._first_windows = np.searchsorted(self._windows[:, 0], np.arange(len(documents)))
 

@@ -48,11 +48,17 @@ def agree(
             attributes[0],
         ),
     )
+    step = partial(run.control.progress.step, "setup")
     alone = {**alone, **identity.alone, "task_attributes": attributes[1] or None}
     job = {
         **first,
         **identity_of(dataset),
         "columns": list(evaluation.columns),
+        **(
+            {}
+            if evaluation.data is None
+            else {"data_columns": evaluation.data.digests(plan.num_samples, step)}
+        ),
         "batch_size": plan.batch_size,
         **identity_of_preparation(options),
         "on_error": options.on_error,
@@ -66,7 +72,6 @@ def agree(
         "libraries": job.pop("libraries"),
     }
     reading = _reading(evaluation)
-    step = partial(run.control.progress.step, "setup")
     ids, hashes = hashes_of_ids(dataset, plan.num_samples, world, step)
     run.control.meet()
     everyone = backend.all_gather_json(

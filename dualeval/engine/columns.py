@@ -32,18 +32,16 @@ def kept_columns(
     rows: Sequence[str],
     metrics: Sequence[Metric],
     row_metrics: Sequence[RowMetric],
-    cluster: str | None = None,
 ) -> tuple[str, ...]:
     """The columns that journal and predictions.parquet hold: the ``rows`` of a task, then what metrics read.
 
-    Without those of metrics that say ``keeps_rows = False``; last the one that says which samples go
-    together, where it is not among these. The same on every rank.
+    Without those of metrics that say ``keeps_rows = False``. The same on every rank.
     """
     check_declarations([*metrics, *row_metrics])
     # The rows are all that a row metric has: its columns are kept whatever it says.
     reading: list[Metric | RowMetric] = [*filter(keeps_rows, metrics), *row_metrics]
     read = (name for metric in reading for name in metric.columns)
-    return tuple(dict.fromkeys((*rows, *read, *(() if cluster is None else (cluster,)))))
+    return tuple(dict.fromkeys((*rows, *read)))
 
 
 def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:

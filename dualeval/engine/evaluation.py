@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from dualeval.engine import trial
 from dualeval.engine.columns import kept_columns
+from dualeval.engine.data_columns import DataColumns, check_groups, data_columns_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.run_state import Run
 from dualeval.errors import UsageError
@@ -43,6 +45,8 @@ class Evaluation:
     columns: Sequence[str] = ()
     # Those of them that are kept: in the journal, or, where nothing is written, in memory.
     kept: Sequence[str] = ()
+    # Those of them that are the user's data's; None where there are none.
+    data: DataColumns | None = None
     # The one of them that says which samples go together; None where all are independent.
     cluster: str | None = None
 
@@ -51,6 +55,15 @@ class Evaluation:
         """The metrics that give numbers: one only warns."""
         given: list[Metric | RowMetric] = [*self.metrics, *self.row_metrics]
         return [metric for metric in given if metric.name != NonfiniteWarning.name]
+
+    @property
+    def added(self) -> DataColumns | None:
+        """The columns of the data that a batch gets; None where none is kept."""
+        return self.data if self.data is not None and self.data.names[0] in self.kept else None
+
+    def with_data(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
+        """The columns of a batch, and those of the data of its samples."""
+        return columns if self.added is None else {**columns, **self.added.of(samples)}
 
     @property
     def warnings(self) -> list[str]:
@@ -77,12 +90,17 @@ def evaluation_of(
     chosen = chosen_metrics(options.metric, task.metrics(), (*rows, *task.on_request))
     metrics, row_metrics = split_by_kind(chosen)
     cluster = options.cluster or task.cluster
-    columns = kept_columns(rows, metrics, row_metrics, cluster)
+    own = kept_columns(rows, metrics, row_metrics)
+    data, notes = data_columns_of(task, dataset, options, (*own, *task.on_request))
+    run.note_all(notes)
+    columns = tuple(dict.fromkeys((*own, *(data.names if data else ()), *filter(None, [cluster]))))
+    check_groups(task, options.by, columns)
     trial.check_names(chosen, columns)
     if task.on_request:
         task.requested = {name for metric in chosen for name in metric.columns}
     # What nobody reads again is not kept where nothing is written.
-    keeps_all = options.out is not None or cluster is not None or options.reference is not None
+    wants_rows = options.out, cluster, options.reference, options.by or None
+    keeps_all = any(each is not None for each in wants_rows)
     of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
     return Evaluation(
         task=task,
@@ -94,5 +112,6 @@ def evaluation_of(
         row_metrics=row_metrics,
         columns=columns,
         kept=columns if keeps_all else of_rows,
+        data=data,
         cluster=cluster,
     )

@@ -32,6 +32,7 @@ from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_i
 from dualeval.engine.proving import Proven
 from dualeval.engine.reference import windows_of_chunks
 from dualeval.engine.replay import batches_of_predictions, metric_digests
+from dualeval.engine.slices import shared_slices, slicing_of
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.clusters import ClusterIntervals
@@ -121,7 +122,7 @@ class _Ended:
         check_keys(measured)
         clusters = self._clusters(rows, measured)
         made = self._made(measured, clusters, reports, failures, evaluated, replay)
-        made = self._beside_reference(made, rows)
+        made = self._beside_reference(self._with_slices(made, rows), rows)
         if self._folder is None or not self._is_main:
             return made
         with self._writable():
@@ -204,6 +205,19 @@ class _Ended:
         folder = None if self._folder is None else self._folder.path
         with self._writable():
             return read_columns(rows, self._plan, names, folder, self._step)
+
+    def _with_slices(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
+        """The result with the metrics of each group that was asked for; a collective where any was."""
+        slicing = slicing_of(self._evaluation, self._step)
+        if slicing is None:
+            return result
+        found: Result | None = None
+        if self._is_main:
+            kept = self._evaluation.kept
+            windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
+            path = Path("the run") if self._folder is None else self._folder.path
+            found = slicing.of_run(result, windows, kept, path)
+        return shared_slices(self._run, result, found)
 
     def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """The result with what the reference's rows say beside this run's; a collective where there is one.
@@ -316,6 +330,7 @@ class _Ended:
             self._task,
             self._dataset,
             self._evaluation.kept,
+            () if self._evaluation.added is None else self._evaluation.added.names,
             self._previous,
             files,
             self._metric_digests,

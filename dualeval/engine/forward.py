@@ -103,7 +103,7 @@ def evaluate_alone(
     [(data, failed)] = read_alone(evaluation, samples)
     if data is None:
         raise unreadable(evaluation.dataset, failed[0])
-    columns = _columns_of(evaluation, data, samples)
+    columns = evaluation.with_data(_columns_of(evaluation, data, samples), samples)
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
 
 

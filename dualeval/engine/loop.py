@@ -156,6 +156,8 @@ class Loop:
         self.setup_s = perf_counter() - self._run.started
         # Whether the task makes more of its columns on the host: most do not.
         self._postprocesses = getattr(self._task.postprocess, "__func__", None) is not Task.postprocess
+        # The columns of the data that each batch gets.
+        self._data = evaluation.added
         self._tried = False
         self._feed: Feed | None = None
         # Seconds of the loop: `evaluate`, and of it `data` and `transfer`; who computes adds `look` and
@@ -272,6 +274,8 @@ class Loop:
                 columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)
             else:
                 columns = host_columns(columns, work.samples)
+            if self._data is not None:
+                columns = {**columns, **self._data.of(work.samples)}
             self.postprocess_s += perf_counter() - start
             if not self._tried:
                 self._try(work, columns)

@@ -19,6 +19,7 @@ from dualeval.options.choices import (
     SHARDINGS,
     check_choice,
     check_count,
+    check_groups,
     check_kind,
     check_part,
     check_preparation,
@@ -61,6 +62,12 @@ class RunOptions:
     # A column whose equal entries mark samples that are not independent, such as questions on one text; the
     # intervals allow for that. None: the task's own, which most have not.
     cluster: str | None = None
+    # Columns of the data that the rows keep; empty for all small ones, ("none",) for none.
+    keep: Sequence[str] = ()
+    # Columns by whose values the metrics are computed again, each a name or a cross of names ("scanner*sex").
+    by: Sequence[str] = ()
+    # Where columns of numbers are cut for that; else into quartiles.
+    bins: Sequence[float] = ()
     # One of `choices.PRECISIONS`.
     precision: str = "fp32"
     # With precision "fp16" or "bf16", leave batch norms in float32.
@@ -110,6 +117,9 @@ class RunOptions:
         check_kind("metric", self.metric, _are_texts(self.metric), "names of metrics, as ('loss', 'top1')")
         check_part(limit=self.limit, sample=self.sample, seed=self.seed)
         check_kind("cluster", self.cluster, _is_name(self.cluster), "the name of a column, or None")
+        check_kind("keep", self.keep, _are_texts(self.keep), "names of columns, as ('patient', 'scanner')")
+        check_kind("by", self.by, _are_texts(self.by), "columns, as ('scanner', 'scanner*sex')")
+        check_groups(self.by, self.bins)
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("layout", self.layout, LAYOUTS)

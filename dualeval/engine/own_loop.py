@@ -156,7 +156,8 @@ class OwnLoop:
             again = {}
             for samples in [batch.samples for batch in stored]:
                 columns, failed = yield from self._compute_alone(evaluation, samples)
-                again[samples] = {name: to_rows(column) for name, column in columns.items()}, failed
+                found = evaluation.with_data(columns, samples) if columns else columns
+                again[samples] = {name: to_rows(column) for name, column in found.items()}, failed
             proven = prove(evaluation, opened, stored, again.__getitem__)
             self._result = proven.earlier
             if self._result is not None:

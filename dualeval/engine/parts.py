@@ -82,7 +82,7 @@ class DrawnSamples(Samples):
         self.is_hashed = bool(getattr(whole, "is_hashed", True))
         self.unique_ids = False
         self.kind = str(getattr(whole, "kind", type(whole).__name__))
-        for name in ("content_fingerprint", "placeholder"):
+        for name in ("content_fingerprint", "placeholder", "columns"):
             if hasattr(whole, name):
                 setattr(self, name, getattr(self, f"_{name}"))
 
@@ -152,6 +152,13 @@ class DrawnSamples(Samples):
         for _, indices in self.runs(samples):
             digest.update(f"{read.content_fingerprint(indices)}\n".encode())
         return digest.hexdigest()
+
+    def _columns(self, indices: Sequence[int]) -> Any:
+        """The user's own columns of the samples at some places."""
+        if hasattr(self._selected, "columns"):
+            return self._selected.columns(indices)
+        read: Any = self.whole
+        return read.columns(self.indices[np.asarray(indices, np.int64)].tolist())
 
     def _placeholder(self, index: int) -> Any:
         whole: Any = self.whole

@@ -14,6 +14,7 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of
 from dualeval.engine.reference import windows_of_file
+from dualeval.engine.slices import shared_slices, slicing_of
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.result import PREDICTIONS, Result
 
@@ -68,7 +69,8 @@ def prove(
     run.control.meet()
     # The folder may have been moved since.
     result = replace(finished, earlier=True, replay=found, folder=str(opened.folder.path))
-    return Proven(replay=found, earlier=result if compared is None else replace(result, reference=compared))
+    result = result if compared is None else replace(result, reference=compared)
+    return Proven(replay=found, earlier=_sliced(evaluation, opened, result))
 
 
 def _compare(
@@ -96,6 +98,22 @@ def _compare(
     if (note := compared[worst]) is not None:
         evaluation.run.note(note)
     return worst
+
+
+def _sliced(evaluation: Evaluation, opened: Opened, result: Result) -> Result:
+    """A finished run's result with the groups that are asked for now. A collective where any is.
+
+    Its result.json stays as it was written.
+    """
+    run = evaluation.run
+    slicing = slicing_of(evaluation, partial(run.control.progress.step, "setup"))
+    if slicing is None:
+        return result
+    found: Result | None = None
+    if run.backend.world.is_main:
+        assert opened.folder is not None
+        found = slicing.of_rows(result, StoredRows(opened.folder.path / PREDICTIONS))
+    return shared_slices(run, result, found)
 
 
 def _compare_finished(evaluation: Evaluation, opened: Opened) -> dict[str, Any] | None:

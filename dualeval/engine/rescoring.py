@@ -20,7 +20,7 @@ from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.measured import check_keys, fields_of_result, plain, rough_warnings
 from dualeval.engine.parts import whole_set_intervals
-from dualeval.engine.stored_rows import StoredRows
+from dualeval.engine.stored_rows import RowSource, StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.by_name import check_metrics
@@ -56,6 +56,8 @@ def rescore(
         with_measured(result, measured, rows, cluster),
         job={**result.job, "metric": names, "rows_of": str(folder.absolute())},
         folder=str(folder.absolute()),
+        # Those of the run are of its own metrics.
+        slices={},
     )
 
 
@@ -113,7 +115,7 @@ def with_measured(
 ) -> Result:
     """A run's result with other metrics in place of its own."""
     cluster = cluster or result.clusters.get("column")
-    found = None if cluster is None else _stored_clusters(rows, cluster, measured)
+    found = None if cluster is None else clusters_of_rows(rows, cluster, measured)
     fields, said = with_clusters(fields_of_result(measured), cluster, found)
     own = [sentence for part in measured for sentence in part.warnings]
     warnings = [*_not_of_intervals(result), *own, *said]
@@ -134,7 +136,8 @@ def _not_of_intervals(result: Result) -> Iterator[str]:
             yield sentence
 
 
-def _stored_clusters(rows: StoredRows, name: str, measured: Sequence[Measured]) -> ClusterIntervals:
+def clusters_of_rows(rows: RowSource, name: str, measured: Sequence[Measured]) -> ClusterIntervals:
+    """The intervals by clusters of what metrics have measured of rows."""
     if name not in rows.names:
         raise UsageError(
             f"--cluster {name!r}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
@@ -147,13 +150,13 @@ def _stored_clusters(rows: StoredRows, name: str, measured: Sequence[Measured]) 
             if not checked and window.evaluated.any():
                 check_cluster(name, {name: to_column(window.columns[name])})
                 checked = True
-            with _temporary():
+            with temporary():
                 mapped.append(window.columns)
-        with _temporary():
+        with temporary():
             return find_clusters(name, measured, mapped.columns())
 
 
-def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[Measured]:
+def recompute(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> list[Measured]:
     """Compute metrics from rows; samples that could not be read are left out, as in the run.
 
     Memory holds a window of rows; columns of metrics of all rows are mapped from a temporary file.
@@ -166,7 +169,7 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
     batch = _batch_size(rows) if any(map(per_batch, of_ledger)) else 1
     with MappedColumns(None) as mapped:
         for window in rows.windows(names, multiple_of=batch):
-            with _temporary():
+            with temporary():
                 mapped.append({name: window.columns[name] for name in names if name in kept})
             if window.evaluated.any():
                 columns = {name: to_column(values) for name, values in window.columns.items()}
@@ -175,7 +178,7 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
                 )
                 for metric, ledger in zip(of_ledger, ledgers, strict=True):
                     update(metric, ledger, columns, batches.tolist())
-        with _temporary():
+        with temporary():
             whole = mapped.columns()
     measured = [
         *(
@@ -189,7 +192,8 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
 
 
 @contextmanager
-def _temporary() -> Iterator[None]:
+def temporary() -> Iterator[None]:
+    """Say where there is no room for columns that are mapped from a temporary file."""
     try:
         yield
     except OSError as error:
@@ -200,7 +204,7 @@ def _temporary() -> Iterator[None]:
         ) from error
 
 
-def _batch_size(rows: StoredRows) -> int:
+def _batch_size(rows: RowSource) -> int:
     """Samples of a batch of the run that has written the rows."""
     job = rows.path.parent / JOB
     try:
@@ -212,7 +216,7 @@ def _batch_size(rows: StoredRows) -> int:
         ) from error
 
 
-def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> None:
+def check_columns(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> None:
     """Check that metrics say which columns they read, and that the rows have them."""
     check_declarations(metrics)
     absent = ((metric, name) for metric in metrics for name in metric.columns if name not in rows.names)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dualeval.engine.identity.attributes import attributes_of
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
 from dualeval.errors import UsageError
+from dualeval.further_columns import FurtherColumns, WithColumns
 from dualeval.tasks import Dataset
 
 # A column's name, each sample's own id, or what gives it for an index.
@@ -23,6 +24,7 @@ Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
 # Whose contents lie in memory.
 _IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
 _ARRAYS = (Tensor, np.ndarray)
+_ROWS_AT_ONCE = 1 << 14
 _WANTED = "expected a tensor (a row a sample), a list or a map-style data set, with __len__ and __getitem__"
 
 
@@ -92,6 +94,8 @@ class Samples:
         self.reads_for_ids = isinstance(ids, str) and not self.in_memory
         self.unique_ids = ids is None  # they are the indices then
         self.kind = type(data).__name__
+        if callable(getattr(data, "columns", None)):
+            self.columns = data.columns
         if isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) != len(data):
             raise UsageError(f"ids has {len(ids)} entries for {len(data)} samples: expected one each")
 
@@ -177,7 +181,7 @@ def _plain_tensors(data: Any) -> tuple[Tensor, ...]:
     return data.tensors if plain else ()
 
 
-class HuggingFaceSamples(Samples):
+class HuggingFaceSamples(WithColumns, Samples):
     """A ``datasets.Dataset`` of Hugging Face; its contents are hashed as they are stored, undecoded."""
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
@@ -198,6 +202,17 @@ class HuggingFaceSamples(Samples):
 
     def _of_column(self, index: int, name: str) -> Any:
         return self._id_column[index][name]
+
+    def read_columns(self, names: Sequence[str]) -> None:
+        """Read the columns that are kept for the rows of a run, as ``FurtherColumns`` has it."""
+        schema = self._stored.features.arrow_schema
+        unfit = {each.name: f"it holds {each.type}" for each in schema if not _is_plain(str(each.type))}
+        further = FurtherColumns(schema.names, (), names, unfit=unfit)
+        if further.names:
+            stored = self._stored.select_columns(list(further.names))
+            for first in range(0, len(self), _ROWS_AT_ONCE):
+                further.take(stored[first : first + _ROWS_AT_ONCE].to_pydict())
+        self.kept = further.kept()
 
     def fingerprint(self, count: int) -> str:
         contents = self._given
@@ -235,6 +250,13 @@ def _stored(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         return value["bytes"] if value["bytes"] is not None else PurePath(value["path"] or "").name
     return value
+
+
+def _is_plain(arrow_type: str) -> bool:
+    """Whether a column of an Arrow type holds a text, a number, a bool or a time."""
+    return not arrow_type.startswith(
+        ("struct", "list", "large_list", "fixed_size", "map", "extension", "bin")
+    )
 
 
 def _is_hugging_face(data: Any) -> bool:

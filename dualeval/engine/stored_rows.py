@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns import Rows, offsets_of, rows_of
-from dualeval.engine.folder.predictions import COLUMN_OF_TEXT
+from dualeval.engine.folder.predictions import COLUMN_OF_DATA, COLUMN_OF_TEXT
 from dualeval.engine.folder.windows import WINDOW_ROWS
 from dualeval.errors import DualevalError, UsageError
 
@@ -37,6 +37,19 @@ class Window:
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
 
 
+class RowSource(Protocol):
+    """Rows that metrics can be computed from, a window at a time."""
+
+    # Where they are, for messages.
+    path: Path
+    # The columns of the task and of its metrics, and those of the data.
+    names: tuple[str, ...]
+
+    def windows(
+        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
+    ) -> Iterator[Window]: ...
+
+
 class StoredRows:
     """The rows of a finished run."""
 
@@ -54,6 +67,10 @@ class StoredRows:
         # The columns of the task and of its metrics; without id, index and the task's `texts`.
         self.names = tuple(
             field.name for field in schema if field.name not in _IDS and not _is_of_texts(field)
+        )
+        # Those of them that are the user's data's.
+        self.data_names = tuple(
+            field.name for field in schema if COLUMN_OF_DATA.items() <= (field.metadata or {}).items()
         )
 
     def windows(
@@ -182,7 +199,8 @@ def _is_of_texts(field: Any) -> bool:
     import pyarrow
 
     metadata = field.metadata or {}
-    return pyarrow.types.is_string(field.type) and not COLUMN_OF_TEXT.items() <= metadata.items()
+    marks = (COLUMN_OF_TEXT, COLUMN_OF_DATA)
+    return pyarrow.types.is_string(field.type) and not any(mark.items() <= metadata.items() for mark in marks)
 
 
 def _kind(kind: Any) -> str:

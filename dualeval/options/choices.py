@@ -29,6 +29,8 @@ SPLITS = ("test", "train", "val")
 IGNORED = ("case", "punctuation", "articles", "whitespace")
 STATIC, DYNAMIC, LOCKSTEP = "static", "dynamic", "lockstep"
 SCHEDULES = (STATIC, DYNAMIC, LOCKSTEP)
+# The value of --keep that keeps no column of the data.
+NO_COLUMN = "none"
 LARGEST_COUNT = 2**63 - 1  # of an int64, as tensors and files have it
 
 
@@ -120,6 +122,22 @@ def check_sharding(
             f"{sign}schedule {schedule}: with {sign}shard {shard} each forward waits for all ranks, "
             f"so that none can take more batches than another. Leave {sign}schedule out"
         )
+
+
+def columns_of_groups(by: Sequence[str]) -> tuple[str, ...]:
+    """The columns that ``by`` names: each text is one, or a cross of several with ``*``."""
+    return tuple(dict.fromkeys(name.strip() for text in by for name in text.split("*")))
+
+
+def check_groups(by: Sequence[str], bins: object, *, dashes: bool = False) -> None:
+    """Check where columns of numbers are cut into groups."""
+    sign = "--" if dashes else ""
+    if not isinstance(bins, (tuple, list)) or (
+        bins and not (_numbers(bins, math.isfinite) and list(bins) == sorted({*bins}))
+    ):
+        raise UsageError(f"{sign}bins {_joined(bins)}: expected numbers that ascend, such as 0,40,60")
+    if bins and not by:
+        raise UsageError(f"{sign}bins says where the columns of {sign}by are cut: give {sign}by, too")
 
 
 def check_mean(option: str, values: object) -> None:

@@ -17,9 +17,11 @@ from dualeval.options.choices import (
     OPTIMIZATIONS,
     PRECISIONS,
     SHARDINGS,
+    check_groups,
     check_part,
     check_preparation,
     check_sharding,
+    columns_of_groups,
 )
 from dualeval.options.fields import (
     Given,
@@ -68,6 +70,9 @@ class Job:
         sample: evaluate only so many, drawn at random by their ids.
         seed: another one draws others.
         cluster: a column whose equal entries mark samples that are not independent.
+        keep: columns of the data that are kept in the rows; empty for all small ones, "none" for none.
+        by: columns, or crosses of them with ``*``, by whose values the metrics are computed again.
+        bins: where columns of numbers are cut for that.
         precision: one of ``choices.PRECISIONS``.
         keep_batchnorm_fp32: leave batch norms in float32 where the precision casts.
         layout: one of ``choices.LAYOUTS``.
@@ -92,6 +97,15 @@ class Job:
         "Samples with equal entries are not independent.",
         group=DATA,
         metavar="COLUMN",
+    )
+    keep: tuple[str, ...] = option(
+        (), "Columns of the data that the rows keep, or none.", group=DATA, metavar="A,B", shown="small ones"
+    )
+    by: tuple[str, ...] = option(
+        (), "Metrics by group, or by A*B; repeatable.", group=RUN, metavar="COLUMN", is_repeated=True
+    )
+    bins: tuple[float, ...] = option(
+        (), "With --by: where numbers are cut.", group=RUN, metavar="0,40,60", shown="quartiles"
     )
     batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(
@@ -147,6 +161,10 @@ class Job:
                 continue
             _check_kinds(kind, own[name])
             given[name] = shared.get(name, COMMON[name].default)
+        if given.get("keep") and kind.origin == BUILT_IN:
+            # What else names a column of the data.
+            others = (*columns_of_groups(shared.get("by", ())), shared.get("cluster"))
+            given["keep"] = tuple(dict.fromkeys((*given["keep"], *filter(None, others))))
         if "metric" in own:
             given["metric"] = _of_task(given["metric"])
         if missing := [field for name, field in own.items() if field.is_required and name not in given]:
@@ -157,6 +175,7 @@ class Job:
         if "seed" in own and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
         check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes=True)
+        check_groups(shared.get("by", ()), shared.get("bins", ()), dashes=True)
         of_model = ("precision", "keep_batchnorm_fp32", "optimize")
         check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
         of_sharding = ("shard", "offload", "optimize")
@@ -256,7 +275,7 @@ class Job:
         """The job as plain JSON values, the task's options among them."""
         common = {name: getattr(self, name) for name in COMMON}
         own = as_json(self.options)
-        of_task = {name: own[name] for name in _TASKS_OWN_TOO if name in own and common[name] is None}
+        of_task = {name: own[name] for name in _TASKS_OWN_TOO if name in own and common[name] in (None, ())}
         return {"task": self.task, **own, **common, **of_task, "metric": list(self.metric)}
 
 
@@ -286,7 +305,10 @@ def command_of(used: Mapping[str, Any]) -> str | None:
 _OF_MODULE = "as the module has them"
 
 # Tasks have had these for something of their own: what nobody gives does not change the task's default.
-_TASKS_OWN_TOO = ("sample", "seed", "cluster", "layout", "optimize", "shard", "offload")
+_TASKS_OWN_TOO = (
+    *("sample", "seed", "cluster", "keep", "by", "bins"),
+    *("layout", "optimize", "shard", "offload"),
+)
 
 # The options that every run has, by name.
 COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}

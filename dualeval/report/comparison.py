@@ -7,14 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dualeval.comparison.compared import Comparison, Gate, MetricComparison
+from dualeval.comparison.slices import WorstGate
 from dualeval.comparison.statistics import LEVEL
 from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
+from dualeval.wording import printable
 
 # Ids of flipped samples that are shown.
 _NAMED = 3
+_HEAD_OF_GROUPS = ("samples", "metric", "A", "B", "B - A, 95 % interval", "shown")
+# Metrics that are shown by group where no gate names one.
+_SLICED = 2
 _HEAD = ("metric", "A", "B", "B - A", "95 % interval", "p", "shown")
 # Their differences are in percentage points.
 _OF_HUNDRED = ("fraction", "percent")
@@ -40,32 +46,43 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     for row in _rows(comparison):
         table.add_row(*row)
     console.print(table)
+    for by, rows in _tables_of_groups(comparison):
+        table = Table(escape(by), *_HEAD_OF_GROUPS)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
     for line in lines[2:]:
         print_line(console, line)
     for gate, line in zip(comparison.gates, _gates(comparison), strict=True):
         print_line(console, line, style="green" if gate.passed else "red")
+    for worst in comparison.worst_gates:
+        print_line(
+            console, labelled("gate", _worst(comparison, worst)), style="green" if worst.passed else "red"
+        )
     for note in comparison.notes:
         print_line(console, f"note: {note}", style="yellow")
 
 
 def as_markdown(comparison: Comparison) -> str:
     """The same as Markdown, for a pull request or a page."""
-    rows = [_HEAD, ["---"] * len(_HEAD), *_rows(comparison)]
-    table = [f"| {' | '.join(_escaped(entry) for entry in row)} |" for row in rows]
-    lines = [*_title(comparison), *_lines(comparison), *_gates(comparison)]
+    tables = [(_HEAD, _rows(comparison))]
+    tables += [((by, *_HEAD_OF_GROUPS), rows) for by, rows in _tables_of_groups(comparison)]
+    table: list[str] = []
+    for head, rows in tables:
+        lines_of = (head, ["---"] * len(head), *rows)
+        table += [f"| {' | '.join(_escaped(entry) for entry in row)} |" for row in lines_of]
+        table.append("")
+    worst = [labelled("gate", _worst(comparison, gate)) for gate in comparison.worst_gates]
+    lines = [*_title(comparison), *_lines(comparison), *_gates(comparison), *worst]
     listed = [
         f"- {line[:LABEL_WIDTH].rstrip()}: {_escaped(' '.join(line[LABEL_WIDTH:].split()))}" for line in lines
     ]
-    return (
-        "\n".join(
-            [comparison.sentence, "", *table, "", *listed, *(f"- Note: {note}" for note in comparison.notes)]
-        )
-        + "\n"
-    )
+    notes = [f"- Note: {note}" for note in comparison.notes]
+    return "\n".join([comparison.sentence, "", *table, *listed, *notes]) + "\n"
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    return printable(text).replace("|", "\\|")
 
 
 def _title(comparison: Comparison) -> list[str]:
@@ -151,6 +168,48 @@ def _rows(comparison: Comparison) -> list[Sequence[str]]:
         interval = f"{low} to {high}{behind}"
         rows.append((name, a, b, difference + behind, interval, _shown_p(metric.p_holm), metric.verdict))
     return rows
+
+
+def _tables_of_groups(comparison: Comparison) -> Iterator[tuple[str, list[Sequence[str]]]]:
+    """For each way to group its name, and a row for each group and metric."""
+    names = [gate.metric for gate in comparison.worst_gates] or [*comparison.metrics][:_SLICED]
+    for by, groups in comparison.slices.items():
+        rows: list[Sequence[str]] = []
+        for group in groups:
+            label = printable(group.label)
+            few = " (few)" if group.small else ""
+            for name in dict.fromkeys(names):
+                if name not in group.metrics:
+                    rows.append((label, f"{group.samples:,}{few}", name, group.not_compared[name], *[""] * 3))
+                    continue
+                metric = group.metrics[name]
+                a, b = shown_numbers(metric.a, metric.b, unit=metric.unit)
+                low, high = (in_unit(metric, value, signed=True) for value in metric.interval)
+                shown = "" if group.small else metric.verdict
+                interval = f"{low} to {high}{_behind(metric)}"
+                rows.append((label, f"{group.samples:,}{few}", name, a, b, interval, shown))
+        yield printable(by), rows
+
+
+def _worst(comparison: Comparison, gate: WorstGate) -> str:
+    """What a gate over groups has come to; groups that do not pass are named."""
+    metric = comparison.metrics[gate.metric]
+    bounds = [group.bound for group in gate.groups if group.bound is not None]
+    failed = [group for group in gate.groups if not group.passed]
+    if gate.passed:
+        worst = max(bounds)
+        said = f"at most {_amount(metric, worst)} worse" if worst > 0 else "better"
+        said = f"passed; with 95 % confidence B is {said} in each group"
+    else:
+        up_to = [f"up to {_amount(metric, group.bound or 0.0)} worse" for group in failed]
+        named = [
+            f"{printable(group.label)}: {group.problem or bound}"
+            for group, bound in zip(failed[:_NAMED], up_to, strict=False)
+        ]
+        said = f"NOT passed; not shown for {', '.join(named)}{', ...' if len(failed) > _NAMED else ''}"
+    left_out = f"; left out: {', '.join(map(printable, gate.skipped))}" if gate.skipped else ""
+    allowed = f"allowed: {_amount(metric, gate.margin)} worse; Holm over {len(bounds)} groups{left_out}"
+    return f"{gate.metric} by {printable(gate.by)}: {said} ({allowed})"
 
 
 def _amount(metric: MetricComparison, value: float) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dualeval.report.screen import on_screen
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, Result, described_part
-from dualeval.wording import printable_lines
+from dualeval.wording import printable, printable_lines
 
 # Of the lines around the table.
 LABEL_WIDTH = 16
@@ -22,6 +23,8 @@ _WIDTH = 80
 _DIGITS = 6
 # Letters of an option's value beside that of another run.
 _LONGEST_VALUE = 40
+# Metrics that are shown by group.
+_SLICED = 2
 # From here on, and below this, a power of ten is easier to read than zeros.
 _LARGE, _SMALL = 1e9, 1e-4
 # Letters of one width, without which the lines of the table are broken.
@@ -36,6 +39,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
     for label, text in result.description.items():
         print_line(console, labelled(label, text))
     console.print(_metrics(result))
+    print_slices(result, console)
     for label, text in (*_facts(result), *_reference(result)):
         print_line(console, labelled(label, text))
     for warning in result.warnings:
@@ -102,6 +106,31 @@ def _metrics(result: Result) -> Table:
             counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
             table.add_row(name, f"not finite ({counts})" if counts else "none")
     return table
+
+
+def print_slices(result: Result, console: Console) -> None:
+    """Print the first metrics of each group, a table for each way to group."""
+    for by, groups in result.slices.items():
+        known = [*dict.fromkeys(name for group in groups for name in group["metrics"])]
+        names = [name for name in known if any(name in group["intervals"] for group in groups)][:_SLICED]
+        names = names or known[:_SLICED]
+        table = Table(escape(printable(by)), "samples", *names)
+        for group in groups:
+            shown = [_of_group(result, group, name) for name in names]
+            samples = f"{group['samples']:,}{' (few)' * bool(group['small'])}"
+            table.add_row(escape(printable(group["label"])), samples, *shown)
+        console.print(table)
+        if any(group["small"] for group in groups):
+            print_line(console, "(few): too few samples, or clusters of them, for a statement")
+
+
+def _of_group(result: Result, group: Mapping[str, Any], name: str) -> str:
+    value, ends = group["metrics"].get(name), group["intervals"].get(name, ())
+    if value is None:
+        return "none"
+    first, *shown = shown_numbers(value, *ends, unit=result.units.get(name))
+    behind = f" ({' to '.join(end.partition(' ')[0] for end in shown)})" if shown else ""
+    return f"{first}{behind}{', rough' * (name in group['rough'])}"
 
 
 def make_console(width: int = _WIDTH) -> Console:

@@ -199,6 +199,7 @@ class ImageClassificationOptions(PictureOptions):
         None, "Standard deviation of each channel.", group=_IMAGES, shown="the model's"
     )
     metric: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def check_paths(self) -> None:
         """As above; what may be a name is left to the task."""

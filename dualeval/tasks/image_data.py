@@ -123,6 +123,7 @@ class DataSource:
                 image_root=None if options.image_root is None else Path(options.image_root),
                 path_column=options.path_column,
                 label_column=options.label_column,
+                keep=options.keep,
                 whole_files=whole_files,
                 cache=cache,
             )

@@ -16,6 +16,7 @@ from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, answers_of,
 from dualeval.data.rows import Rows
 from dualeval.data.token_windows import DocumentWindows, collate_prompts, collate_sequences
 from dualeval.errors import UsageError
+from dualeval.further_columns import KeptColumns, WithColumns
 from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import normalize_answer
@@ -64,7 +65,7 @@ class Documents(Kind):
 
 
 @dataclass(kw_only=True, eq=False)
-class RowKind(Kind, ABC):
+class RowKind(WithColumns, Kind, ABC):
     """Samples that are rows, each encoded when it is read; also their data set."""
 
     of: Rows
@@ -91,6 +92,10 @@ class RowKind(Kind, ABC):
 
     def placeholder(self, index: int) -> Mapping[str, Any]:
         return self.empty
+
+    @property
+    def kept(self) -> KeptColumns:  # type: ignore[override]
+        return self.of.kept
 
     def fingerprint(self, count: int) -> str:
         return self.of.fingerprint(count)

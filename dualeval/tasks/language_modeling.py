@@ -77,7 +77,7 @@ class LanguageModeling(TextTask):
     ) -> None:
         given = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
-        self._data = _read(data, given.text, cache or DataCache())
+        self._data = _read(data, given.text, given.keep, cache or DataCache())
         self._text = given.text
         every = metrics_of_kind(self._data.kind)
         self._metrics = chosen(metrics or [metric.name for metric in every], every)
@@ -102,6 +102,7 @@ class LanguageModeling(TextTask):
                     f"--stride {own['stride']} is more than the {length} tokens of a window (--max-length): "
                     "no window can predict so many. Give a smaller one."
                 )
+            own["kept"] = self._data.kept
             return Documents(DocumentWindows(self._data.documents, tokens.fast, prefix=tokens.prefix, **own))
         if self._data.kind == CHOICES:
             return Choices(of=rows, tokens=tokens, **own)
@@ -255,11 +256,13 @@ def _of_kind(data: LanguageData, given: LanguageModelingOptions) -> dict[str, An
     return {name: getattr(given, name) for name, kind in _KIND_OF.items() if kind == data.kind}
 
 
-def _read(data: str | Path | PythonRows, text: str | None, cache: DataCache) -> LanguageData:
+def _read(
+    data: str | Path | PythonRows, text: str | None, keep: Sequence[str], cache: DataCache
+) -> LanguageData:
     if not isinstance(data, str | Path):
-        return read_language_data(data, text)
-    key = ("language", Path(data).absolute(), text)
-    return cache.once(key, lambda: read_language_data(data, text))
+        return read_language_data(data, text, keep)
+    key = ("language", Path(data).absolute(), text, tuple(keep))
+    return cache.once(key, lambda: read_language_data(data, text, keep))
 
 
 def _positions_of(model: Any) -> int | None:

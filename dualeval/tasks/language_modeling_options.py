@@ -60,6 +60,7 @@ class LanguageModelingOptions(TextOptions):
     ignore: tuple[str, ...] = option(
         IGNORED, "What does not count in an answer, or none (prompts).", group=_TOKENS
     )
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,7 +47,7 @@ class Segmentation(PictureTask):
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, with the same names and defaults (docs/segmentation.md):
             weights, weights_key, weights_prefix, trust_checkpoint, path_column, mask_column, num_classes,
-            ignore_index, reduce_labels, data_fingerprint, resize, interpolation, channels, mean, std.
+            ignore_index, reduce_labels, data_fingerprint, keep, resize, interpolation, channels, mean, std.
 
     Raises:
         UsageError: options, model, weights and data do not fit together.
@@ -99,6 +99,7 @@ class Segmentation(PictureTask):
             self._preprocessing.values,
             columns=(asked.path_column, asked.mask_column),
             whole_files=asked.data_fingerprint == "content",
+            keep=asked.keep,
             cache=cache or DataCache(),
         )
         self._class_names = _names_of(class_names)

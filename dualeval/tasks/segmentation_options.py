@@ -76,6 +76,7 @@ class SegmentationOptions(PictureOptions):
     mean: tuple[float, ...] | None = same("mean")
     std: tuple[float, ...] | None = same("std")
     metric: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     def _source(self) -> ModelSource:
         from dualeval.models.segmenters import segmenter_of

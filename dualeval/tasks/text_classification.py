@@ -94,10 +94,10 @@ class TextClassification(TextTask):
         asked = (given.text, given.text_pair, given.label)
 
         def read() -> Rows:
-            return read_rows(data, _choose(data, *asked), _EXAMPLE)
+            return read_rows(data, _choose(data, *asked), _EXAMPLE, given.keep)
 
         is_file = isinstance(data, str | Path)
-        key = ("texts", Path(data).absolute(), *asked) if isinstance(data, str | Path) else None
+        key = ("texts", Path(data).absolute(), *asked, given.keep) if isinstance(data, str | Path) else None
         self._rows: Rows = (cache or DataCache()).once(key, read) if is_file else read()
         pairs = 2 if given.text_pair or (given.text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]

@@ -64,3 +64,4 @@ class TextClassificationOptions(TextOptions):
         least=1,
         shown="the tokenizer's, at most 512",
     )
+    keep: tuple[str, ...] = ()

@@ -156,6 +156,13 @@ def test_what_is_worse_follows_from_the_scores(
         rows.classes_called("cat")
 
 
+def test_of_equal_samples_the_first_come_first(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    table = pyarrow.table({"id": [*map(str, range(300))], "index": range(300), "ok": [False] * 300})
+    run = changed(runs[0], tmp_path / "run", lambda _: table, scores={"ok": {"column": "ok"}})
+    rows = JudgedRows(run, replace(rows_of(run).result, directions={"ok": "higher"}))
+    assert rows.worst(MISTAKES, 50) == ([*range(50)], 300)
+
+
 def test_a_sentence_says_what_a_comparison_has_shown(runs: tuple[Path, Path]) -> None:
     found = dualeval.compare(*runs, metrics=["loss", "top1", "same"])
 

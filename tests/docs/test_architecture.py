@@ -18,7 +18,7 @@ PACKAGE = ROOT / "dualeval"
 # Each room and the rooms it may import from, besides itself and the ground floor; a module may have a line of
 # its own.
 GROUND = {
-    *("errors", "wording", "own_code", "process_start", "vision_library"),
+    *("errors", "wording", "own_code", "process_start", "vision_library", "further_columns"),
     *("options.choices", "options.fields"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
     *("models.model_errors", "models.weights_name"),
@@ -58,6 +58,7 @@ ALLOWED = {
     "backends": {"launch.launchers"},
     "launch": {"world.meetings.mpi"},
     "errors": set(),
+    "further_columns": set(),
     "vision_library": set(),
     "own_code": set(),
     "process_start": set(),

@@ -123,7 +123,7 @@ def test_a_checkpoint_and_pictures(launch: Launch, tmp_path: Path) -> None:
     for line in lines:
         done = launch(shlex.split(line), cwd=tmp_path, timeout=240).ok()
         printed.append(done.stdout)
-    labels = [line.split("  ")[0] for line in README.partition("The second prints:")[2].splitlines()[3:10]]
+    labels = [line.split("  ")[0] for line in README.partition("The second prints:")[2].splitlines()[3:9]]
     assert all(label in printed[1] for label in labels)
     assert {"data", "samples", "metrics_digest"} <= {*labels}
     assert "no difference shown" in printed[3] or "B is better" in printed[3]

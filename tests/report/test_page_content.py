@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 import dualeval
+from dualeval.comparison.worst import JudgedRows
 from dualeval.errors import UsageError
 from dualeval.report.page.content import PageContent, Shown, build, limited_by
 from dualeval.result import read_result
@@ -100,6 +102,17 @@ def test_cards_are_the_worst_samples_and_the_flips(runs: tuple[Path, Path], page
 
 def reasons(page: PageContent) -> set[str]:
     return {reason for card in page.samples for reason in card.reasons}
+
+
+def test_cards_name_the_groups_of_their_samples(tmp_path: Path) -> None:
+    """Numbers that are cut, bools, and crosses of them: each group has as many rows as the result says."""
+    by = ["group", "early", "tokens*early"]
+    result = evaluate(NamedTask(COUNT), tmp_path / "run", batch_size=32, by=by)
+    rows = JudgedRows(tmp_path / "run", result)
+    found = Counter(label for sample in rows.samples(range(COUNT)) for label in rows.slices_of(sample.row))
+    wanted = {f"{name}={group['label']}": group["samples"] for name in by for group in result.slices[name]}
+    assert found == wanted and any("<" in label for label in found)
+    assert {label for card in page_of(tmp_path / "run").samples for label in card.slices} <= found.keys()
 
 
 def test_the_verdict_is_that_of_compare(runs: tuple[Path, Path], page: PageContent) -> None:

@@ -136,10 +136,11 @@ def test_texts_and_pairs(tmp_path: Path) -> None:
     data = texts.write(tmp_path / "pairs.jsonl", table)
     out = evaluated(TextClassification(model=model, data=data, max_length=32), tmp_path / "run")
     assert shown(out, 4) == {name: table[4][name] for name in ("sentence1", "sentence2")}
-    single = texts.rows(9)
+    # A further column, which the run keeps.
+    single = [{**row, "writer": f"w{number % 2}"} for number, row in enumerate(texts.rows(9))]
     own = texts.write(tmp_path / "one.jsonl", single)
     out = evaluated(TextClassification(model=model, data=own, max_length=32), tmp_path / "one")
-    assert shown(out, 2) == single[2]["sentence"]
+    assert shown(out, 2) == single[2]["sentence"] and row_of(out, 2)["writer"] == "w0"
     # The rows have numbers as ids, so the contents decide whether they are those of the run.
     texts.write(own, [*single[:2], {**single[2], "sentence": "another"}, *single[3:]])
     task, why = task_of_run(out / JOB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -297,6 +297,7 @@ class RunFolder:
         task: Task,
         dataset: Dataset,
         kept: Sequence[str],
+        of_data: Collection[str],
         previous: PreviousRun,
         files: Sequence[JournalFile],
         digests: Callable[[Path, str], dict[str, str]],
@@ -306,7 +307,7 @@ class RunFolder:
         self._check_lease()
         try:
             if files:
-                write_predictions(self.path / PREDICTIONS, files, plan, task, dataset, kept, step)
+                write_predictions(self.path / PREDICTIONS, files, plan, task, dataset, kept, of_data, step)
                 for name, column in task.exports.items():
                     write_json_file(self.path / name, files, plan, task, dataset, kept, column, step)
                 names = (PREDICTIONS, *task.exports)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Of a field of the schema whose strings are a column, and not what the task's ``texts`` has made of others.
 COLUMN_OF_TEXT = {b"dualeval": b"column of text"}
+# Of a field that is a column of the user's data.
+COLUMN_OF_DATA = {b"dualeval": b"data"}
 
 
 def load_library() -> None:
@@ -38,12 +40,14 @@ def write_predictions(
     task: Task,
     dataset: Dataset,
     kept: Sequence[str],
+    of_data: Collection[str] = (),
     step: Callable[[], None] = lambda: None,
 ) -> None:
     """Merge the rows of all chunks into one Parquet file in data-set order.
 
     Columns: id (string), index (int64), then those of ``kept`` and the task's ``texts``, each null where the
-    sample could not be read. The file is whole under its name, or not there.
+    sample could not be read. ``of_data`` are those of ``kept`` that are the data's. The file is whole under
+    its name, or not there.
     """
     import pyarrow
     import pyarrow.parquet
@@ -52,7 +56,7 @@ def write_predictions(
         writer = None
         try:
             for start, rows in windows_of(files, plan, kept):
-                table = _table(pyarrow, task, dataset, kept, rows, start)
+                table = _table(pyarrow, task, dataset, kept, rows, start, of_data)
                 if writer is None:
                     # No dictionaries: ids and losses hardly repeat, and one is kept for the whole file.
                     writer = pyarrow.parquet.ParquetWriter(
@@ -102,6 +106,7 @@ def _table(
     kept: Sequence[str],
     rows: Mapping[str, Rows],
     start: int,
+    of_data: Collection[str] = (),
 ) -> Any:
     """Consecutive rows as an Arrow table."""
     evaluated = evaluated_of(rows)
@@ -118,11 +123,12 @@ def _table(
             },
         }
     )
-    of_text = [name for name in kept if isinstance(rows[name], TextRows)]
-    if not of_text:
+    marks = {name: COLUMN_OF_TEXT for name in kept if isinstance(rows[name], TextRows)}
+    marks |= dict.fromkeys(of_data, COLUMN_OF_DATA)
+    if not marks:
         return table
     fields = [
-        field.with_metadata(COLUMN_OF_TEXT) if field.name in of_text else field for field in table.schema
+        field.with_metadata(marks[field.name]) if field.name in marks else field for field in table.schema
     ]
     return pyarrow.Table.from_arrays(table.columns, schema=pyarrow.schema(fields))
 

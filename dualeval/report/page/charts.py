@@ -37,7 +37,7 @@ _STYLE = {
 }
 _WIDTH = 4.8  # inches
 _NAME_LETTERS = 20
-_MOST_GROUPS, _MOST_RANKS = 24, 16
+MOST_GROUPS, MOST_RANKS = 24, 16
 _DASHED = {"color": _COLOUR["muted"], "linestyle": (0, (4, 3)), "linewidth": 1}
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 
@@ -60,7 +60,7 @@ def draw_calibration(bins: Sequence[Mapping[str, float]]) -> Markup:
 
 def draw_groups(by: str, groups: Sequence[Mapping[str, Any]], whole: Headline, name: str) -> Markup | None:
     """A metric's value and interval in each group, beside its value in all samples; None without values."""
-    shown = [each for each in groups if each["metrics"].get(whole.name) is not None][:_MOST_GROUPS]
+    shown = [each for each in groups if each["metrics"].get(whole.name) is not None][:MOST_GROUPS]
     if not shown:
         return None
     scale, unit = (100.0, "percent") if whole.unit == "fraction" else (1.0, whole.unit)
@@ -80,7 +80,7 @@ def draw_groups(by: str, groups: Sequence[Mapping[str, Any]], whole: Headline, n
 
 def draw_seconds(ranks: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> Markup:
     """Each rank's seconds, split."""
-    shown = ranks[:_MOST_RANKS]
+    shown = ranks[:MOST_RANKS]
     with _axes(1.2 + 0.3 * len(shown)) as (figure, axes):
         before = [0.0] * len(shown)
         for part, colour in zip(parts, _PARTS, strict=False):

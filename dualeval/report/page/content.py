@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +158,7 @@ def build(
         confusion_names=[confusion.name(index) for index in range(confusion.classes)] if confusion else [],
         confusion=[(target, found, count) for target, found, count in confusion.entries] if confusion else [],
         calibration=rows.calibration(),
-        slices=getattr(result, "slices", {}),
+        slices=result.slices,
         seconds=[{"rank": rank, **parts} for rank, parts in enumerate(result.timing.get("ranks", ()))],
         limited_by=limited_by(result.timing),
         provenance=_provenance(result, folder, command),
@@ -247,16 +247,9 @@ def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any
             for name in dict.fromkeys(named)
             if name not in (TARGET, PREDICTION, CONFIDENCE, LOSS)
         },
-        slices=tuple(_slices_of(rows.result, row)),
+        slices=tuple(rows.slices_of(row)),
         shown=_things(task, row),
     )
-
-
-def _slices_of(result: Result, row: Mapping[str, Any]) -> Iterator[str]:
-    for expression, groups in getattr(result, "slices", {}).items():
-        for group in groups:
-            if all(str(row.get(name)) == str(value) for name, value in group["group"].items()):
-                yield f"{expression}={group['label']}"
 
 
 def _things(task: Any, row: Mapping[str, Any]) -> tuple[Shown, ...]:

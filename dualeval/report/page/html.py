@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -23,7 +23,7 @@ from dualeval.wording import counted, printable_lines
 if TYPE_CHECKING:
     from PIL import Image
 
-    from dualeval.report.page.content import Against, Headline, PageContent, SampleShown, Shown
+    from dualeval.report.page.content import Headline, PageContent, SampleShown, Shown
 
 _HERE = Path(__file__).parent
 _LIMIT = 3_000_000  # bytes of a page
@@ -43,7 +43,7 @@ def render(content: PageContent, limit: int = _LIMIT) -> str:
         {"of": sample, "shown": [_shown(each) for each in sample.shown], "turn": turn}
         for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
     ]
-    sections = list(filter(None, _sections(content)))
+    sections = _sections(content)
     while True:
         page = _filled(content, cards, sections)
         if len(page.encode("utf-8", "backslashreplace")) <= limit or not cards:
@@ -54,32 +54,27 @@ def render(content: PageContent, limit: int = _LIMIT) -> str:
 def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any]) -> str:
     style, script = ((_HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
     left_out = f"{len(cards)} of {len(content.samples)} samples are here: the page has room for no more."
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            content=content,
-            cards=cards,
-            cuts=[content.cut, left_out if len(cards) < len(content.samples) else None],
-            sections=[each for each in sections if cards or each["id"] != "samples"],
-            headlines=[_headline(each) for each in content.headlines],
-            reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
-            matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
-            style=Markup(style),
-            script=Markup(script),
-            policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
-            f"style-src {_hash(style)}; script-src {_hash(script)}",
-            index=_as_script([_index(card["of"]) for card in cards]),
-        )
+    template = _environment().get_template("page.html.j2")
+    return template.render(
+        content=content,
+        cards=cards,
+        cuts=[content.cut, left_out if len(cards) < len(content.samples) else None],
+        sections=[each for each in sections if cards or each["id"] != "samples"],
+        headlines=[
+            (each, *_texts(each.value, (each.low, each.high), each.unit)) for each in content.headlines
+        ],
+        reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
+        matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
+        style=Markup(style),
+        script=Markup(script),
+        policy="default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
+        f"style-src {_hash(style)}; script-src {_hash(script)}",
+        index=_as_script([_index(card["of"]) for card in cards]),
     )
 
 
-def _headline(headline: Headline) -> dict[str, Any]:
-    value, ends = _value_and_ends(headline.value, (headline.low, headline.high), headline.unit)
-    return {"value": value, "ends": ends or "no interval", "of": headline}
-
-
-def _value_and_ends(value: float | None, ends: Sequence[float | None], unit: str | None) -> tuple[str, str]:
+def _texts(value: float | None, ends: Sequence[float | None], unit: str | None) -> tuple[str, str]:
+    """A value and its interval as they are shown."""
     if value is None:
         return "none", ""
     shown, *texts = shown_numbers(value, *(end for end in ends if end is not None), unit=unit)
@@ -100,27 +95,24 @@ def _reason(reason: str, content: PageContent) -> str:
 # -- sections --------------------------------------------------------------------------------------
 
 
-def _sections(content: PageContent) -> list[dict[str, Any] | None]:
-    """What follows the first screen, in order; None where there is nothing to show."""
-    return [
-        _section("against", "Comparison", [_compared(*each) for each in enumerate(content.against)]),
-        _section("samples", "Samples", [{}]) if content.samples else None,
-        _section("confusion", "Confusion", [_confusions(content)] if content.confusion else []),
-        _section("classes", "By class", _classes(content)),
-        _section("calibration", "Calibration", _calibration(content)),
-        _section("slices", "Slices", _slices(content)),
-        _section("time", "Time", _seconds(content)),
-    ]
-
-
-def _section(name: str, title: str, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    return {"id": name, "title": title, "parts": parts} if parts else None
+def _sections(content: PageContent) -> list[dict[str, Any]]:
+    """What follows the first screen, in order, as far as there is something to show."""
+    wanted: tuple[tuple[str, str, Any, Callable[[PageContent], list[dict[str, Any]]]], ...] = (
+        ("against", "Comparison", content.against, _comparisons),
+        ("samples", "Samples", content.samples, lambda _: []),
+        ("confusion", "Confusion", content.confusion, _confusions),
+        ("classes", "By class", content.class_rows, _classes),
+        ("calibration", "Calibration", content.calibration, _calibration),
+        ("slices", "Slices", content.slices, _slices),
+        ("time", "Time", content.seconds, _seconds),
+    )
+    return [{"id": name, "title": title, "parts": make(content)} for name, title, has, make in wanted if has]
 
 
 def _table(label: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) -> dict[str, Any]:
     cells = [[each if isinstance(each, dict) else _cell(each) for each in row] for row in rows[:_ROWS]]
     cut = f"The first {_ROWS:,} of {len(rows):,} rows." if len(rows) > _ROWS else None
-    return {"label": label, "columns": columns, "rows": cells, "cut": cut, **more}
+    return {"label": label, "columns": columns, "rows": cells, "cut": cut, "folds": False, **more}
 
 
 def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict[str, Any]:
@@ -130,30 +122,36 @@ def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict
     return {"value": "" if value is None else value, "text": "–" if text is None else text, "small": small}
 
 
-def _compared(number: int, against: Against) -> dict[str, Any]:
-    rows = []
-    for row in against.rows:
-        numbers = [row[key] for key in ("a", "b", "difference", "low", "high")]
-        shown = iter(shown_numbers(*(n for n in numbers if n is not None), unit=row["unit"]))
-        *texts, low, high = (None if number is None else next(shown) for number in numbers)
-        cells = [_cell(number, text) for number, text in zip(numbers, texts, strict=False)]
-        cells.append(_cell(row["difference"], None if low is None else f"{low} to {high}"))
-        p_value = None if row["p"] is None else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
-        rows.append((row["name"], *cells, _cell(row["p"], p_value), row["verdict"].removeprefix("B is ")))
+def _comparisons(content: PageContent) -> list[dict[str, Any]]:
     columns = ("metric", "there", "here", "difference", "95 % interval", "p", "verdict")
-    flips = {
-        f"lost:{number}": (against.lost, "right there, wrong here"),
-        f"gained:{number}": (against.gained, "wrong there, right here"),
-    }
-    return {
-        "title": against.folder,
-        "tables": [_table(f"Comparison with {against.folder}", columns, rows)],
-        "flips": [(why, counted(n, "sample"), text) for why, (n, text) in flips.items() if n is not None],
-        "notes": against.notes,
-    }
+    parts = []
+    for number, each in enumerate(content.against):
+        flips = (
+            (f"lost:{number}", each.lost, "right there, wrong here"),
+            (f"gained:{number}", each.gained, "wrong there, right here"),
+        )
+        parts.append(
+            {
+                "title": each.folder,
+                "tables": [_table(f"Comparison with {each.folder}", columns, [*map(_compared, each.rows)])],
+                "flips": [(why, counted(n, "sample"), text) for why, n, text in flips if n is not None],
+                "notes": each.notes,
+            }
+        )
+    return parts
 
 
-def _confusions(content: PageContent) -> dict[str, Any]:
+def _compared(row: Mapping[str, Any]) -> list[Any]:
+    numbers = [row[key] for key in ("a", "b", "difference", "low", "high")]
+    shown = iter(shown_numbers(*(each for each in numbers if each is not None), unit=row["unit"]))
+    *texts, low, high = (None if number is None else next(shown) for number in numbers)
+    cells = [_cell(number, text) for number, text in zip(numbers, texts, strict=False)]
+    cells.append(_cell(row["difference"], None if low is None else f"{low} to {high}"))
+    p_value = None if row["p"] is None else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
+    return [row["name"], *cells, _cell(row["p"], p_value), row["verdict"].removeprefix("B is ")]
+
+
+def _confusions(content: PageContent) -> list[dict[str, Any]]:
     """What is mixed up most often; the matrix is the template's."""
     support: Counter[int] = Counter()
     for target, _, count in content.confusion:
@@ -161,9 +159,9 @@ def _confusions(content: PageContent) -> dict[str, Any]:
     names = [*content.confusion_names, "NaN"]  # -1: no prediction
     wrong = sorted((each for each in content.confusion if each[0] != each[1]), key=lambda each: -each[2])
     rows = [(names[t], names[p], n, _cell(n / support[t], f"{n / support[t]:.1%}")) for t, p, n in wrong]
-    folds = len(content.confusion_names) <= _MOST_CLASSES
     columns = ("target", "predicted", "samples", "share of target")
-    return {"tables": [_table("The most frequent confusions", columns, rows[:_PAIRS], folds=folds)]}
+    folds = len(content.confusion_names) <= _MOST_CLASSES
+    return [{"tables": [_table("The most frequent confusions", columns, rows[:_PAIRS], folds=folds)]}]
 
 
 def _matrix(content: PageContent) -> list[list[tuple[int, int]]]:
@@ -182,78 +180,60 @@ def _level(count: int, of: int) -> int:
 
 
 def _classes(content: PageContent) -> list[dict[str, Any]]:
-    if not content.class_rows:
-        return []
     return [{"tables": [_table("Metrics by class", content.class_columns, content.class_rows)]}]
 
 
 def _calibration(content: PageContent) -> list[dict[str, Any]]:
-    if not content.calibration:
-        return []
     keys = ("low", "high", "count", "accuracy", "confidence")
     rows = [[int(each[key]) if key == "count" else each[key] for key in keys] for each in content.calibration]
     columns = ("from", "to", "samples", "accuracy", "mean confidence")
-    return [
-        {
-            "charts": [charts.draw_calibration(content.calibration)],
-            "caption": "Accuracy of the samples with a confidence. On the dashed line the two are equal.",
-            "tables": [_table("Numbers of the chart", columns, rows, folds=True)],
-        }
-    ]
+    caption = "Accuracy of the samples with a confidence. On the dashed line the two are equal."
+    drawn = [charts.draw_calibration(content.calibration)]
+    tables = [_table("Numbers of the chart", columns, rows, folds=True)]
+    return [{"charts": drawn, "caption": caption, "tables": tables}]
 
 
 def _slices(content: PageContent) -> list[dict[str, Any]]:
     """By slicing its groups, and charts of as many metrics as there is time for."""
     parts = []
-    charts_left = _CHARTS
+    left = _CHARTS
     for number, (name, groups) in enumerate(content.slices.items()):
         shown = [each for each in content.headlines if any(each.name in g["metrics"] for g in groups)]
-        each_has = -(-charts_left // (len(content.slices) - number))
-        drawn = [charts.draw_groups(name, groups, *pair) for pair in _named(shown[:each_has], number)]
-        charts_left -= len(drawn)
+        most = -(-left // (len(content.slices) - number))
+        drawn = [
+            charts.draw_groups(name, groups, each, f"slice-{number}-{at}")
+            for at, each in enumerate(shown[:most])
+        ]
+        left -= len(drawn)
         rows = [
-            [_cell(group["label"], small=group.get("small")), group["samples"], *_values(group, shown)]
-            for group in groups
+            [_cell(each["label"], small=each.get("small")), each["samples"], *_values(each, shown)]
+            for each in groups
         ]
         columns = ("group", "samples", *(each.name for each in shown))
-        parts.append(
-            {
-                "title": name,
-                "charts": list(filter(None, drawn)),
-                "caption": "Values with 95 % intervals; dashed: all samples. Grey: too few for a statement.",
-                "tables": [_table(f"Numbers of {counted(len(groups), 'group')}", columns, rows, folds=True)],
-            }
-        )
+        caption = "Values with 95 % intervals; dashed: all samples. Grey: too few for a statement."
+        if len(groups) > charts.MOST_GROUPS or len(shown) > most:
+            caption += " More groups and metrics are in the table."
+        tables = [_table(f"Numbers of {counted(len(groups), 'group')}", columns, rows, folds=True)]
+        parts.append({"title": name, "charts": [*filter(None, drawn)], "caption": caption, "tables": tables})
     return parts
 
 
-def _named(shown: Sequence[Headline], number: int) -> list[tuple[Headline, str]]:
-    return [(each, f"slice-{number}-{at}") for at, each in enumerate(shown)]
-
-
-def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> list[dict[str, Any]]:
-    cells = []
+def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> Iterator[dict[str, Any]]:
     for each in shown:
         value = group["metrics"].get(each.name)
-        text, ends = _value_and_ends(value, group["intervals"].get(each.name) or (), each.unit)
-        cells.append(_cell(value, text, ends))
-    return cells
+        yield _cell(value, *_texts(value, group["intervals"].get(each.name) or (), each.unit))
 
 
 def _seconds(content: PageContent) -> list[dict[str, Any]]:
-    if not content.seconds:
-        return []
     # The seconds of the whole loop are no part of themselves.
     parts = [name for name in dict.fromkeys(chain(*content.seconds)) if name not in ("rank", "evaluate")]
     names = ("rank", "evaluate", *parts)
     rows = [[each["rank"], *(float(each.get(name) or 0) for name in names[1:])] for each in content.seconds]
-    return [
-        {
-            "text": content.limited_by,
-            "charts": [charts.draw_seconds(content.seconds, parts)],
-            "tables": [_table("Numbers of the chart", names, rows, folds=True)],
-        }
-    ]
+    drawn = [charts.draw_seconds(content.seconds, parts)]
+    tables = [_table("Numbers of the chart", names, rows, folds=True)]
+    more = len(rows) > charts.MOST_RANKS
+    caption = f"The first {charts.MOST_RANKS} ranks; the others are in the table." if more else None
+    return [{"text": content.limited_by, "charts": drawn, "caption": caption, "tables": tables}]
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -278,11 +258,8 @@ def _index(sample: SampleShown) -> dict[str, Any]:
 def _shown(shown: Shown) -> dict[str, Any]:
     if shown.kind == "picture" and shown.picture is not None:
         return {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
-    return {"kind": shown.kind, "text": _start_of(shown.text), "table": _starts(shown.table)}
-
-
-def _starts(table: Mapping[str, str]) -> dict[str, str]:
-    return {name: _start_of(text) for name, text in table.items()}
+    table = {name: _start_of(text) for name, text in shown.table.items()}
+    return {"kind": shown.kind, "text": _start_of(shown.text), "table": table}
 
 
 def _start_of(text: str) -> str:

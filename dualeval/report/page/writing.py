@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dualeval.errors import UsageError, with_type
 from dualeval.result import REPORT, RESULT, Result, read_result, write_text
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Task
 
 
 def check_installed() -> None:
@@ -33,7 +30,7 @@ def check_report(out: object, *, is_main: bool) -> None:
 
 def write_report(
     folder: Path,
-    task: Task | None,
+    task: Any,
     *,
     against: Sequence[Path] = (),
     out: Path | None = None,
@@ -60,7 +57,7 @@ def write_report(
     return path
 
 
-def write_at_end(result: Result, task: Task, note: Callable[[str], None]) -> None:
+def write_at_end(result: Result, task: Any, note: Callable[[str], None]) -> None:
     """Write the page of a run that is done: what goes wrong with it is a note."""
     try:
         assert result.folder is not None

@@ -1,0 +1,154 @@
+"""Columns of the user's data among those of a task: which are kept, what identifies them, and a batch's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualeval.columns import Column, Text, described, parts_of
+from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.options import RunOptions
+from dualeval.engine.samples import HuggingFaceSamples
+from dualeval.errors import UsageError
+from dualeval.further_columns import NOT_NAMED, KeptColumns
+from dualeval.options.choices import NO_COLUMN, columns_of_groups
+from dualeval.tasks import Dataset, Task
+
+_OF_FILES = ("id", "index", EVALUATED)
+_AT_ONCE = 1 << 14
+# By numpy's kind of a value.
+_KEPT_AS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataColumns:
+    """The columns of the data that the rows of a run keep."""
+
+    names: tuple[str, ...]
+    dataset: Dataset
+
+    def of(self, samples: range) -> dict[str, Column]:
+        """The columns of consecutive samples."""
+        found = read(self.dataset, samples)
+        if absent := [name for name in self.names if name not in found]:
+            raise UsageError(
+                f"columns(indices) of {_kind(self.dataset)} gives no {absent[0]!r} for samples "
+                f"{samples.start} to {samples.stop - 1}: give the same columns for all samples"
+            )
+        return {name: found[name] for name in self.names}
+
+    def digests(self, count: int, step: Callable[[], None]) -> dict[str, str]:
+        """sha256, in hex, over the values of the first ``count`` samples, by column."""
+        hashes = {name: hashlib.sha256() for name in self.names}
+        for first in range(0, count, _AT_ONCE):
+            for name, column in self.of(range(first, min(first + _AT_ONCE, count))).items():
+                hashes[name].update(described(column).encode())
+                for part in parts_of(column):
+                    hashes[name].update(np.ascontiguousarray(part.numpy()).data)
+            step()
+        return {name: found.hexdigest() for name, found in hashes.items()}
+
+
+def data_columns_of(
+    task: Task, dataset: Dataset, options: RunOptions, taken: Collection[str]
+) -> tuple[DataColumns | None, list[str]]:
+    """Choose the columns of the data that are kept beside those of the task; and what is to be said of it.
+
+    Args:
+        task: what is evaluated.
+        dataset: its samples, or a part of them.
+        options: of the run: ``keep``, and what else names a column.
+        taken: the columns that are the task's.
+
+    Raises:
+        UsageError: ``keep`` names one that is not there, or cannot be kept.
+    """
+    asked = [name for name in options.keep if name != NO_COLUMN]
+    also = (*columns_of_groups(options.by), *filter(None, [options.cluster]))
+    whole: Any = getattr(dataset, "whole", dataset)
+    if isinstance(whole, HuggingFaceSamples):
+        whole.read_columns((*options.keep, *also) if options.keep else ())
+    there = read(dataset, range(min(1, len(dataset)))) if callable(getattr(dataset, "columns", None)) else {}
+    kept = getattr(whole, "kept", None)
+    left_out = kept.left_out if isinstance(kept, KeptColumns) else {}
+    if not there and not left_out and not asked:
+        return None, []
+    taken = {*taken, *_OF_FILES, *_names_of_texts(task, taken)}
+    for name in asked:
+        _check(name, there, left_out, taken)
+    wanted = {*asked, *also} if options.keep else {*there}
+    names = tuple(name for name in there if name in wanted and name not in taken)
+    said = {name: "the rows have a column of this name" for name in there if name in taken}
+    notes = [
+        f"the column {name} of the data is not kept: {why}" for name, why in {**left_out, **said}.items()
+    ]
+    return DataColumns(names=names, dataset=dataset) if names else None, [] if options.keep else notes
+
+
+def _check(
+    name: str, there: Mapping[str, Column], left_out: Mapping[str, str], taken: Collection[str]
+) -> None:
+    if left_out.get(name, NOT_NAMED) != NOT_NAMED:
+        raise UsageError(f"--keep {name}: the column cannot be kept: {left_out[name]}. Leave it out.")
+    if name not in there:
+        has = f"it has {', '.join((*there, *left_out))}" if there or left_out else "it has none of its own"
+        raise UsageError(f"--keep {name}: the data has no such column; {has}.")
+    if name in taken:
+        raise UsageError(
+            f"--keep {name}: the rows have a column of this name, which is not the data's. Rename the data's."
+        )
+
+
+def _names_of_texts(task: Task, rows: Collection[str]) -> tuple[str, ...]:
+    """The columns of text that a task makes of its rows."""
+    # The user's own method may need more than no rows; the first batch is tried with real ones.
+    with suppress(Exception):
+        return tuple(task.texts({name: np.empty(0, np.int64) for name in rows}, 0))
+    return ()
+
+
+def read(dataset: Dataset, samples: range) -> dict[str, Column]:
+    """What a data set says of some of its samples, as columns."""
+    found = dataset.columns(samples)  # type: ignore[attr-defined]
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise UsageError(
+            f"{_kind(dataset)}.columns(indices) returned {type(found).__name__}, expected a dict of values "
+            "by column, one a sample. Mend it, or give it another name."
+        )
+    return {name: _column(dataset, name, values, len(samples)) for name, values in found.items()}
+
+
+def _column(dataset: Dataset, name: str, values: Any, count: int) -> Column:
+    with suppress(TypeError, ValueError):  # lists of different lengths, for example
+        array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+        if array.shape == (count,):
+            if array.dtype.kind in _KEPT_AS:
+                return torch.from_numpy(array.astype(_KEPT_AS[array.dtype.kind]))
+            plain = array.tolist()
+            if any(isinstance(value, str) for value in plain):
+                return Text(["" if value is None else value for value in plain])
+            return torch.tensor([np.nan if value is None else value for value in plain], dtype=torch.float64)
+    raise UsageError(
+        f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__} for "
+        f"{count} samples, expected one text, number or bool a sample, in a list, array or tensor"
+    )
+
+
+def _kind(dataset: Dataset) -> str:
+    whole: Any = getattr(dataset, "whole", dataset)
+    return type(getattr(whole, "wrapped", whole)).__name__
+
+
+def check_groups(task: Task, by: Sequence[str], columns: Sequence[str]) -> None:
+    """Check, before anything is evaluated, that the rows have the columns of groups."""
+    known = [*columns, *(_names_of_texts(task, columns) if by else ())]
+    for name in columns_of_groups(by):
+        if name not in known:
+            raise UsageError(f"--by {name}: there is no such column. The columns are {', '.join(known)}.")

@@ -1,0 +1,348 @@
+"""Slices: the metrics of each group of samples, computed from the rows as those of a run are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.columns import RaggedRows, Rows
+from dualeval.engine.clusters import with_clusters
+from dualeval.engine.evaluation import Evaluation
+from dualeval.engine.folder.mapped_columns import MappedColumns
+from dualeval.engine.folder.windows import WINDOW_ROWS
+from dualeval.engine.measured import fields_of_result
+from dualeval.engine.rescoring import clusters_of_rows, recompute, temporary
+from dualeval.engine.run_state import Run
+from dualeval.engine.stored_rows import StoredRows, Window
+from dualeval.errors import UsageError, text_of
+from dualeval.further_columns import KeptColumns, Texts
+from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
+from dualeval.metrics.scores import score_from
+from dualeval.options.choices import columns_of_groups
+from dualeval.result import Result
+from dualeval.wording import counted
+
+# More different numbers than these are cut.
+MOST_VALUES = 12
+_MOST_GROUPS = 1000
+# Below these nothing is said of a group: intervals and bounds of fewer have not been shown to cover.
+FEW_SAMPLES, FEW_CLUSTERS = 30, 5
+_MISSING, _EMPTY = "(missing)", "(empty)"
+
+# A value of each sample: numbers, bools, or texts, of which None is a missing one.
+Keys = npt.NDArray[Any] | Sequence[str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Samples by the values of one or several columns."""
+
+    # Which of the groups each sample is of.
+    places: npt.NDArray[np.int64]
+    # Of each group its value by column, and its name.
+    values: Sequence[Mapping[str, Any]]
+    labels: Sequence[str]
+
+    def members(self) -> list[npt.NDArray[np.int64]]:
+        """The samples of each group, in their order."""
+        order = np.argsort(self.places, kind="stable")
+        ends = np.cumsum(np.bincount(self.places, minlength=len(self.labels)))[:-1]
+        return np.split(order, ends)
+
+
+def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> Groups:
+    """Samples by a column, or by a cross of several.
+
+    Args:
+        by: a column's name, or several with ``*`` between.
+        keys: by column, a value of each sample.
+        bins: where columns of more than a dozen different numbers are cut; without it into quartiles.
+    """
+    names = columns_of_groups([by])
+    found = reduce(_crossed, (_of_column(name, keys[name], bins) for name in names))
+    if len(found.labels) > _MOST_GROUPS:
+        raise UsageError(
+            f"--by {by}: there are {len(found.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
+            "column with fewer values."
+        )
+    return found
+
+
+def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
+    if not isinstance(keys, np.ndarray):
+        return _of_texts(name, keys)
+    if keys.ndim != 1:
+        raise UsageError(f"--by {name}: it has several values a sample, expected one")
+    is_there = ~np.isnan(keys) if keys.dtype.kind == "f" else np.ones(len(keys), np.bool_)
+    distinct = np.unique(keys[is_there])
+    if len(distinct) > MOST_VALUES:
+        if not edges:
+            quartiles = np.quantile(keys[is_there], [0.25, 0.5, 0.75], method="higher")
+            edges = np.unique(quartiles[quartiles > distinct[0]]).tolist() or [float(distinct[1])]
+        places = np.searchsorted(edges, keys, side="right")
+        labels = values = _between(edges)
+    else:
+        places = np.searchsorted(distinct, keys)
+        values = distinct.tolist()
+        labels = [str(value).lower() if keys.dtype.kind == "b" else _shown(value) for value in values]
+    places = np.where(is_there, places, len(labels))
+    return _present(name, places, [*values, None], [*labels, _MISSING])
+
+
+def _between(edges: Sequence[float]) -> list[str]:
+    ends = [_shown(edge) for edge in edges]
+    inner = [f"{low} to <{high}" for low, high in pairwise(ends)]
+    return [f"<{ends[0]}", *inner, f"{ends[-1]} or more"]
+
+
+def is_of(value: Any, group: Any) -> bool:
+    """Whether a sample with a value is of the group with another one, as ``Groups`` has it."""
+    if group is None or value is None or not isinstance(group, str) or isinstance(value, str):
+        return value == group or (group is None and value != value)
+    # As ``_between`` writes it.
+    ends = re.fullmatch(r"(?:(\S+) (?:or more|to ))?(?:<(\S+))?", group)
+    return ends is not None and float(ends[1] or -math.inf) <= value < float(ends[2] or math.inf)
+
+
+def _shown(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
+
+
+def _of_texts(name: str, texts: Sequence[str | None]) -> Groups:
+    known: dict[str | None, int] = {}
+    numbers = np.array([known.setdefault(text, len(known)) for text in texts], np.int64)
+    values = sorted(text for text in known if text is not None) + [None] * (None in known)
+    order = np.empty(len(known), np.int64)
+    order[[known[value] for value in values]] = np.arange(len(known))
+    labels = [_MISSING if value is None else value or _EMPTY for value in values]
+    return _present(name, order[numbers], values, labels)
+
+
+def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str]) -> Groups:
+    """Groups of one column, without those that no sample is of."""
+    present, numbers = np.unique(places, return_inverse=True)
+    return Groups(
+        places=numbers.reshape(-1),
+        values=[{name: values[place]} for place in present],
+        labels=[labels[place] for place in present],
+    )
+
+
+def _crossed(one: Groups, other: Groups) -> Groups:
+    count = len(other.labels)
+    present, numbers = np.unique(one.places * count + other.places, return_inverse=True)
+    pairs = [divmod(int(place), count) for place in present]
+    return Groups(
+        places=numbers.reshape(-1),
+        values=[{**one.values[first], **other.values[second]} for first, second in pairs],
+        labels=[f"{one.labels[first]} * {other.labels[second]}" for first, second in pairs],
+    )
+
+
+def too_small(samples: int, clusters: int | None) -> str | None:
+    """Why nothing is said of a group; None where something can be."""
+    if samples < FEW_SAMPLES:
+        return f"only {counted(samples, 'sample')}: too few for a statement"
+    if clusters is not None and clusters < FEW_CLUSTERS:
+        return f"only {counted(clusters, 'cluster')}: too few for a statement"
+    return None
+
+
+class _Chosen:
+    """Some rows of mapped columns, as a source of rows."""
+
+    def __init__(self, path: Path, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]) -> None:
+        self.path, self.names = path, tuple(columns)
+        self._columns, self._places = columns, places
+
+    def windows(
+        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
+    ) -> Iterator[Window]:
+        """The rows, a window at a time."""
+        for start in range(0, len(self._places), WINDOW_ROWS):
+            places = self._places[start : start + WINDOW_ROWS]
+            yield Window(
+                start=start,
+                evaluated=np.ones(len(places), np.bool_),
+                columns={name: self._columns[name][places] for name in names},
+                ids=[],
+                indices=np.empty(0, np.int64),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """Metrics by group."""
+
+    by: Sequence[str]
+    bins: Sequence[float] = ()
+    metrics: Sequence[Metric | RowMetric]
+    # The column of samples that go together; None where there is none.
+    cluster: str | None = None
+    # Called with every window and group.
+    step: Callable[[], None] = lambda: None
+
+    def of_run(self, result: Result, windows: Iterable[Window], kept: Sequence[str], path: Path) -> Result:
+        """The result of a run with its slices, from all its windows, which have all that is kept of them."""
+        keys = columns_of_groups(self.by)
+        texts: dict[str, list[str | None]] = {name: [] for name in keys if name not in kept}
+
+        def numbers() -> Iterator[Window]:
+            for window in windows:
+                for name, own in texts.items():
+                    own += [window.texts[name][place] for place in np.flatnonzero(window.evaluated).tolist()]
+                yield window
+
+        return self._with_slices(result, numbers(), kept, texts, path)
+
+    def of_rows(self, result: Result, rows: StoredRows, keys: Mapping[str, Keys] | None = None) -> Result:
+        """The same of a finished run; ``keys`` are values that its rows have not, an entry a row."""
+        given = dict(keys or {})
+        for name in columns_of_groups(self.by):
+            if name in rows.names or name in given:
+                continue
+            column = rows.whole(name)
+            if column is None:
+                raise UsageError(
+                    f"--by {name}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
+                    "A run keeps those of its data that --keep names; --table FILE.csv takes those of a file."
+                )
+            given[name] = column.to_pylist()
+        wanted = self._wanted(result, rows.names, given)
+        evaluated = np.concatenate([window.evaluated for window in rows.windows(wanted or rows.names[:1])])
+        there = np.flatnonzero(evaluated)
+        given = {
+            name: values[there]
+            if isinstance(values, np.ndarray)
+            else [values[place] for place in there.tolist()]
+            for name, values in given.items()
+        }
+        return self._with_slices(result, rows.windows(wanted), rows.names, given, rows.path)
+
+    def _wanted(self, result: Result, kept: Sequence[str], keys: Mapping[str, Keys]) -> list[str]:
+        """The columns that slices are computed from."""
+        scores = [score_from(score) for score in result.scores.values()]
+        wanted = [name for metric in self._sliced for name in metric.columns]
+        wanted += [name for score in scores for name in score.columns]
+        wanted += [*columns_of_groups(self.by), *filter(None, [self.cluster])]
+        return [name for name in dict.fromkeys(wanted) if name in kept and name not in keys]
+
+    @property
+    def _sliced(self) -> list[Metric | RowMetric]:
+        return [
+            metric
+            for metric in self.metrics
+            if is_of_rows(metric) or (keeps_rows(metric) and not per_batch(metric))
+        ]
+
+    def _with_slices(
+        self,
+        result: Result,
+        windows: Iterable[Window],
+        kept: Sequence[str],
+        keys: Mapping[str, Keys],
+        path: Path,
+    ) -> Result:
+        wanted = self._wanted(result, kept, keys)
+        slices = {}
+        with MappedColumns(None) as mapped:
+            with temporary():
+                for window in windows:
+                    mapped.append({name: window.columns[name] for name in wanted})
+                    self.step()
+                columns = mapped.columns()
+            of_columns = {name: columns[name] for name in columns_of_groups(self.by) if name not in keys}
+            found = {**keys, **{name: _keys(name, rows) for name, rows in of_columns.items()}}
+            for by in dict.fromkeys(self.by):
+                groups = groups_of(by, found, self.bins)
+                members = zip(groups.values, groups.labels, groups.members(), strict=True)
+                slices[by] = [
+                    self._group(_Chosen(path, columns, places), value, label, len(places))
+                    for value, label, places in members
+                ]
+        without = [metric.name for metric in self.metrics if metric not in self._sliced]
+        said = f"no slices of {', '.join(without)}: what they read is not kept, or they take whole batches"
+        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
+
+    def _group(self, rows: _Chosen, value: Mapping[str, Any], label: str, samples: int) -> dict[str, Any]:
+        self.step()
+        measured: list[Measured] = []
+        rough: dict[str, str] = {}
+        for metric in self._sliced:
+            try:
+                measured += recompute(rows, [metric])
+            except Exception as error:  # noqa: BLE001 - of a metric that needs more samples, or all classes
+                measured.append(Measured(values={metric.name: None}))
+                rough[metric.name] = f"cannot be computed of this group: {text_of(error)}"
+        clusters = None if self.cluster is None else clusters_of_rows(rows, self.cluster, measured)
+        fields, _ = with_clusters(fields_of_result(measured), self.cluster, clusters)
+        count = None if clusters is None else clusters.count
+        numbers = {
+            name: found
+            for name, found in fields["metrics"].items()
+            if found is None or (isinstance(found, (int, float)) and not isinstance(found, bool))
+        }
+        return {
+            "group": dict(value),
+            "label": label,
+            "samples": samples,
+            "clusters": count,
+            "metrics": numbers,
+            "intervals": {name: [*ends] for name, ends in fields["intervals"].items() if name in numbers},
+            "rough": {**fields["rough"], **rough},
+            "small": too_small(samples, count),
+        }
+
+
+def slicing_of(evaluation: Evaluation, step: Callable[[], None]) -> Slicing | None:
+    """What a run's options ask for; None where that is nothing."""
+    options = evaluation.run.options
+    if not options.by:
+        return None
+    return Slicing(
+        by=options.by, bins=options.bins, metrics=evaluation.measures, cluster=evaluation.cluster, step=step
+    )
+
+
+def shared_slices(run: Run, result: Result, found: Result | None) -> Result:
+    """Every rank's result with the slices that rank 0 has found; a collective."""
+    own = (
+        None
+        if found is None
+        else {"slices": found.slices, "warnings": found.warnings[len(result.warnings) :]}
+    )
+    shared = run.from_rank_0(own)
+    return replace(result, slices=shared["slices"], warnings=[*result.warnings, *shared["warnings"]])
+
+
+def keys_by_id(columns: KeptColumns, places: npt.NDArray[np.int64]) -> dict[str, Keys]:
+    """Columns of a table, taken at these places of it; a missing value where that is negative."""
+    found: dict[str, Keys] = {}
+    is_there = places >= 0
+    for name, values in columns.values.items():
+        own = values.places if isinstance(values, Texts) else values
+        if isinstance(values, Texts) or (own.dtype.kind == "b" and not is_there.all()):
+            texts = values.distinct if isinstance(values, Texts) else ("false", "true")
+            found[name] = [texts[own[place]] if place >= 0 else None for place in places.tolist()]
+        else:
+            found[name] = own[places] if is_there.all() else np.where(is_there, own[places], np.nan)
+    return found
+
+
+def _keys(name: str, rows: Rows) -> Keys:
+    """The values of a column, by which samples are grouped."""
+    if not isinstance(rows, RaggedRows):
+        return rows
+    if rows.form != "text":
+        raise UsageError(f"--by {name}: it has several values a sample, expected one")
+    texts: list[str | None] = rows.tolist()
+    return texts

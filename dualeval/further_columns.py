@@ -1,0 +1,225 @@
+"""Columns of the user's data that no task reads: kept for the rows of a run, in little memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+# Why a column is left out that the caller has not named among others.
+NOT_NAMED = "--keep does not name it"
+# Letters of a text, and different texts, of a column that is kept without being named.
+_LONGEST = 100
+_MOST_TEXTS = 1 << 20
+_ROWS_AT_ONCE = 1 << 14
+_MOST_WHOLE = 2**63
+# Of a cell of CSV. One that begins with 0, as 007, or is longer than a number may be, is a name.
+_WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})", re.ASCII)
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][aA][nN]", re.ASCII)
+_CODE = re.compile(r"[+-]?(0[0-9]+|[0-9]{19,})", re.ASCII)
+_GAP = "gap"
+_PLAIN: Mapping[type, str] = {bool: "bool", int: "whole", float: "number", str: "text", type(None): _GAP}
+# Which have a text that says all of them.
+_AS_TEXT = (date, time, Decimal)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A column of texts: each row's place among the different ones."""
+
+    places: npt.NDArray[np.int32]
+    distinct: Sequence[str]
+
+
+Values: TypeAlias = "npt.NDArray[Any] | Texts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptColumns:
+    """The kept columns of all samples."""
+
+    values: Mapping[str, Values] = field(default_factory=dict)
+    # By name, why a column that is there is not kept.
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The values of some samples by column: bool, int64 or float64 arrays, and lists of texts."""
+        chosen = np.asarray(indices, np.int64)
+        return {
+            name: [values.distinct[place] for place in values.places[chosen].tolist()]
+            if isinstance(values, Texts)
+            else values[chosen]
+            for name, values in self.values.items()
+        }
+
+    def select(self, indices: npt.NDArray[np.int64]) -> KeptColumns:
+        """Of some samples alone, in this order."""
+        chosen: dict[str, Values] = {
+            name: Texts(values.places[indices], values.distinct)
+            if isinstance(values, Texts)
+            else values[indices]
+            for name, values in self.values.items()
+        }
+        return KeptColumns(values=chosen, left_out=self.left_out)
+
+
+NO_COLUMNS = KeptColumns()
+
+
+class WithColumns:
+    """A data set whose samples have further columns."""
+
+    kept: KeptColumns = NO_COLUMNS
+
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The kept columns of some samples; as of ``Dataset``."""
+        return self.kept.of(indices)
+
+
+class FurtherColumns:
+    """Takes the columns of a table that are no task's, while its rows are read once.
+
+    Args:
+        names: the columns that there are.
+        own: those that the task reads.
+        keep: names; none for all small ones that are not ``own``, ``("none",)`` for none at all.
+        cells: all values are texts, of which some are numbers.
+        unfit: by name, why a column cannot be kept.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        own: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        *,
+        cells: bool = False,
+        unfit: Mapping[str, str] | None = None,
+    ) -> None:
+        # Of two columns of one name nobody knows which is meant, and what has no name cannot be named.
+        there = [name for name in names if name and names.count(name) == 1]
+        wanted = [name for name in there if (name in keep if keep else name not in own)]
+        self._unfit = {name: why for name, why in (unfit or {}).items() if name in wanted}
+        if keep:
+            self._unfit |= {name: NOT_NAMED for name in there if name not in wanted}
+        # Those that are read.
+        self.names = tuple(name for name in wanted if name not in self._unfit)
+        self._columns = {name: _Column(cells=cells, is_named=name in keep) for name in self.names}
+
+    def taken(self, rows: Iterator[tuple[Any, ...]], own: int) -> Iterator[tuple[Any, ...]]:
+        """Rows without these columns, which stand behind a number and ``own`` values."""
+        return self._taken(rows, own + 1) if self.names else rows
+
+    def _taken(self, rows: Iterator[tuple[Any, ...]], own: int) -> Iterator[tuple[Any, ...]]:
+        block: list[tuple[Any, ...]] = []
+        for row in rows:
+            block.append(row[own:])
+            yield row[:own]
+            if len(block) == _ROWS_AT_ONCE:
+                self._take(block)
+                block = []
+        self._take(block)
+
+    def _take(self, block: list[tuple[Any, ...]]) -> None:
+        for name, values in zip(self.names, zip(*block, strict=True), strict=bool(block)):
+            self._columns[name].take(values)
+
+    def take(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Take the values of consecutive rows by column."""
+        for name in self.names:
+            self._columns[name].take(columns[name])
+
+    def kept(self) -> KeptColumns:
+        """The columns of all rows that were taken."""
+        found = {name: column.values() for name, column in self._columns.items()}
+        left_out = {name: values for name, values in found.items() if isinstance(values, str)}
+        return KeptColumns(
+            values={name: values for name, values in found.items() if not isinstance(values, str)},
+            left_out={**self._unfit, **left_out},
+        )
+
+
+class _Column:
+    """The values of one column, as JSON until all have shown what they are."""
+
+    def __init__(self, *, cells: bool, is_named: bool) -> None:
+        self._cells = cells
+        self._is_named = is_named
+        self._kinds: set[str] = set()
+        self._blocks: list[str] = []
+        # Why it is not kept.
+        self._unfit: str | None = None
+
+    def take(self, values: Sequence[Any]) -> None:
+        """Take the values of consecutive rows."""
+        if self._unfit is not None:
+            return
+        found = [str(value) if isinstance(value, _AS_TEXT) else value for value in values]
+        kinds = {type(value) for value in found}
+        if other := next((kind for kind in kinds if kind not in _PLAIN), None):
+            self._leave_out(f"it holds values of the type {other.__name__}")
+            return
+        of_cells = self._cells and "text" not in self._kinds
+        self._kinds |= set(map(_kind_of_cell, {*found})) if of_cells else {_PLAIN[kind] for kind in kinds}
+        if any(type(value) is int and not -_MOST_WHOLE <= value < _MOST_WHOLE for value in found):
+            self._kinds.add("text")
+        longest = max((len(value) for value in found if type(value) is str), default=0)
+        if longest > _LONGEST and not self._is_named:
+            self._leave_out(f"it has texts of {longest:,} letters, and more than {_LONGEST} are not kept")
+            return
+        self._blocks.append(json.dumps(found))
+
+    def _leave_out(self, why: str) -> None:
+        self._unfit, self._blocks = why, []
+
+    def values(self) -> Values | str:
+        """All values; or why they are not kept."""
+        if self._unfit is not None:
+            return self._unfit
+        numbers = self._kinds - {_GAP}
+        if self._kinds == {"bool"}:
+            return self._array(np.bool_, bool)
+        if self._kinds == {"whole"}:
+            return self._array(np.int64, int)
+        if numbers and numbers <= {"whole", "number"}:
+            return self._array(np.float64, lambda value: math.nan if value in (None, "") else float(value))
+        return self._texts()
+
+    def _array(self, dtype: Any, of: Any) -> npt.NDArray[Any]:
+        return np.concatenate([np.array([of(value) for value in part], dtype) for part in self._parts()])
+
+    def _texts(self) -> Texts | str:
+        known: dict[str, int] = {}
+        places = []
+        for part in self._parts():
+            texts = ["" if value is None else _written(value) for value in part]
+            places.append(np.array([known.setdefault(text, len(known)) for text in texts], np.int32))
+            if len(known) > _MOST_TEXTS and not self._is_named:
+                return f"it has more than {_MOST_TEXTS:,} different texts"
+        return Texts(np.concatenate(places), list(known))
+
+    def _parts(self) -> Iterator[list[Any]]:
+        # Twice at once they would need the double.
+        while self._blocks:
+            yield json.loads(self._blocks.pop(0))
+
+
+def _kind_of_cell(text: str) -> str:
+    if not text:
+        return _GAP
+    if _WHOLE.fullmatch(text):
+        return "whole"
+    return "number" if _NUMBER.fullmatch(text) and not _CODE.fullmatch(text) else "text"
+
+
+def _written(value: Any) -> str:
+    """A value as a text that can be written: JSON may escape half of a surrogate pair."""
+    return str(value).encode(errors="backslashreplace").decode()

@@ -1,0 +1,236 @@
+"""Two runs compared by group, and gates that no group may miss."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from torch import nn
+
+import dualeval
+from dualeval.comparison.slices import Group, bounds_by_holm, worst_gate
+from dualeval.comparison.statistics import LEVEL, ProportionDifference
+from dualeval.errors import DualevalError, UsageError
+from dualeval.report.comparison import as_markdown
+from tests.comparison.test_comparison import changed, table_of
+from tests.engine.test_evaluator import evaluate
+from tests.engine.test_slices import Scanned
+from tests.tiny import CLASSES, FEATURES, TinyTask
+
+COUNT = 600
+
+
+class Seeded(TinyTask):
+    def __init__(self, seed: int, **options: Any) -> None:
+        super().__init__(COUNT, **options)
+        self._dataset = Scanned(COUNT)
+        self._seed = seed
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(self._seed)
+            return nn.Linear(FEATURES, CLASSES).eval().to(device)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for seed, name in enumerate(("a", "b")):
+        evaluate(Seeded(seed), folder / name, batch_size=32)
+    return folder / "a", folder / "b"
+
+
+def places(run: Path, label: str) -> list[int]:
+    return [at for at, name in enumerate(table_of(run)["scanner"]) if name == label]
+
+
+def test_a_group_is_compared_as_runs_over_it_alone(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    found = dualeval.compare(*runs, by=("scanner", "scanner*is_female"))
+    assert [group.label for group in found.slices["scanner"]] == [*"ABC"]
+    [of_a, _, of_c] = found.slices["scanner"]
+    chosen = places(runs[0], "A")
+    alone = [
+        changed(run, tmp_path / run.name, lambda table: table.take(chosen), samples_digest=None)
+        for run in runs
+    ]
+    expected = dualeval.compare(*alone, metrics=["top1", "loss"])
+    for name, metric in expected.metrics.items():
+        assert of_a.metrics[name].interval == metric.interval
+        assert (of_a.metrics[name].a, of_a.metrics[name].p) == (metric.a, metric.p)
+        # Of all groups and metrics together.
+        assert of_a.metrics[name].p_holm >= metric.p_holm
+    assert of_a.samples == len(chosen) and of_a.small is None
+    assert of_c.small == "only 15 samples: too few for a statement"
+    assert len(found.slices["scanner*is_female"]) == 6
+    content = json.loads(json.dumps(found.to_json()))
+    assert content["slices"]["scanner"][0]["metrics"]["top1"]["a"] == of_a.metrics["top1"].a
+    assert dualeval.compare(*runs).slices == {}
+
+
+def test_clusters_of_groups(runs: tuple[Path, Path]) -> None:
+    found = dualeval.compare(*runs, by=("is_female",), cluster="scanner")
+    assert [group.clusters for group in found.slices["is_female"]] == [3, 3]
+    assert found.slices["is_female"][0].small == "only 3 clusters: too few for a statement"
+
+
+def test_the_worst_group_decides(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """B loses 30 of A's right answers in one group, which hardly shows in all."""
+
+    def worse(table: Any) -> Any:
+        ranks = table["rank"].to_pylist()
+        right = [at for at in places(runs[0], "B") if ranks[at] == 0]
+        for at in right[:30]:
+            ranks[at] = 1
+        place, kept = table.column_names.index("rank"), table.schema.field("rank")
+        return table.set_column(place, kept, pyarrow.array(ranks, kept.type))
+
+    other = changed(runs[0], tmp_path / "b", worse)
+    found = dualeval.compare(
+        runs[0], other, by=("scanner",), gates={"worst:top1": 0.1, "top1": 0.1}, skip_small=True
+    )
+    [gate] = found.worst_gates
+    assert [group.label for group in gate.groups] == ["A", "B"] and gate.skipped == ["C"]
+    assert [group.passed for group in gate.groups] == [True, False] and not gate.passed
+    assert found.gates[0].passed and not found.passed
+    line = next(line for line in as_markdown(found).splitlines() if "gate: top1 by scanner" in line)
+    assert "NOT passed; not shown for B: up to" in line and "Holm over 2 groups; left out: C)" in line
+
+
+def test_a_small_group_does_not_pass_unless_it_is_left_out(runs: tuple[Path, Path]) -> None:
+    gates = {"worst:top1": 0.5}
+    [gate] = dualeval.compare(runs[0], runs[0], by=("scanner",), gates=gates).worst_gates
+    of_c = gate.groups[2]
+    assert (gate.passed, of_c.passed, of_c.bound) == (False, False, None)
+    assert of_c.problem == "only 15 samples: too few for a statement"
+    assert dualeval.compare(runs[0], runs[0], by=("scanner",), gates=gates, skip_small=True).passed
+    # Where every group is left out nothing is shown.
+    [gate] = dualeval.compare(
+        runs[0], runs[0], by=("scanner*age",), gates=gates, skip_small=True, bins=tuple(range(90))
+    ).worst_gates
+    assert not gate.groups and not gate.passed
+
+
+def test_a_group_without_a_number_does_not_pass() -> None:
+    difference = ProportionDifference(lost=0, gained=0, samples=1000)
+    estimate: Any = type("Estimate", (), {"difference": difference})
+    common: dict[str, Any] = {"group": {}, "samples": 1000, "clusters": None, "small": None}
+    groups = [
+        Group(label="A", estimates={"loss": estimate}, not_compared={}, **common),
+        Group(label="B", estimates={}, not_compared={"loss": "its differences are all equal"}, **common),
+    ]
+    gate = worst_gate(groups, "loss", "scanner", 0.1, "lower", skips_small=True)
+    assert [group.problem for group in gate.groups] == [None, "its differences are all equal"]
+    assert not gate.passed
+
+
+def proportions(lost: int, gained: int, samples: int = 1000) -> ProportionDifference:
+    return ProportionDifference(lost=lost, gained=gained, samples=samples)
+
+
+def test_holm_by_hand() -> None:
+    """The strongest group is asked at 5 % / 3, those that are left at 5 % / 2; where none passes it ends."""
+    groups = {0: proportions(0, 50), 1: proportions(18, 20), 2: proportions(25, 17)}
+
+    def bound(place: int, level: float) -> float:
+        return -groups[place].bounds(level)[0]
+
+    margin = (bound(1, LEVEL / 2) + bound(1, LEVEL / 3)) / 2
+    assert bounds_by_holm(groups, margin, "higher") == {
+        0: bound(0, LEVEL / 3),
+        1: bound(1, LEVEL / 2),
+        2: bound(2, LEVEL),
+    }
+    # Without the first one's step the second would not be shown.
+    assert bounds_by_holm({1: groups[1], 2: groups[2], 3: groups[2]}, margin, "higher") == {
+        1: bound(1, LEVEL / 3),
+        2: bound(2, LEVEL / 3),
+        3: bound(2, LEVEL / 3),
+    }
+    assert bounds_by_holm({}, 0.1, "lower") == {}
+
+
+@pytest.mark.parametrize("at_margin", [1, 4, 8])
+def test_a_family_of_groups_errs_in_5_percent(at_margin: int) -> None:
+    """Of 8 groups some lose exactly the margin: in at most 5 % of the rounds any of these passes.
+
+    At 5 % for each of 8 such groups it would be 34 %.
+    """
+    drawn = np.random.default_rng(at_margin)
+    rounds, samples, differing, margin = 1500, 2000, 0.1, 0.02
+    worse = [margin] * at_margin + [0.0] * (8 - at_margin)
+    wrong = alone = passed = 0
+    for _ in range(rounds):
+        groups = {}
+        for place, loss in enumerate(worse):
+            lost, gained, _ = drawn.multinomial(
+                samples, [(differing + loss) / 2, (differing - loss) / 2, 1 - differing]
+            )
+            groups[place] = proportions(int(lost), int(gained), samples)
+        bounds = bounds_by_holm(groups, margin, "higher")
+        within = [bound <= margin for bound in bounds.values()]
+        wrong += any(bounds[place] <= margin for place in range(at_margin))
+        alone += any(-groups[place].bounds(LEVEL)[0] <= margin for place in range(at_margin))
+        passed += all(within)
+    slack = 2.6 * math.sqrt(LEVEL * (1 - LEVEL) / rounds)
+    assert wrong / rounds <= LEVEL + slack
+    # The gate asks for all of them, and so passes wrongly at most as often.
+    assert passed <= wrong
+    if at_margin == 8:
+        assert wrong / rounds >= LEVEL - 2 * slack and alone / rounds > 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gates": {"worst:top1": 0.1}}, "--gate worst:top1 is about groups: give --by COLUMN"),
+        ({"gates": {"worst:what": 0.1}, "by": ("scanner",)}, "--gate what: .* has no such metric"),
+        ({"by": ("nothing",)}, "--by nothing: neither run has this column"),
+        ({"by": ("top",)}, "--by top: it has several values a sample"),
+        ({"by": ("prediction",)}, "--by prediction: it is not the same in both runs"),
+        ({"by": ("age",), "bins": (2, 1)}, "bins 2,1: expected numbers that ascend"),
+    ],
+)
+def test_what_is_refused(runs: tuple[Path, Path], options: Mapping[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        dualeval.compare(*runs, **options)
+
+
+def test_a_column_that_one_run_has_is_enough(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    evaluate(Seeded(1), tmp_path / "b", batch_size=32, keep=("none",))
+    for pair in ((runs[0], tmp_path / "b"), (tmp_path / "b", runs[0])):
+        found = dualeval.compare(*pair, by=("scanner", "dose"))
+        assert [group.samples for group in found.slices["scanner"]] == [285, 300, 15]
+        assert found.slices["dose"][-1].label == "(missing)"
+
+
+def test_the_command_gates_the_worst_group(runs: tuple[Path, Path]) -> None:
+    from click.testing import CliRunner
+
+    from dualeval import cli
+
+    def command(*words: object) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.dualeval, ["compare", *map(str, words)])
+        if isinstance(done.exception, DualevalError):
+            return done.exception.exit_code, str(done.exception)
+        return done.exit_code, done.stdout
+
+    words = (*runs, "--by", "scanner", "--gate", "worst:top1=0.9")
+    code, out = command(*words)
+    assert code == 3 and "not shown for C: only 15 samples: too few for a statement" in out
+    code, out = command(*words, "--skip-small")
+    assert code == 0 and "gate            top1 by scanner: passed; with 95 % confidence B is at most" in out
+    assert "┃ scanner ┃ samples" in out and "│ C       │ 15 (few)" in out
+    code, out = command(*words, "--json")
+    content = json.loads(out)
+    assert (code, content["passed"], content["worst_gates"][0]["passed"]) == (3, False, False)
+    code, out = command(*words, "--markdown", "--skip-small")
+    assert code == 0 and "\n\n| scanner | samples | metric |" in out
+    code, out = command(*runs, "--by", "age", "--bins", "40", "--metric", "loss")
+    assert code == 0 and "│ <40 " in out and "│ 40 or more │" in out

@@ -1,0 +1,198 @@
+"""Columns that no task reads: which are kept, of what type, from each kind of table; and the data sets."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dualeval import further_columns
+from dualeval.data.language_rows import read_language_data
+from dualeval.data.manifest import ManifestImages
+from dualeval.data.masks import LabelRule, open_masked
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.rows import read_rows
+from dualeval.data.table import open_table
+from dualeval.data.texts import EncodedTexts
+from dualeval.data.token_windows import DocumentWindows
+from dualeval.further_columns import FurtherColumns, KeptColumns, Texts
+from tests.data.test_image_folder import save
+from tests.made_tokenizers import byte_level
+
+
+def kept_of(path: Path, keep: Sequence[str] = ()) -> KeptColumns:
+    table = open_table(path, lambda found: ("path",), {"path": "a.jpg"}, keep=keep)
+    assert [name for _, name in table.rows] == ["a", "b", "c"]
+    return table.further.kept()
+
+
+def plain(kept: KeptColumns) -> dict[str, tuple[str, list[Any]]]:
+    """By column its type, and its values."""
+    values = kept.of(range(3))
+    return {
+        name: ("text", values[name])
+        if isinstance(column, Texts)
+        else (str(column.dtype), values[name].tolist())
+        for name, column in kept.values.items()
+    }
+
+
+CELLS = {
+    "whole": (["1", "-2", "0"], "int64", [1, -2, 0]),
+    "number": (["1", "2.5", "-1e3"], "float64", [1.0, 2.5, -1000.0]),
+    "gaps": (["1", "", "3"], "float64", [1.0, math.nan, 3.0]),
+    "code": (["001", "002", "010"], "text", ["001", "002", "010"]),
+    "mixed": (["1", "b", ""], "text", ["1", "b", ""]),
+    "grouped": (["1_0", "2", "3"], "text", ["1_0", "2", "3"]),
+    "huge": (["12345678901234567890123", "1", "2"], "text", ["12345678901234567890123", "1", "2"]),
+}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_cells_are_what_all_of_them_are(tmp_path: Path, suffix: str) -> None:
+    sign = {"csv": ",", "tsv": "\t"}[suffix]
+    lines = [["path", *CELLS, "", "twice", "twice"]]
+    lines += [[name, *(CELLS[each][0][at] for each in CELLS), "", "1", "2"] for at, name in enumerate("abc")]
+    (tmp_path / f"t.{suffix}").write_text("".join(f"{sign.join(line)}\n" for line in lines))
+    found = plain(kept_of(tmp_path / f"t.{suffix}"))
+    assert repr(found) == repr({name: (kind, values) for name, (_, kind, values) in CELLS.items()})
+
+
+VALUES: Mapping[str, tuple[list[Any], str, list[Any]]] = {
+    "bools": ([True, False, True], "bool", [True, False, True]),
+    "whole": ([1, 2**62, -3], "int64", [1, 2**62, -3]),
+    "number": ([1.5, 2.0, 0.1], "float64", [1.5, 2.0, 0.1]),
+    "gaps": ([1, None, 3], "float64", [1.0, math.nan, 3.0]),
+    "texts": (["x", None, "z"], "text", ["x", "", "z"]),
+    "unsure": ([True, None, False], "text", ["True", "", "False"]),
+}
+
+
+def test_values_of_json_lines_and_parquet(tmp_path: Path) -> None:
+    columns = {"path": [*"abc"], **{name: values for name, (values, _, _) in VALUES.items()}}
+    lines = [{name: values[at] for name, values in columns.items()} for at in range(3)]
+    # A key that a later line lacks is a gap.
+    lines[1].pop("gaps")
+    lines[0] |= {"mixed": 1, "huge": 2**64, "nested": [1, 2]}
+    lines[1] |= {"mixed": "b", "huge": 1, "nested": [3]}
+    lines[2] |= {"mixed": 2.5, "huge": 2, "nested": []}
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = kept_of(tmp_path / "t.jsonl")
+    expected = {name: (kind, values) for name, (_, kind, values) in VALUES.items()}
+    more = {"mixed": ("text", ["1", "b", "2.5"]), "huge": ("text", [str(2**64), "1", "2"])}
+    assert repr(plain(kept)) == repr({**expected, **more})
+    assert kept.left_out == {"nested": "it holds values of the type list"}
+    table = pyarrow.table({**columns, "day": [date(2024, 1, 2)] * 3, "nested": [[1], [], [2]]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    kept = kept_of(tmp_path / "t.parquet")
+    assert repr(plain(kept)) == repr({**expected, "day": ("text", ["2024-01-02"] * 3)})
+    assert kept.left_out == {"nested": "it holds list<element: int64>"}
+
+
+def test_what_is_named_is_kept_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.csv").write_text(
+        f"path,report,id2,scanner\na,{'x' * 101},u,A\nb,,v,B\nc,short,w,A\n", encoding="utf-8"
+    )
+    monkeypatch.setattr(further_columns, "_MOST_TEXTS", 2)
+    kept = kept_of(tmp_path / "t.csv")
+    assert list(kept.values) == ["scanner"]
+    assert kept.left_out == {
+        "report": "it has texts of 101 letters, and more than 100 are not kept",
+        "id2": "it has more than 2 different texts",
+    }
+    kept = kept_of(tmp_path / "t.csv", ("report", "path", "id2", "absent"))
+    assert plain(kept) == {
+        "path": ("text", [*"abc"]),
+        "report": ("text", ["x" * 101, "", "short"]),
+        "id2": ("text", [*"uvw"]),
+    }
+    assert kept.left_out == {"scanner": "--keep does not name it"}
+    assert not kept_of(tmp_path / "t.csv", ("none",)).values
+
+
+def test_columns_of_many_rows_are_arrays_and_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block ends at any row; what one block shows to be text is text in all."""
+    monkeypatch.setattr(further_columns, "_ROWS_AT_ONCE", 7)
+    further = FurtherColumns(["age", "scanner", "late"], cells=True)
+    rows = [(at, "p", str(at), "AB"[at % 2], "x" if at == 99 else str(at)) for at in range(100)]
+    assert list(further.taken(iter(rows), 1)) == [(at, "p") for at in range(100)]
+    kept = further.kept()
+    scanner, age = kept.values["scanner"], kept.values["age"]
+    assert isinstance(scanner, Texts) and isinstance(age, np.ndarray)
+    assert (scanner.places.nbytes, scanner.distinct, age.nbytes) == (400, ["A", "B"], 800)
+    assert kept.of([3, 99])["late"] == ["3", "x"]
+    chosen = kept.select(np.array([98, 1]))
+    assert chosen.of([0, 1])["scanner"] == ["A", "B"] and chosen.of([0])["age"].tolist() == [98]
+
+
+def test_texts_that_cannot_be_written_are_escaped() -> None:
+    further = FurtherColumns(["a"])
+    further.take({"a": ["\ud800x"]})
+    assert further.kept().of([0]) == {"a": ["\\ud800x"]}
+
+
+def manifest(tmp_path: Path) -> Path:
+    for name in "abcd":
+        save(tmp_path / f"{name}.png")
+        save(tmp_path / "masks" / f"{name}.png")
+    cells = zip("abcd", "xyxz", "ABAB", range(4), strict=True)
+    lines = [f"{name}.png,masks/{name}.png,{label},{scanner},{age}" for name, label, scanner, age in cells]
+    (tmp_path / "val.csv").write_text("path,mask,class,scanner,age\n" + "\n".join(lines))
+    return tmp_path / "val.csv"
+
+
+class Two:
+    """Labels x and z; y is left out."""
+
+    known, takes_names = None, True
+
+    def __call__(self, names: Sequence[str], noun: str) -> Any:
+        from dualeval.data.labels import indices_of_classes
+
+        found = indices_of_classes()
+        object.__setattr__(found, "classes", {"x": 0, "z": 1})
+        return found
+
+
+def test_data_sets_take_their_columns_along(tmp_path: Path) -> None:
+    """Also where rows are left out, or drawn."""
+    path = manifest(tmp_path)
+    images = ManifestImages(path, Preprocessing(), label=Two(), label_column="class")
+    assert images.columns([0, 1, 2])["scanner"] == ["A", "A", "B"]
+    assert images.select([2, 0]).columns([0, 1])["age"].tolist() == [3, 0]
+    masked = open_masked(
+        path, None, LabelRule(ignore=(), reduce=False), Preprocessing(), columns=(None, None),
+        whole_files=False, cache=further_cache(),
+    )  # fmt: skip
+    assert masked.select([3]).columns([0])["class"] == ["z"]
+    rows = read_rows([{"text": "a", "label": 1, "source": "web"}] * 2, lambda _: ("text", "label"), {})
+    assert EncodedTexts(rows, ("text",), None).columns([1]) == {"source": ["web"]}  # type: ignore[arg-type]
+    table = tmp_path / "texts.jsonl"
+    lines = [{"text": "a river", "year": 1990}, {"text": "the long way to the sea", "year": 2000}]
+    table.write_text("\n".join(map(json.dumps, lines)))
+    data = read_language_data(table, None)
+    windows = DocumentWindows(
+        data.documents, byte_level()[0], prefix=0, max_length=4, stride=4, kept=data.kept
+    )
+    years = windows.columns(range(len(windows)))["year"].tolist()
+    assert years == [1990 if windows.document(at) == "0" else 2000 for at in range(len(windows))]
+    assert len(years) > 2
+
+
+def further_cache() -> Any:
+    from dualeval.data.cache import DataCache
+
+    return DataCache()
+
+
+def test_a_table_without_further_columns_is_read_as_before(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("path\na\nb\nc\n")
+    assert kept_of(tmp_path / "t.csv") == KeptColumns()

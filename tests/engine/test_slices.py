@@ -1,0 +1,538 @@
+"""Columns of the data in the rows, and metrics by their values: as of a run over each group alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import dualeval
+from dualeval.engine.rescoring import rescore
+from dualeval.engine.slices import groups_of
+from dualeval.engine.stored_rows import StoredRows
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import Mean, Measured, Metric, RowMetric
+from dualeval.result import Result, read_result
+from dualeval.tasks.image_classification import ImageClassification
+from tests.conftest import Launch
+from tests.engine.test_evaluator import evaluate, rows
+from tests.tiny import CLASSES, TinyDataset, TinyTask
+
+COUNT = 400
+
+
+def scanners(indices: Sequence[int]) -> list[str]:
+    return ["AB"[index % 2] if index % 40 else "C" for index in indices]
+
+
+class Scanned(TinyDataset):
+    """Samples with columns of their own."""
+
+    # Added to each age.
+    older = 0
+
+    def columns(self, indices: Sequence[int]) -> Mapping[str, Any]:
+        return {
+            "scanner": scanners(indices),
+            "age": torch.tensor([index % 90 + self.older for index in indices]),
+            "dose": np.array([math.nan if index % 5 == 0 else index / 4 for index in indices]),
+            "is_female": [index % 3 == 0 for index in indices],
+        }
+
+
+class ScannedTask(TinyTask):
+    def __init__(self, count: int = COUNT, broken: Sequence[int] = (), **options: Any) -> None:
+        super().__init__(count, broken, **options)
+        self._dataset = Scanned(count, broken)
+
+
+class Part(TinyDataset):
+    """Some samples of a TinyDataset alone."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        super().__init__(len(indices))
+        self.indices = indices
+
+    def _read(self, index: int) -> tuple[Tensor, int]:
+        return super()._read(self.indices[index])
+
+
+class PartTask(TinyTask):
+    def __init__(self, indices: Sequence[int]) -> None:
+        super().__init__(len(indices))
+        self._dataset = Part(indices)
+
+
+# -- columns in the rows -------------------------------------------------------------------------------
+
+
+def test_columns_of_the_data_are_columns_of_the_rows(tmp_path: Path) -> None:
+    """Behind those of the task, null where a sample could not be read, and marked as the data's."""
+    result = evaluate(ScannedTask(broken=[7]), tmp_path / "out", batch_size=32, on_error="skip")
+    found = rows(tmp_path / "out")
+    assert list(found)[-4:] == ["scanner", "age", "dose", "is_female"]
+    assert found["scanner"] == [None if at == 7 else name for at, name in enumerate(scanners(range(COUNT)))]
+    assert found["age"] == [None if at == 7 else at % 90 for at in range(COUNT)]
+    assert [found["is_female"][at] for at in (3, 4, 7)] == [True, False, None]
+    assert math.isnan(found["dose"][5]) and found["dose"][6] == 1.5
+    stored = StoredRows(tmp_path / "out" / "predictions.parquet")
+    assert stored.data_names == ("scanner", "age", "dose", "is_female") == stored.names[-4:]
+    plain = evaluate(TinyTask(COUNT, [7]), tmp_path / "plain", batch_size=32, on_error="skip")
+    assert result.metrics_digest == plain.metrics_digest and result.fingerprint != plain.fingerprint
+    assert StoredRows(tmp_path / "plain" / "predictions.parquet").data_names == ()
+
+
+def test_what_is_not_asked_for_costs_nothing_and_changes_no_job(tmp_path: Path) -> None:
+    none = evaluate(ScannedTask(), tmp_path / "none", batch_size=32, keep=("none",))
+    plain = evaluate(TinyTask(COUNT), tmp_path / "plain", batch_size=32)
+    assert json.loads((tmp_path / "none" / "job.json").read_text())["job"].get("data_columns") is None
+    assert rows(tmp_path / "none").keys() == rows(tmp_path / "plain").keys()
+    assert none.metrics_digest == plain.metrics_digest
+    # Where nothing is written no batch gets them, and the job is the same one.
+    calls: list[int] = []
+    task = ScannedTask()
+    task.dataset().columns = lambda indices: calls.append(len(indices)) or Scanned.columns(task.dataset(), indices)  # type: ignore[attr-defined,method-assign,func-returns-value]  # fmt: skip # noqa: E501
+    in_memory = evaluate(task, None, batch_size=32)
+    assert calls == [1, COUNT], "which there are, and their digest"
+    assert in_memory.fingerprint == evaluate(ScannedTask(), tmp_path / "all", batch_size=32).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("keep", "says"),
+    [
+        ("scaner", "--keep scaner: the data has no such column; it has scanner, age, dose, is_female, loss"),
+        ("loss", "--keep loss: the rows have a column of this name, which is not the data's. Rename the"),
+        ("index", "--keep index: the rows have a column of this name"),
+    ],
+)
+def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: str) -> None:
+    class Colliding(Scanned):
+        def columns(self, indices: Sequence[int]) -> Mapping[str, Any]:
+            more = {"loss": [0.5] * len(indices), "index": [3] * len(indices), "note": ["x"] * len(indices)}
+            return {**super().columns(indices), **more}
+
+    class Noted(ScannedTask):
+        def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str]]:
+            return {"note": ["own"] * len(rows["loss"])}
+
+    task = Noted()
+    task._dataset = Colliding(COUNT)
+    with pytest.raises(UsageError, match=says):
+        evaluate(task, tmp_path / "out", keep=(keep,))
+    notes: list[str] = []
+    evaluate(task, tmp_path / "out", note=notes.append)
+    assert notes == [
+        f"the column {name} of the data is not kept: the rows have a column of this name"
+        for name in ("loss", "index", "note")
+    ]
+    found = rows(tmp_path / "out")
+    assert found["note"][0] == "own" and found["loss"][0] != 0.5 and "age" in found
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            lambda indices: ["x"],
+            "Odd.columns\\(indices\\) returned list, expected a dict of values by column",
+        ),
+        (lambda indices: {"a": [1]}, "the column 'a' is a list for 64 samples, expected one text"),
+        (lambda indices: {"a": [[1, 2]] * len(indices)}, "the column 'a' is a list for 1 samples"),
+        (lambda indices: {"a": [object()] * len(indices)}, "the column 'a' is a list for 1 samples"),
+        (lambda indices: {"a" if 0 in indices else "b": [1.0] * len(indices)}, "gives no 'a' for samples 64"),
+    ],
+)
+def test_columns_that_are_none(tmp_path: Path, made: Callable[..., Any], says: str) -> None:
+    class Odd(TinyDataset):
+        def columns(self, indices: Sequence[int]) -> Any:
+            return made(indices)
+
+    task = TinyTask(70)
+    task._dataset = Odd(70)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match=says):
+        patch.setattr("dualeval.engine.data_columns._AT_ONCE", 64)
+        evaluate(task, tmp_path / "out")
+
+
+def test_a_changed_value_is_another_job(tmp_path: Path) -> None:
+    evaluate(ScannedTask(), tmp_path / "out", batch_size=32)
+    other = ScannedTask()
+    other.dataset().older = 1  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"holds another job \(job.data_columns.age: "):
+        evaluate(other, tmp_path / "out", batch_size=32)
+    # One that is not kept decides nothing.
+    evaluate(ScannedTask(), tmp_path / "few", batch_size=32, keep=("scanner",))
+    assert evaluate(other, tmp_path / "few", batch_size=32, keep=("scanner",)).earlier
+
+
+class EndingScanned(ScannedTask):
+    """Raises in the forward of its fifth batch."""
+
+    __module__ = ScannedTask.__module__
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self.left = getattr(self, "left", 5) - 1
+        if self.left < 0:
+            raise RuntimeError("enough")
+        return super().forward(model, batch)
+
+
+def test_a_killed_run_goes_on_with_its_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_look: None
+) -> None:
+    monkeypatch.setattr("dualeval.engine.recorder.FLUSH_ROWS", 50)
+    whole = evaluate(ScannedTask(), tmp_path / "whole", batch_size=32, by=("scanner",))
+    with pytest.raises(RuntimeError, match="enough"):
+        evaluate(EndingScanned(), tmp_path / "out", batch_size=32, by=("scanner",))
+    found = evaluate(ScannedTask(), tmp_path / "out", batch_size=32, by=("scanner",))
+    assert found.chunks["resumed"] > 0 and found.replay == "same bits"
+    assert repr(rows(tmp_path / "out")) == repr(rows(tmp_path / "whole"))
+    assert found.slices == whole.slices and found.metrics_digest == whole.metrics_digest
+
+
+def test_drawn_samples_keep_their_columns(tmp_path: Path) -> None:
+    evaluate(ScannedTask(), tmp_path / "out", batch_size=32, sample=50)
+    found = rows(tmp_path / "out")
+    assert found["scanner"] == scanners(found["index"])
+    evaluate(ScannedTask(), tmp_path / "first", batch_size=32, limit=50)
+    assert rows(tmp_path / "first")["scanner"] == scanners(range(50))
+
+
+def test_an_own_loop_has_them_too(tmp_path: Path) -> None:
+    class Listed(list[Any]):
+        def columns(self, indices: Sequence[int]) -> Mapping[str, Any]:
+            return {"scanner": scanners(indices)}
+
+    data = Listed([(torch.full((2,), float(at)), at % 2) for at in range(60)])
+    for again in (False, True):
+        with dualeval.Session(device="cpu") as session:
+            for batch in session.batches(
+                data, batch_size=8, out=tmp_path / "out", metrics=[Mean("loss")], by=("scanner",)
+            ):
+                session.add(batch, loss=batch[0][:, 0])
+            result = session.result()
+        assert result.earlier == again
+        assert rows(tmp_path / "out")["scanner"] == scanners(range(60))
+        of_a = [float(at) for at, name in enumerate(scanners(range(60))) if name == "A"]
+        assert result.slices["scanner"][0]["metrics"] == {"loss": sum(of_a) / len(of_a)}
+
+
+def test_columns_of_hugging_face(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict(
+        {
+            "x": [[float(at)] * 2 for at in range(60)],
+            "label": [at % 2 for at in range(60)],
+            "site": ["NS"[at % 2] for at in range(60)],
+            "essay": ["word " * 50] * 60,
+        }
+    )
+    notes: list[str] = []
+    model = nn.Linear(2, 2)
+    torch.nn.init.ones_(model.weight)
+
+    def run(out: Path, **options: Any) -> Result:
+        return dualeval.evaluate(
+            model=model,
+            data=data,
+            metrics=["loss"],
+            forward=lambda model, batch: model(batch["x"]),
+            device="cpu",
+            out=out,
+            note=notes.append,
+            **options,
+        )
+
+    result = run(tmp_path / "out", by=("site",), sample=40)
+    found = rows(tmp_path / "out")
+    assert found["site"] == ["NS"[at % 2] for at in found["index"]] and "essay" not in found
+    assert [group["label"] for group in result.slices["site"]] == ["N", "S"]
+    assert any(
+        note.startswith("the column essay of the data is not kept: it has texts of 250") for note in notes
+    )
+    run(tmp_path / "named", keep=("essay",), by=("site",))
+    found = rows(tmp_path / "named")
+    assert found["essay"][0] == "word " * 50 and found["site"][1] == "S"
+    with pytest.raises(UsageError, match="--keep x: the column cannot be kept: it holds list"):
+        run(tmp_path / "nested", keep=("x",))
+
+
+# -- groups --------------------------------------------------------------------------------------------
+
+
+def test_groups_of_each_kind_of_column() -> None:
+    def labels(values: Any, **options: Any) -> list[tuple[str, int]]:
+        found = groups_of("a", {"a": values}, **options)
+        assert [len(places) for places in found.members()] == np.bincount(found.places).tolist()
+        return [*zip(found.labels, map(len, found.members()), strict=True)]
+
+    assert labels(["b", "a", "", None, "a"]) == [("(empty)", 1), ("a", 2), ("b", 1), ("(missing)", 1)]
+    assert labels(np.array([True, False, True])) == [("false", 1), ("true", 2)]
+    assert labels(np.array([3, 1, 3, -2])) == [("-2", 1), ("1", 1), ("3", 2)]
+    assert labels(np.array([0.5, math.nan, 2.0])) == [("0.5", 1), ("2", 1), ("(missing)", 1)]
+    ages = np.arange(100)
+    assert labels(ages) == [("<25", 25), ("25 to <50", 25), ("50 to <75", 25), ("75 or more", 25)]
+    assert labels(ages, bins=(0, 40, 60)) == [("0 to <40", 40), ("40 to <60", 20), ("60 or more", 40)]
+    # A dozen different numbers are groups of their own, with bins too.
+    assert len(labels(ages % 12, bins=(5,))) == 12 and len(labels(ages % 13)) == 4
+    # Most are equal: there are fewer quartiles.
+    assert labels(np.concatenate([np.zeros(90), np.arange(20.0)])) == [("<1", 91), ("1 or more", 19)]
+    with pytest.raises(UsageError, match="there are 2,000 groups, expected 1,000 at most"):
+        labels([str(at) for at in range(2000)])
+
+
+def test_a_cross_has_the_groups_that_there_are() -> None:
+    keys: Mapping[str, Any] = {"scanner": ["A", "B", "A", "A"], "sex": np.array([True, False, True, False])}
+    found = groups_of("scanner*sex", keys)
+    assert found.labels == ["A * false", "A * true", "B * false"]
+    assert found.values[1] == {"scanner": "A", "sex": True}
+    assert [places.tolist() for places in found.members()] == [[3], [0, 2], [1]]
+
+
+# -- metrics by group ----------------------------------------------------------------------------------
+
+
+def of_group(result: Result, by: str, label: str) -> dict[str, Any]:
+    return next(group for group in result.slices[by] if group["label"] == label)
+
+
+def test_a_group_has_the_numbers_of_a_run_over_it_alone(tmp_path: Path) -> None:
+    """To the bit: values and intervals of every metric."""
+    by = ("scanner", "scanner*is_female", "target")
+    result = evaluate(ScannedTask(broken=[7]), tmp_path / "out", batch_size=32, on_error="skip", by=by)
+    names = scanners(range(COUNT))
+    chosen = {
+        ("scanner", "A"): [at for at in range(COUNT) if names[at] == "A"],
+        ("scanner*is_female", "B * true"): [at for at in range(COUNT) if names[at] == "B" and at % 3 == 0],
+        ("target", "3"): [at for at in range(COUNT) if at * 31 % CLASSES == 3 and at != 7],
+    }
+    chosen = {key: [at for at in places if at != 7] for key, places in chosen.items()}
+    for (expression, label), places in chosen.items():
+        alone = evaluate(PartTask(places), None, batch_size=32)
+        found = of_group(result, expression, label)
+        numbers = {name: value for name, value in alone.metrics.items() if isinstance(value, (int, float))}
+        assert found["metrics"] == pytest.approx(numbers, rel=1e-6) and found["samples"] == len(places)
+        assert found["metrics"]["top1"] == alone.metrics["top1"]
+        assert found["intervals"].keys() == alone.intervals.keys()
+        assert found["intervals"]["top1"] == [*alone.intervals["top1"]]
+        losses = np.array(rows(tmp_path / "out")["loss"], object)[places].astype(np.float64)
+        assert found["metrics"]["loss"] == math.fsum(losses) / len(places)
+    assert sum(group["samples"] for group in result.slices["scanner"]) == COUNT - 1
+    assert of_group(result, "scanner", "C")["small"] == "only 10 samples: too few for a statement"
+    assert of_group(result, "scanner", "A")["small"] is None
+    assert read_result(tmp_path / "out" / "result.json").slices == result.slices
+    # They are no part of what a run measures.
+    plain = evaluate(ScannedTask(broken=[7]), tmp_path / "plain", batch_size=32, on_error="skip")
+    assert (plain.metrics_digest, plain.fingerprint) == (result.metrics_digest, result.fingerprint)
+    assert plain.slices == {}
+    in_memory = evaluate(ScannedTask(broken=[7]), None, batch_size=32, on_error="skip", by=by)
+    assert in_memory.slices == result.slices
+    assert "│ A       │ 190" in str(result) and "│ C       │ 10 (few) │" in str(result)
+    assert rescore(tmp_path / "out", metrics=[Mean("loss")]).slices == {}
+
+
+def test_a_finished_run_is_sliced_from_its_rows(tmp_path: Path) -> None:
+    asked = evaluate(ScannedTask(), tmp_path / "asked", batch_size=32, by=("age",), bins=(40,))
+    evaluate(ScannedTask(), tmp_path / "out", batch_size=32, by=("scanner",))
+    text = (tmp_path / "out" / "result.json").read_text()
+    task = ScannedTask()
+    found = evaluate(task, tmp_path / "out", batch_size=32, by=("age",), bins=(40,))
+    assert found.earlier and found.slices == asked.slices and len(task.dataset().reads) < COUNT // 2
+    assert (tmp_path / "out" / "result.json").read_text() == text
+    again = evaluate(ScannedTask(), tmp_path / "out", batch_size=32)
+    assert list(again.slices) == ["scanner"], "those that were asked for first"
+    with pytest.raises(UsageError, match=r"--by scaner: there is no such column\. The columns are target,"):
+        evaluate(ScannedTask(), tmp_path / "new", by=("scaner",))
+    assert not (tmp_path / "new").exists()
+
+
+def test_clusters_inside_of_groups(tmp_path: Path) -> None:
+    """A column of the data may say which samples go together; a group's intervals allow for its own."""
+    result = evaluate(ScannedTask(), tmp_path / "out", batch_size=32, by=("scanner",), cluster="age")
+    assert result.clusters == {"column": "age", "count": 90}
+    found = of_group(result, "scanner", "A")
+    names = scanners(range(COUNT))
+    ages = {at % 90 for at in range(COUNT) if names[at] == "A"}
+    assert found["clusters"] == len(ages)
+    naive = of_group(evaluate(ScannedTask(), None, batch_size=32, by=("scanner",)), "scanner", "A")
+    assert found["intervals"]["loss"] != naive["intervals"]["loss"] and found["metrics"] == naive["metrics"]
+    few = evaluate(ScannedTask(), None, batch_size=32, by=("is_female",), cluster="scanner")
+    assert few.slices["is_female"][0]["small"] == "only 3 clusters: too few for a statement"
+
+
+class Batches:
+    """The number of batches."""
+
+    name, columns, size, per_batch = "batches", ("loss",), 1, True
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        ledger += 1
+
+    def compute(self, ledger: Tensor) -> Measured:
+        return Measured(values={"batches": int(ledger[0])})
+
+
+class Unkept(Mean):
+    keeps_rows = False
+
+
+class AllClasses:
+    """Fails where a class is missing."""
+
+    name, columns = "all_classes", ("target",)
+
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        if len(np.unique(columns["target"])) < CLASSES:
+            raise ValueError("a class is missing")
+        return Measured(values={"all_classes": 1.0})
+
+
+def test_what_has_no_slices_is_named(tmp_path: Path) -> None:
+    class Odd(ScannedTask):
+        def metrics(self) -> list[Metric | RowMetric]:
+            return [Mean("loss"), Batches(), Unkept("confidence"), AllClasses()]
+
+    result = evaluate(Odd(), tmp_path / "out", batch_size=COUNT, by=("target", "scanner"))
+    assert of_group(result, "scanner", "A")["metrics"].keys() == {"loss", "all_classes"}
+    assert result.warnings[-1] == (
+        "no slices of batches, confidence: what they read is not kept, or they take whole batches"
+    )
+    found = of_group(result, "target", "3")
+    assert found["metrics"]["all_classes"] is None and found["metrics"]["loss"] is not None
+    assert found["rough"]["all_classes"] == "cannot be computed of this group: a class is missing"
+
+
+# -- the command line ----------------------------------------------------------------------------------
+
+DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A manifest of 120 pictures as the embedded network takes them."""
+    folder = tmp_path_factory.mktemp("images")
+    drawn = np.random.default_rng(0)
+    lines = ["path,label,scanner,age,report,loss"]
+    for at in range(120):
+        name = hashlib.sha256(str(at).encode()).hexdigest()[:8]
+        Image.fromarray(drawn.integers(0, 255, (28, 28), dtype=np.uint8)).save(folder / f"{name}.png")
+        lines.append(f"{name}.png,{at % 10},{'ABC'[at % 3]},{at},{'x' * 200},{at}")
+    (folder / "val.csv").write_text("\n".join(lines) + "\n")
+    sites = [f"{line.partition(',')[0]},{'NS'[at % 2]}\n" for at, line in enumerate(lines[1:101])]
+    (folder / "sites.csv").write_text("id,site\n" + "".join(sites))
+    return folder
+
+
+PIXELS = ["--mean", "0.286", "--std", "0.353", "--channels", "1", "--resize", "28", "--crop", "28"]
+
+
+@pytest.fixture(scope="module")
+def run_of_images(images: Path) -> Path:
+    task = ImageClassification(
+        model="fashion-cnn",
+        data=images / "val.csv",
+        mean=(0.286,),
+        std=(0.353,),
+        channels=1,
+        resize=28,
+        crop=28,
+    )
+    evaluate(task, images / "run", by=("scanner", "age"))
+    return images / "run"
+
+
+def test_two_ranks_give_the_same_slices(
+    launch: Launch, images: Path, run_of_images: Path, tmp_path: Path
+) -> None:
+    words = [
+        "--model",
+        "fashion-cnn",
+        "--data",
+        images / "val.csv",
+        *PIXELS,
+        "--by",
+        "scanner",
+        "--by",
+        "age",
+    ]
+    options = ["--nproc", "2", "--json", "--no-progress", "--out", tmp_path / "two"]
+    done = launch([*DUALEVAL, "run", *words, *options], timeout=120)
+    found, alone = json.loads(done.stdout), read_result(run_of_images / "result.json")
+    assert found["slices"] == alone.slices and found["fingerprint"] == alone.fingerprint
+    assert found["metrics_digest"] == alone.metrics_digest
+    assert repr(rows(tmp_path / "two")) == repr(rows(run_of_images))
+    assert {*StoredRows(tmp_path / "two" / "predictions.parquet").data_names} == {"scanner", "age"}
+    assert "the column report of the data is not kept: it has texts of 200 letters" in done.stderr
+
+
+@pytest.fixture
+def command() -> Callable[..., tuple[int, str, str]]:
+    from click.testing import CliRunner
+
+    from dualeval import cli
+
+    def run(*words: object) -> tuple[int, str, str]:
+        done = CliRunner().invoke(cli.dualeval, ["slice", *map(str, words)])
+        if isinstance(done.exception, DualevalError):
+            return done.exception.exit_code, done.stdout, str(done.exception)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, done.stdout, done.stderr
+
+    return run
+
+
+def test_the_command_slices_by_columns_and_tables(
+    command: Callable[..., tuple[int, str, str]], images: Path, run_of_images: Path
+) -> None:
+    code, out, _ = command(run_of_images, "--by", "scanner", "--by", "age", "--json")
+    assert code == 0 and json.loads(out)["slices"] == read_result(run_of_images / "result.json").slices
+    code, out, err = command(run_of_images, "--by", "site", "--table", images / "sites.csv", "--json")
+    groups = json.loads(out)["slices"]["site"]
+    assert [(group["label"], group["samples"]) for group in groups] == [
+        ("N", 50),
+        ("S", 50),
+        ("(missing)", 20),
+    ]
+    assert f"note: --table {images / 'sites.csv'} has no row for 20 of 120 samples" in err
+    found = rows(run_of_images)
+    of_north = [found["loss"][at] for at in range(0, 100, 2)]
+    assert groups[0]["metrics"]["loss"] == math.fsum(of_north) / 50
+    code, out, _ = command(run_of_images, "--by", "age*scanner", "--bins", "60", "--metric", "top1")
+    assert "│ <60 * A" in out and "│ 60 or more * C │ 20 (few) │" in out and "loss" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "--by is missing: name a column"),
+        (("--by", "site"), "--by site: "),
+        (("--by", "top"), "--by top: it has several values a sample"),
+        (("--by", "scanner", "--bins", "3,1"), "--bins 3.0,1.0: expected numbers that ascend"),
+        (("--by", "site", "--table", "no.csv"), "--table no.csv does not exist"),
+        (("--by", "x", "--table", "{images}/sites.csv"), "has the columns id, site: --by names none of them"),
+        (("--by", "x", "--table", "{images}/val.csv"), "expected id and others"),
+        (("--by", "site", "--table", "{images}/twice.csv"), "line 3 has the id of line 2, a.png"),
+        (("--by", "site", "--table", "{images}/other.csv"), "none of its 1 ids is in"),
+    ],
+)
+def test_wrong_usage_of_the_command(
+    command: Callable[..., tuple[int, str, str]],
+    images: Path,
+    run_of_images: Path,
+    words: Sequence[str],
+    says: str,
+) -> None:
+    (images / "twice.csv").write_text("id,site\na.png,N\na.png,S\n")
+    (images / "other.csv").write_text("id,site\nz.png,N\n")
+    code, out, err = command(run_of_images, *(word.format(images=images) for word in words))
+    assert (code, out) == (2, "") and says in err
