@@ -26,8 +26,7 @@ def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
     if name not in columns:
         raise UsageError(
             f"--cluster {name!r}: there is no such column. The columns are {', '.join(columns)}. Name one of "
-            "them. A column of the data, as of a manifest, is one where observe or postprocess of a task of "
-            "your own gives it (docs/metrics.md#samples-that-go-together)."
+            "them. Of the data are those that --keep names, without it all small ones (docs/slices.md)."
         )
     column = columns[name]
     told_apart = isinstance(column, Text)

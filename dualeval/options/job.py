@@ -99,13 +99,13 @@ class Job:
         metavar="COLUMN",
     )
     keep: tuple[str, ...] = option(
-        (), "Columns of the data that the rows keep, or none.", group=DATA, metavar="A,B", shown="small ones"
+        (), "Columns of the data for the rows, or none.", group=DATA, metavar="A,B"
     )
     by: tuple[str, ...] = option(
-        (), "Metrics by group, or by A*B; repeatable.", group=RUN, metavar="COLUMN", is_repeated=True
+        (), "Metrics by group (A*B: crossed); repeatable.", group=RUN, metavar="COLUMN", is_repeated=True
     )
     bins: tuple[float, ...] = option(
-        (), "With --by: where numbers are cut.", group=RUN, metavar="0,40,60", shown="quartiles"
+        (), "With --by: cuts numbers.", group=RUN, metavar="0,40,60", shown="quartiles"
     )
     batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(

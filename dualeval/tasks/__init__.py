@@ -62,6 +62,11 @@ class Dataset(Protocol):
     whose samples differ in shape needs it for that. Without it the place holds zeros like another sample of
     the batch; samples that hold what has no zero, as a picture of PIL's, are refused at the first batch.
 
+    A data set may have ``columns(indices)``: by name the user's own columns of these samples, in lists,
+    arrays or tensors of texts, numbers or bools. They are kept in the rows of a run behind the task's
+    columns, and identify the job. Numbers are best given as arrays: in lists a batch of whole numbers is
+    of int64.
+
     A data set may have ``reading_notes()``: sentences for people on how this process has read, since the last
     call. Rank 0 prints those of all ranks and reading processes at the end, each once; no result has them.
 

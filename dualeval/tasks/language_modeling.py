@@ -102,8 +102,8 @@ class LanguageModeling(TextTask):
                     f"--stride {own['stride']} is more than the {length} tokens of a window (--max-length): "
                     "no window can predict so many. Give a smaller one."
                 )
-            own["kept"] = self._data.kept
-            return Documents(DocumentWindows(self._data.documents, tokens.fast, prefix=tokens.prefix, **own))
+            documents, kept = self._data.documents, self._data.kept
+            return Documents(DocumentWindows(documents, tokens.fast, prefix=tokens.prefix, kept=kept, **own))
         if self._data.kind == CHOICES:
             return Choices(of=rows, tokens=tokens, **own)
         if own["max_new_tokens"] >= length:

@@ -9,12 +9,14 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
 from dualeval.cli import dualeval
+from dualeval.errors import UsageError
 from dualeval.report.page import writing
 from dualeval.report.page.content import Shown
 from dualeval.report.page.html import render
@@ -133,7 +135,7 @@ def test_many_classes_are_pairs() -> None:
 
 
 def test_a_run_of_which_there_is_little_to_say() -> None:
-    nothing: dict[str, object] = {"class_rows": [], "confusion": [], "confusion_names": [], "calibration": []}
+    nothing: dict[str, Any] = {"class_rows": [], "confusion": [], "confusion_names": [], "calibration": []}
     page = render(content(count=0, against=[], slices={}, seconds=[], **nothing))
     links = [each["href"] for tag, each in Elements(page).found if tag == "a"]
     assert links == ["#provenance"]
@@ -150,12 +152,12 @@ def test_charts_are_not_the_callers_style() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "find_spec", lambda name: None if name == "jinja2" else True)
-    with pytest.raises(writing.UsageError, match=r"needs jinja2.*pip install 'dualeval\[report\]'"):
+    with pytest.raises(UsageError, match=r"needs jinja2.*pip install 'dualeval\[report\]'"):
         writing.check_report("out", is_main=True)
 
 
 def test_a_page_needs_a_folder() -> None:
-    with pytest.raises(writing.UsageError, match="give out=DIR"):
+    with pytest.raises(UsageError, match="give out=DIR"):
         writing.check_report(None, is_main=True)
 
 
@@ -192,7 +194,7 @@ def test_words_of_the_command_that_are_wrong(runs: Path, tmp_path: Path) -> None
         ([runs / "a", "--out", tmp_path / "none/page.html"], "Give --out FILE in a folder of your own"),
     ):
         done = CliRunner().invoke(dualeval, ["report", *map(str, words)])
-        assert isinstance(done.exception, writing.UsageError) and said in str(done.exception)
+        assert isinstance(done.exception, UsageError) and said in str(done.exception)
 
 
 def test_fresh_removes_the_page_of_the_earlier_run(launch: Launch, runs: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ _LEVELS = 9  # of the matrix's colours
 
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
-    cards = [
+    cards: list[dict[str, Any]] = [
         {"of": sample, "shown": [_shown(each) for each in sample.shown], "turn": turn}
         for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
     ]
@@ -97,11 +97,12 @@ def _reason(reason: str, content: PageContent) -> str:
 
 def _sections(content: PageContent) -> list[dict[str, Any]]:
     """What follows the first screen, in order, as far as there is something to show."""
+    of_classes = _table("Metrics by class", content.class_columns, content.class_rows)
     wanted: tuple[tuple[str, str, Any, Callable[[PageContent], list[dict[str, Any]]]], ...] = (
         ("against", "Comparison", content.against, _comparisons),
         ("samples", "Samples", content.samples, lambda _: []),
         ("confusion", "Confusion", content.confusion, _confusions),
-        ("classes", "By class", content.class_rows, _classes),
+        ("classes", "By class", content.class_rows, lambda _: [{"tables": [of_classes]}]),
         ("calibration", "Calibration", content.calibration, _calibration),
         ("slices", "Slices", content.slices, _slices),
         ("time", "Time", content.seconds, _seconds),
@@ -171,16 +172,8 @@ def _matrix(content: PageContent) -> list[list[tuple[int, int]]]:
     counts = [[0] * (size + has_none) for _ in range(size)]
     for target, prediction, count in content.confusion:
         counts[target][prediction] += count
-    return [[(count, _level(count, sum(row))) for count in row] for row in counts]
-
-
-def _level(count: int, of: int) -> int:
     # A square root: a confusion of 1 % is to be seen.
-    return max(1, round(_LEVELS * (count / of) ** 0.5)) if count else 0
-
-
-def _classes(content: PageContent) -> list[dict[str, Any]]:
-    return [{"tables": [_table("Metrics by class", content.class_columns, content.class_rows)]}]
+    return [[(n, n and max(1, round(_LEVELS * (n / sum(row)) ** 0.5))) for n in row] for row in counts]
 
 
 def _calibration(content: PageContent) -> list[dict[str, Any]]:
