@@ -81,20 +81,6 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupComparison:
-    """The pairs of one group; their p-values are adjusted for all groups and metrics."""
-
-    # As of `slices.Group`.
-    group: Mapping[str, Any]
-    label: str
-    samples: int
-    clusters: int | None
-    metrics: dict[str, MetricComparison]
-    not_compared: Mapping[str, str]
-    small: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Two runs over the same samples; B against A."""
 
@@ -114,7 +100,7 @@ class Comparison:
     # In the order given.
     gates: list[Gate] = field(default_factory=list)
     # By what `by` names, its groups in order.
-    slices: dict[str, list[GroupComparison]] = field(default_factory=dict)
+    slices: dict[str, list[Group[MetricComparison]]] = field(default_factory=dict)
     # Those of groups, in the order given.
     worst_gates: list[WorstGate] = field(default_factory=list)
     # The column whose equal entries mark dependent samples; None where all are independent.
@@ -335,19 +321,14 @@ def _agreement(pairs: Pairs) -> int | None:
     return None
 
 
-def _of_groups(runs: tuple[ComparedRun, ComparedRun], groups: Sequence[Group]) -> list[GroupComparison]:
-    every = {(at, name): each for at, group in enumerate(groups) for name, each in group.estimates.items()}
-    compared = _compared(runs, every, lambda key: key[1])
+def _of_groups(
+    runs: tuple[ComparedRun, ComparedRun], groups: Sequence[Group[Estimate]]
+) -> list[Group[MetricComparison]]:
+    """Groups with p-values that are adjusted for all of them and their metrics."""
+    every = {(at, name): each for at, group in enumerate(groups) for name, each in group.metrics.items()}
+    found = _compared(runs, every, lambda key: key[1])
     return [
-        GroupComparison(
-            group=group.group,
-            label=group.label,
-            samples=group.samples,
-            clusters=group.clusters,
-            metrics={name: compared[at, name] for name in group.estimates},
-            not_compared=group.not_compared,
-            small=group.small,
-        )
+        Group(**{**vars(group), "metrics": {name: found[at, name] for name in group.metrics}})
         for at, group in enumerate(groups)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,12 @@ from dualeval.engine.slices import Keys, groups_of, too_small
 from dualeval.errors import UsageError
 from dualeval.options.choices import columns_of_groups
 
+# An `Estimate`, or what is said of it.
+_Compared = TypeVar("_Compared")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(Generic[_Compared]):
     """The pairs of one group."""
 
     # Its value by column, and its name.
@@ -27,7 +30,8 @@ class Group:
     # Number of pairs, and of clusters of these; None where samples are independent.
     samples: int
     clusters: int | None
-    estimates: Mapping[str, Estimate]
+    # By name, what was found.
+    metrics: dict[str, _Compared]
     # By name, why a metric was not compared.
     not_compared: Mapping[str, str]
     # Why nothing is said of it; None where something can be.
@@ -70,7 +74,7 @@ def groups_of_pairs(
     bins: Sequence[float],
     clusters: npt.NDArray[np.int64] | None,
     chosen: Sequence[str] | None,
-) -> list[Group]:
+) -> list[Group[Estimate]]:
     """Estimate the differences of each group."""
     found = groups_of(by, {name: _keys(pairs, name) for name in columns_of_groups([by])}, bins)
     groups = []
@@ -85,7 +89,7 @@ def groups_of_pairs(
                 label=label,
                 samples=len(places),
                 clusters=count,
-                estimates=estimates,
+                metrics=estimates,
                 not_compared=not_compared,
                 small=too_small(len(places), count),
             )
@@ -130,7 +134,13 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def worst_gate(
-    groups: Sequence[Group], metric: str, by: str, margin: float, direction: str, *, skips_small: bool
+    groups: Sequence[Group[Estimate]],
+    metric: str,
+    by: str,
+    margin: float,
+    direction: str,
+    *,
+    skips_small: bool,
 ) -> WorstGate:
     """Judge each group by a one-sided bound, with Holm's correction over the groups.
 
@@ -138,11 +148,11 @@ def worst_gate(
     """
     judged = [group for group in groups if group.small is None or not skips_small]
     problems = [
-        group.small or (None if metric in group.estimates else group.not_compared[metric]) for group in judged
+        group.small or (None if metric in group.metrics else group.not_compared[metric]) for group in judged
     ]
     bounds = bounds_by_holm(
         {
-            place: group.estimates[metric].difference
+            place: group.metrics[metric].difference
             for place, group in enumerate(judged)
             if problems[place] is None
         },

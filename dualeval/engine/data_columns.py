@@ -59,17 +59,7 @@ class DataColumns:
 def data_columns_of(
     task: Task, dataset: Dataset, options: RunOptions, taken: Collection[str]
 ) -> tuple[DataColumns | None, list[str]]:
-    """Choose the columns of the data that are kept beside those of the task; and what is to be said of it.
-
-    Args:
-        task: what is evaluated.
-        dataset: its samples, or a part of them.
-        options: of the run: ``keep``, and what else names a column.
-        taken: the columns that are the task's.
-
-    Raises:
-        UsageError: ``keep`` names one that is not there, or cannot be kept.
-    """
+    """Choose the columns of the data that are kept beside those ``taken``; and what is to be said of it."""
     asked = [name for name in options.keep if name != NO_COLUMN]
     also = (*columns_of_groups(options.by), *filter(None, [options.cluster]))
     whole: Any = getattr(dataset, "whole", dataset)
@@ -146,7 +136,7 @@ def _kind(dataset: Dataset) -> str:
     return type(getattr(whole, "wrapped", whole)).__name__
 
 
-def check_groups(task: Task, by: Sequence[str], columns: Sequence[str]) -> None:
+def check_by(task: Task, by: Sequence[str], columns: Sequence[str]) -> None:
     """Check, before anything is evaluated, that the rows have the columns of groups."""
     known = [*columns, *(_names_of_texts(task, columns) if by else ())]
     for name in columns_of_groups(by):

@@ -10,7 +10,7 @@ from torch import nn
 
 from dualeval.engine import trial
 from dualeval.engine.columns import kept_columns
-from dualeval.engine.data_columns import DataColumns, check_groups, data_columns_of
+from dualeval.engine.data_columns import DataColumns, check_by, data_columns_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.run_state import Run
 from dualeval.errors import UsageError
@@ -94,7 +94,7 @@ def evaluation_of(
     data, notes = data_columns_of(task, dataset, options, (*own, *task.on_request))
     run.note_all(notes)
     columns = tuple(dict.fromkeys((*own, *(data.names if data else ()), *filter(None, [cluster]))))
-    check_groups(task, options.by, columns)
+    check_by(task, options.by, columns)
     trial.check_names(chosen, columns)
     if task.on_request:
         task.requested = {name for metric in chosen for name in metric.columns}

@@ -216,7 +216,11 @@ class _Ended:
             kept = self._evaluation.kept
             windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
             path = Path("the run") if self._folder is None else self._folder.path
-            found = slicing.of_run(result, windows, kept, path)
+            try:
+                found = slicing.of_run(result, windows, kept, path)
+            except DualevalError as error:
+                # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
+                found = replace(result, warnings=[*result.warnings, f"no slices: {error}"])
         return shared_slices(self._run, result, found)
 
     def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:

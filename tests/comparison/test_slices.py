@@ -122,8 +122,8 @@ def test_a_group_without_a_number_does_not_pass() -> None:
     estimate: Any = type("Estimate", (), {"difference": difference})
     common: dict[str, Any] = {"group": {}, "samples": 1000, "clusters": None, "small": None}
     groups = [
-        Group(label="A", estimates={"loss": estimate}, not_compared={}, **common),
-        Group(label="B", estimates={}, not_compared={"loss": "its differences are all equal"}, **common),
+        Group(label="A", metrics={"loss": estimate}, not_compared={}, **common),
+        Group(label="B", metrics={}, not_compared={"loss": "its differences are all equal"}, **common),
     ]
     gate = worst_gate(groups, "loss", "scanner", 0.1, "lower", skips_small=True)
     assert [group.problem for group in gate.groups] == [None, "its differences are all equal"]

@@ -370,6 +370,14 @@ def test_clusters_inside_of_groups(tmp_path: Path) -> None:
     assert few.slices["is_female"][0]["small"] == "only 3 clusters: too few for a statement"
 
 
+def test_groups_that_are_too_many_cost_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualeval.engine.slices._MOST_GROUPS", 2)
+    result = evaluate(ScannedTask(), tmp_path / "out", batch_size=32, by=("scanner",))
+    assert result.slices == {} and result.metrics["top1"] is not None
+    said = "no slices: --by scanner: there are 3 groups, expected 2 at most. Name a column with fewer values."
+    assert result.warnings == [said]
+
+
 class Batches:
     """The number of batches."""
 
