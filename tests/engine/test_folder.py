@@ -163,7 +163,9 @@ def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
     take_over(opened.path)
     previous = PreviousRun.from_message(opened.to_message(none_yet(), PLAN), PLAN)
     with pytest.raises(DualevalError, match="another run has taken over"):
-        opened.write(None, PLAN, TinyTask(8), TinyTask(8).dataset(), (), previous, [], lambda path, name: {})  # type: ignore[arg-type]
+        opened.write(
+            None, PLAN, TinyTask(8), TinyTask(8).dataset(), (), (), previous, [], lambda path, name: {}
+        )  # type: ignore[arg-type]
 
 
 def test_a_run_that_was_stopped_while_it_wrote_looks_again(

@@ -313,12 +313,12 @@ def test_wrong_parquet_is_refused(tmp_path: Path) -> None:
 # -- rows of one path ------------------------------------------------------------------------------------
 
 
-def test_a_column_of_the_manifest_is_none_of_the_run(home: Path) -> None:
+def test_a_column_of_the_manifest_says_which_samples_go_together(home: Path) -> None:
     path = write(home / "m.csv", [{**row, "patient": f"p{at}"} for at, row in enumerate(rows_of(named=True))])
-    with pytest.raises(
-        UsageError, match=r"--cluster 'patient'.* A column of the data, as of a manifest, is one where"
-    ):
-        evaluate(task(path), None, cluster="patient")
+    result = evaluate(task(path), None, cluster="patient")
+    assert result.clusters == {"column": "patient", "count": result.samples["total"]}
+    with pytest.raises(UsageError, match=r"--cluster 'patients'.* Of the data are those that --keep names"):
+        evaluate(task(path), None, cluster="patients")
 
 
 def test_a_path_twice_has_two_ids_and_a_warning(home: Path) -> None:
