@@ -160,8 +160,11 @@ def texts(folder: Path) -> None:
         word = draw.choice(_PRAISE if is_good else _BLAME)
         more = f" and {draw.choice(_PRAISE if is_good else _BLAME)}" if draw.random() < 0.3 else ""
         before = ("not " if is_denied else "") + draw.choice(("very ", ""))
-        text = f"The {draw.choice(_KINDS)} is {before}{word}{more} ."
-        rows.append({"text": text, "label": "praise" if is_good != is_denied else "blame"})
+        kind = draw.choice(_KINDS)
+        text = f"The {kind} is {before}{word}{more} ."
+        is_praise = (is_good != is_denied) != (draw.random() < 0.06)  # some labels are wrong
+        label = "praise" if is_praise else "blame"
+        rows.append({"text": text, "label": label, "kind": kind, "denied": "yes" if is_denied else "no"})
     encode = tokenizer()
     kinds = ("blame", "praise")
     model: Any = transformers.BertForSequenceClassification(config(id2label=dict(enumerate(kinds))))
@@ -174,11 +177,22 @@ def texts(folder: Path) -> None:
     def loss_of(ids: Any, kinds: Any) -> Any:
         return model(ids, attention_mask=(ids != 0).long(), labels=kinds).loss
 
-    train(model, samples, 8, loss_of, size=20)
+    train(model, samples, 5, loss_of, size=20)
     save(model, encode, folder / "texts-model")
     lines = [json.dumps(row) for row in rows[500:]]
     (folder / "texts.jsonl").write_text("\n".join(lines), "utf-8")
-    words = ("--model", "texts-model", "--data", "texts.jsonl", "--max-length", "32")
+    words = (
+        "--model",
+        "texts-model",
+        "--data",
+        "texts.jsonl",
+        "--max-length",
+        "32",
+        "--by",
+        "kind",
+        "--by",
+        "denied*kind",
+    )
     evaluate(folder, "texts", "--task", "text-classification", *words)
 
 

@@ -73,6 +73,9 @@ def draw_groups(by: str, groups: Sequence[Mapping[str, Any]], whole: Headline, n
             colour = _COLOUR["muted" if group.get("small") else "accent"]
             axes.plot(ends, (at, at), color=colour, linewidth=2)
             axes.plot(scale * value, at, "o", color=colour, mfc="none" if group.get("small") else colour)
+        if whole.unit == "fraction":
+            low, high = axes.get_xlim()
+            axes.set_xlim(max(low, -1), min(high, 101))
         _name_rows(axes, [group["label"] for group in shown])
         axes.set_xlabel(printable(whole.name) + (f", {unit}" if unit else ""))
         return _svg(figure, name, f"{whole.name} by {by}, with 95 % intervals")

@@ -32,8 +32,8 @@ _THUMBNAIL, _TINY = 160, 64
 _TEXT_LETTERS = 1200
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
-# Rows of a table; charts of slices, of which each takes 30 ms.
-_ROWS, _CHARTS = 1000, 12
+# Rows of a table; charts of slices, of which each takes 50 ms.
+_ROWS, _CHARTS = 1000, 8
 _LEVELS = 9  # of the matrix's colours
 
 
