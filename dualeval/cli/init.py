@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -70,18 +69,8 @@ def init(task: str, file: Path | None) -> None:
 def text_for(task: str, path: Path) -> str:
     """The file for a task."""
     source = task_kind(task).source
-    start: Mapping[str, str] = getattr(source, "start", {})
-    return _TEXT.format(
-        file=path.name,
-        stem=path.stem,
-        task=task,
-        name=source.__name__.removesuffix("Options"),
-        imports=_lines(start.get("imports", "import torch")),
-        model=_lines(start.get("model", "return torch.nn.Identity()")),
-        data=start.get("data", "data"),
-        more=start.get("more", ""),
-    )
-
-
-def _lines(statements: str) -> str:
-    return "\n".join(f"    {each}" for each in statements.split("; "))
+    start: dict[str, str] = dict(source.start)
+    for name in ("imports", "model"):
+        start[name] = "\n".join(f"    {each}" for each in start[name].split("; "))
+    kind = source.__name__.removesuffix("Options")
+    return _TEXT.format(**start, file=path.name, stem=path.stem, task=task, name=kind)

@@ -67,7 +67,7 @@ class PictureOptions:
             self._source().download(self.weights)
 
     def make(self, cache: DataCache | None = None, *, model: Any = None, preprocessing: Any = None) -> Task:
-        """The task; from Python with a module, or a function that returns one, and such a preprocessing."""
+        """The task; ``model`` and ``preprocessing`` are those from Python that no text names."""
         from dualeval import tasks
         from dualeval.models.classifiers import arguments_of
 
@@ -202,7 +202,7 @@ class ImageClassificationOptions(PictureOptions):
     keep: tuple[str, ...] = ()
 
     def check_paths(self) -> None:
-        """As above; what may be a name is left to the task."""
+        """And that the data's folder is; what may be a name is left to the task."""
         if self.model is not None and ":" in self.model:
             return  # its library or module is named first
         super().check_paths()
