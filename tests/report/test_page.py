@@ -141,6 +141,16 @@ def test_a_run_of_which_there_is_little_to_say() -> None:
     assert links == ["#provenance"]
 
 
+def test_metrics_with_intervals_are_drawn_first_and_the_rest_is_in_the_table() -> None:
+    metrics = {f"m{number}": 0.5 for number in range(12)}
+    headlines = [replace(content().headlines[1], name=name) for name in metrics]
+    group = {"label": "A", "samples": 9, "metrics": metrics, "intervals": {"m11": [0.4, 0.6]}, "small": None}
+    page = render(content(headlines=headlines, slices={"a": [group]}))
+    drawn = re.findall(r'aria-label="(m\d+) by a', page)
+    assert drawn == ["m11", "m0", "m1", "m2", "m3", "m4", "m5", "m6"]
+    assert "More groups and metrics are in the table." in page and ">m10</button>" in page
+
+
 def test_charts_are_not_the_callers_style() -> None:
     import matplotlib
 

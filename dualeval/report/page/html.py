@@ -195,7 +195,7 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
         most = -(-left // (len(content.slices) - number))
         drawn = [
             charts.draw_groups(name, groups, each, f"slice-{number}-{at}")
-            for at, each in enumerate(shown[:most])
+            for at, each in enumerate(_with_intervals_first(shown, groups)[:most])
         ]
         left -= len(drawn)
         rows = [
@@ -209,6 +209,10 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
         tables = [_table(f"Numbers of {counted(len(groups), 'group')}", columns, rows, folds=True)]
         parts.append({"title": name, "charts": [*filter(None, drawn)], "caption": caption, "tables": tables})
     return parts
+
+
+def _with_intervals_first(shown: Sequence[Headline], groups: Sequence[Mapping[str, Any]]) -> list[Headline]:
+    return sorted(shown, key=lambda each: not any(group["intervals"].get(each.name) for group in groups))
 
 
 def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> Iterator[dict[str, Any]]:
