@@ -465,20 +465,22 @@ def run_of_images(images: Path) -> Path:
     return images / "run"
 
 
+def test_a_long_text_is_kept_where_the_task_is_told(images: Path) -> None:
+    pixels: Mapping[str, Any] = {"mean": (0.286,), "std": (0.353,), "channels": 1, "resize": 28, "crop": 28}
+    given = {"model": "fashion-cnn", "data": images / "val.csv", **pixels}
+    with pytest.raises(
+        UsageError, match=r"has texts of 200 letters.* Give keep=\('report',\) to the task, too"
+    ):
+        evaluate(ImageClassification(**given), None, keep=("report",))
+    result = evaluate(ImageClassification(**given, keep=("report",)), None, keep=("report",), by=("report",))
+    assert [group["samples"] for group in result.slices["report"]] == [120]
+
+
 def test_two_ranks_give_the_same_slices(
     launch: Launch, images: Path, run_of_images: Path, tmp_path: Path
 ) -> None:
-    words = [
-        "--model",
-        "fashion-cnn",
-        "--data",
-        images / "val.csv",
-        *PIXELS,
-        "--by",
-        "scanner",
-        "--by",
-        "age",
-    ]
+    words: list[str | Path] = ["--model", "fashion-cnn", "--data", images / "val.csv", *PIXELS]
+    words += ["--by", "scanner", "--by", "age"]
     words += ["--nproc", "2", "--json", "--no-progress", "--out", tmp_path / "two"]
     done = launch([*DUALEVAL, "run", *words], timeout=120)
     found, alone = json.loads(done.stdout), read_result(run_of_images / "result.json")
