@@ -85,8 +85,10 @@ def data_columns_of(
 def _check(
     name: str, there: Mapping[str, Column], left_out: Mapping[str, str], taken: Collection[str]
 ) -> None:
-    if left_out.get(name, NOT_NAMED) != NOT_NAMED:
-        raise UsageError(f"--keep {name}: the column cannot be kept: {left_out[name]}. Leave it out.")
+    if (why := left_out.get(name, NOT_NAMED)) != NOT_NAMED:
+        # Of a task that was made in Python without the name.
+        hint = f"Give keep=({name!r},) to the task, too" if why.startswith("it has") else "Leave it out"
+        raise UsageError(f"--keep {name}: the column cannot be kept: {why}. {hint}.")
     if name not in there:
         has = f"it has {', '.join((*there, *left_out))}" if there or left_out else "it has none of its own"
         raise UsageError(f"--keep {name}: the data has no such column; {has}.")

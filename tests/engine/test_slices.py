@@ -101,8 +101,14 @@ def test_what_is_not_asked_for_costs_nothing_and_changes_no_job(tmp_path: Path) 
     assert none.metrics_digest == plain.metrics_digest
     # Where nothing is written no batch gets them, and the job is the same one.
     calls: list[int] = []
+
+    class Counted(Scanned):
+        def columns(self, indices: Sequence[int]) -> Mapping[str, Any]:
+            calls.append(len(indices))
+            return super().columns(indices)
+
     task = ScannedTask()
-    task.dataset().columns = lambda indices: calls.append(len(indices)) or Scanned.columns(task.dataset(), indices)  # type: ignore[attr-defined,method-assign,func-returns-value]  # fmt: skip # noqa: E501
+    task._dataset = Counted(COUNT)
     in_memory = evaluate(task, None, batch_size=32)
     assert calls == [1, COUNT], "which there are, and their digest"
     assert in_memory.fingerprint == evaluate(ScannedTask(), tmp_path / "all", batch_size=32).fingerprint
@@ -459,22 +465,24 @@ def run_of_images(images: Path) -> Path:
     return images / "run"
 
 
+def test_a_long_text_is_kept_where_the_task_is_told(images: Path) -> None:
+    pixels: Mapping[str, Any] = {"mean": (0.286,), "std": (0.353,), "channels": 1, "resize": 28, "crop": 28}
+    given = {"model": "fashion-cnn", "data": images / "val.csv", **pixels}
+    with pytest.raises(
+        UsageError, match=r"has texts of 200 letters.* Give keep=\('report',\) to the task, too"
+    ):
+        evaluate(ImageClassification(**given), None, keep=("report",))
+    result = evaluate(ImageClassification(**given, keep=("report",)), None, keep=("report",), by=("report",))
+    assert [group["samples"] for group in result.slices["report"]] == [120]
+
+
 def test_two_ranks_give_the_same_slices(
     launch: Launch, images: Path, run_of_images: Path, tmp_path: Path
 ) -> None:
-    words = [
-        "--model",
-        "fashion-cnn",
-        "--data",
-        images / "val.csv",
-        *PIXELS,
-        "--by",
-        "scanner",
-        "--by",
-        "age",
-    ]
-    options = ["--nproc", "2", "--json", "--no-progress", "--out", tmp_path / "two"]
-    done = launch([*DUALEVAL, "run", *words, *options], timeout=120)
+    words: list[str | Path] = ["--model", "fashion-cnn", "--data", images / "val.csv", *PIXELS]
+    words += ["--by", "scanner", "--by", "age"]
+    words += ["--nproc", "2", "--json", "--no-progress", "--out", tmp_path / "two"]
+    done = launch([*DUALEVAL, "run", *words], timeout=120)
     found, alone = json.loads(done.stdout), read_result(run_of_images / "result.json")
     assert found["slices"] == alone.slices and found["fingerprint"] == alone.fingerprint
     assert found["metrics_digest"] == alone.metrics_digest
