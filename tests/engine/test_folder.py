@@ -162,10 +162,10 @@ def test_a_folder_that_is_away_for_a_moment_ends_nothing(
 def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
     take_over(opened.path)
     previous = PreviousRun.from_message(opened.to_message(none_yet(), PLAN), PLAN)
+    result: Any = None
+    task = TinyTask(8)
     with pytest.raises(DualevalError, match="another run has taken over"):
-        opened.write(
-            None, PLAN, TinyTask(8), TinyTask(8).dataset(), (), (), previous, [], lambda path, name: {}
-        )  # type: ignore[arg-type]
+        opened.write(result, PLAN, task, task.dataset(), (), (), previous, [], lambda path, name: {})
 
 
 def test_a_run_that_was_stopped_while_it_wrote_looks_again(
