@@ -162,20 +162,23 @@ class _Column:
         """Take the values of consecutive rows."""
         if self._unfit is not None:
             return
-        found = [str(value) if isinstance(value, _AS_TEXT) else value for value in values]
-        kinds = {type(value) for value in found}
-        if other := next((kind for kind in kinds if kind not in _PLAIN), None):
-            self._leave_out(f"it holds values of the type {other.__name__}")
-            return
-        of_cells = self._cells and "text" not in self._kinds
-        self._kinds |= set(map(_kind_of_cell, {*found})) if of_cells else {_PLAIN[kind] for kind in kinds}
-        if any(type(value) is int and not -_MOST_WHOLE <= value < _MOST_WHOLE for value in found):
-            self._kinds.add("text")
-        longest = max((len(value) for value in found if type(value) is str), default=0)
+        if self._cells:
+            longest = max(map(len, values), default=0)
+            self._kinds |= set() if "text" in self._kinds else set(map(_kind_of_cell, {*values}))
+        else:
+            values = [str(value) if isinstance(value, _AS_TEXT) else value for value in values]
+            kinds = {type(value) for value in values}
+            if other := next((kind for kind in kinds if kind not in _PLAIN), None):
+                self._leave_out(f"it holds values of the type {other.__name__}")
+                return
+            self._kinds |= {_PLAIN[kind] for kind in kinds}
+            if any(type(value) is int and not -_MOST_WHOLE <= value < _MOST_WHOLE for value in values):
+                self._kinds.add("text")
+            longest = max((len(value) for value in values if type(value) is str), default=0)
         if longest > _LONGEST and not self._is_named:
             self._leave_out(f"it has texts of {longest:,} letters, and more than {_LONGEST} are not kept")
             return
-        self._blocks.append(json.dumps(found))
+        self._blocks.append(json.dumps(values))
 
     def _leave_out(self, why: str) -> None:
         self._unfit, self._blocks = why, []
@@ -213,10 +216,8 @@ class _Column:
 
 
 def _kind_of_cell(text: str) -> str:
-    if not text:
-        return _GAP
-    if _WHOLE.fullmatch(text):
-        return "whole"
+    if not text or _WHOLE.fullmatch(text):
+        return "whole" if text else _GAP
     return "number" if _NUMBER.fullmatch(text) and not _CODE.fullmatch(text) else "text"
 
 
