@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from dualeval.cli.grouped import PATH
+from dualeval.errors import UsageError
 
 
 @click.command()
@@ -29,6 +31,9 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
 
     The file asks for nothing else: it can be sent as it is. RUN is an output folder.
     """
+    if out is not None and (out.suffix.lower() != ".html" or out.is_dir()):
+        raise UsageError(f"--out {out}: expected the name of a file that ends in .html")
+    from dualeval.engine.identity.data import contents_now
     from dualeval.engine.rescoring import check_finished
     from dualeval.report.page.writing import check_installed, write_report
     from dualeval.result import JOB
@@ -37,5 +42,14 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
     check_installed()
     check_finished(run)
     task, problem = task_of_run(run / JOB)
+    job = json.loads((run / JOB).read_text("utf-8")).get("job", {})
+    # The contents of drawn samples are those of these alone.
+    if (
+        task is not None
+        and "sample" not in job
+        and len(task.dataset()) >= job["samples"]
+        and contents_now(task.dataset(), job["samples"]) != job["contents"]
+    ):
+        task, problem = None, f"files of the data of {run} have changed since: nothing of them is shown."
     page = write_report(run, task, against=against, out=out, problem=problem)
     click.echo(f"the report is in {page}")

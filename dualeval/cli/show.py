@@ -95,7 +95,8 @@ def _print_classes(rows: JudgedRows, classes: Sequence[int] | None) -> None:
     head, lines = classes_of(rows.result, rows.folder)
     if not head:
         raise UsageError(
-            f"{rows.folder} has no metric by class. Evaluate with --metric precision_recall, or confusion."
+            f"{rows.folder} has no metric by class."
+            + (" Evaluate with --metric precision_recall, or confusion." if rows.has_classes else "")
         )
     _print(head, [line for index, line in enumerate(lines) if classes is None or index in classes])
 

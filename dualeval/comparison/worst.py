@@ -27,6 +27,7 @@ from dualeval.wording import nearest
 TARGET, PREDICTION, CONFIDENCE, LOSS = "target", "prediction", "confidence", "loss"
 By = Literal["mistake", "loss", "any"]
 _BINS = 15  # as of the metric ece
+_NAMED = 12  # classes in a message
 
 _Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -208,13 +209,14 @@ class JudgedRows:
     def _sample(self, row: Mapping[str, Any]) -> Sample:
         columns = {name: np.array([row[name]]) for name in self._columns}
         values, there = self.measure.of(columns) if self.measure is not None else ([0.0], [False])
-        answer = next((name for name in (*PREDICTION_COLUMNS, "generated") if name in row), "")
+        own = {name: value for name, value in row.items() if name not in self.data_names}
+        answer = next((name for name in (*PREDICTION_COLUMNS, "generated") if name in own), "")
         # Of choices the column "answer" is the right one.
-        target = TARGET if TARGET in row or answer != PREDICTION else "answer"
+        target = TARGET if TARGET in own or answer != PREDICTION else "answer"
         return Sample(
             row=row,
-            target=self._named(row, target),
-            prediction=self._named(row, answer),
+            target=self._named(own, target),
+            prediction=self._named(own, answer),
             correct=bool(self._is_right(columns)[0]) if self.judges else None,
             confidence=float(row[CONFIDENCE]) if self.has_confidence else None,
             loss=float(values[0]) + 0.0 if there[0] else None,  # no -0.0
@@ -237,10 +239,14 @@ class JudgedRows:
 
     def classes_called(self, name: str) -> list[int]:
         """The indices of the classes of a name, or the one of a number."""
-        found = [index for index, each in enumerate(self.class_names) if each == name]
-        if self.has_classes and (found or name.isdecimal()):
+        known = self.class_names
+        found = [index for index, each in enumerate(known) if each == name]
+        is_number = name.isdecimal() and (not known or int(name) < len(known))
+        if self.has_classes and (found or is_number):
             return found or [int(name)]
-        hint = nearest(name, [each for each in self.class_names if each is not None])
+        there = [each for each in known if each is not None]
+        hint = nearest(name, there) or (f" It has {', '.join(there[:_NAMED])}" if there else "")
+        hint += (", ..." if len(there) > _NAMED else ".") if hint.startswith(" It has") else ""
         raise UsageError(
             f"--class {name}: {self.folder} has no such class.{hint} Give a class's name or number"
             + ("." if self.has_classes else "; its samples have no single class, so leave it out.")

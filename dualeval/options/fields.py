@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice, check_count
-from dualeval.wording import refuse_url
+from dualeval.wording import did_you_mean, refuse_url
 
 _BOOLS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -222,6 +222,10 @@ def of_python(
     for name, instead in _IN_PYTHON.items():
         if name in options and hasattr(kind, name):
             raise TypeError(f"{name} is no argument here: {instead}")
+    known = [*kind.__dataclass_fields__, "metrics"]  # type: ignore[attr-defined]
+    if unknown := next((name for name in options if name not in known), None):
+        task = kind.__name__.removesuffix("Options")  # type: ignore[attr-defined]
+        raise TypeError(f"{task} has no option {unknown!r}.{did_you_mean(unknown, known)}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     return kind(**own, **given, metric=tuple(metrics))
 

@@ -54,7 +54,7 @@ class LanguageModeling(TextTask):
         metrics: names of metrics; none for all of the data's kind.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/language-modeling.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, text, max_length, stride,
+            weights, weights_key, weights_prefix, trust_checkpoint, text, keep, max_length, stride,
             target_delimiter, max_new_tokens, stop_at_newline, ignore.
 
     Raises:

@@ -156,6 +156,19 @@ def test_what_is_worse_follows_from_the_scores(
         rows.classes_called("cat")
 
 
+def test_the_users_columns_name_no_class(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def with_columns(table: pyarrow.Table) -> pyarrow.Table:
+        for name in ("target_name", "prediction_name"):
+            field = pyarrow.field(name, pyarrow.string(), metadata={"dualeval": "data"})
+            table = table.append_column(field, [["mine"] * len(table)])
+        return table
+
+    rows = rows_of(changed(runs[0], tmp_path / "run", with_columns))
+    assert rows.data_names == ("target_name", "prediction_name")
+    [sample] = rows.samples([1])
+    assert (sample.target, sample.prediction) == (str(sample.row["target"]), str(sample.row["prediction"]))
+
+
 def test_of_equal_samples_the_first_come_first(runs: tuple[Path, Path], tmp_path: Path) -> None:
     table = pyarrow.table({"id": [*map(str, range(300))], "index": range(300), "ok": [False] * 300})
     run = changed(runs[0], tmp_path / "run", lambda _: table, scores={"ok": {"column": "ok"}})

@@ -417,8 +417,10 @@ def test_the_class_of_a_task_has_the_options_of_the_command_line(name: str) -> N
                 kind(model=torch.nn.Identity(), data="nowhere", **{option.name: ("x",)})
     with pytest.raises(UsageError, match=r"metrics='f1': expected a list of names, as metrics=\['f1'\]"):
         kind(model=torch.nn.Identity(), data="nowhere", metrics="f1")
-    with pytest.raises(TypeError, match="nosuch"):
-        kind(model=torch.nn.Identity(), data="nowhere", nosuch=1)
+    with pytest.raises(
+        TypeError, match=rf"^{kind.__name__} has no option 'weight'\. Did you mean weights\?$"
+    ):
+        kind(model=torch.nn.Identity(), data="nowhere", weight=1)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -141,13 +141,13 @@ def test_a_run_of_which_there_is_little_to_say() -> None:
     assert links == ["#provenance"]
 
 
-def test_metrics_with_intervals_are_drawn_first_and_the_rest_is_in_the_table() -> None:
+def test_metrics_with_intervals_are_drawn_and_the_rest_is_in_the_table() -> None:
     metrics = {f"m{number}": 0.5 for number in range(12)}
     headlines = [replace(content().headlines[1], name=name) for name in metrics]
     group = {"label": "A", "samples": 9, "metrics": metrics, "intervals": {"m11": [0.4, 0.6]}, "small": None}
     page = render(content(headlines=headlines, slices={"a": [group]}))
     drawn = re.findall(r'aria-label="(m\d+) by a', page)
-    assert drawn == ["m11", "m0", "m1", "m2", "m3", "m4", "m5", "m6"]
+    assert drawn == ["m11"]
     assert "More groups and metrics are in the table." in page and ">m10</button>" in page
 
 
@@ -202,9 +202,21 @@ def test_words_of_the_command_that_are_wrong(runs: Path, tmp_path: Path) -> None
         ([runs / "c"], "there is no folder"),
         ([runs / "a", "--against", runs / "c"], "there is no folder"),
         ([runs / "a", "--out", tmp_path / "none/page.html"], "Give --out FILE in a folder of your own"),
+        (
+            [runs / "a", "--out", runs / "a/predictions.parquet"],
+            "expected the name of a file that ends in .html",
+        ),
+        ([runs / "a", "--out", tmp_path], "expected the name of a file that ends in .html"),
     ):
         done = CliRunner().invoke(dualeval, ["report", *map(str, words)])
         assert isinstance(done.exception, UsageError) and said in str(done.exception)
+
+
+def test_a_finished_run_asked_for_other_groups_has_a_page_of_these(launch: Launch, tmp_path: Path) -> None:
+    launch([*RUN, "--by", "target_name", "--out", tmp_path / "a"]).ok()
+    launch([*RUN, "--by", "prediction_name", "--report", "--out", tmp_path / "a"]).ok()
+    page = (tmp_path / "a/report.html").read_text()
+    assert "by prediction_name, with 95 % intervals" in page and "by target_name, with" not in page
 
 
 def test_fresh_removes_the_page_of_the_earlier_run(launch: Launch, runs: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_the_verdict_is_that_of_compare(runs: tuple[Path, Path], page: PageConte
     assert rows.keys() == found.metrics.keys()
     top1 = found.metrics["top1"]
     assert (rows["top1"]["low"], rows["top1"]["high"], rows["top1"]["p"]) == (*top1.interval, top1.p_holm)
-    assert any(note.startswith("ece is not compared") for note in against.notes)
+    assert any(note.startswith("Not compared: ") and "ece" in note for note in against.notes)
     assert page.calibration and sum(each["count"] for each in page.calibration) == COUNT
 
 
@@ -142,6 +142,31 @@ def test_what_a_task_shows_and_what_it_costs_when_it_cannot(page: PageContent) -
     # The default of a task shows nothing.
     assert Shown(kind="text").picture is None
     assert dualeval.Task.show(NamedTask(1), {}) == ()
+
+
+class Broken(SeededTask):
+    """Shows what cannot be shown, each in another way."""
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        place = row["index"] % 4
+        if place == 0:
+            return Image.new("RGB", (0, 5))
+        if place == 1:
+            raise SystemExit(5)
+        picture = Image.new("RGB", (4000, 20), (1, 2, 3))
+        if place == 2:
+            picture.close()
+        return picture
+
+
+def test_what_cannot_be_shown_costs_its_own_card(runs: tuple[Path, Path]) -> None:
+    shown = {card.index % 4: card.shown[0] for card in page_of(runs[1], Broken(COUNT)).samples}
+    assert [shown[place].kind for place in range(4)] == ["error", "error", "error", "picture"]
+    assert shown[0].text == "ValueError: a picture has 0 x 5 pixels" and shown[1].text.startswith(
+        "SystemExit"
+    )
+    picture = shown[3].picture
+    assert picture is not None and picture.size == (160, 1) and picture.getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Path) -> None:

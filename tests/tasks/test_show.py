@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 from torch import nn
 
+from dualeval.cli import dualeval as command
 from dualeval.errors import UsageError
 from dualeval.options.job import Job, command_of
 from dualeval.result import JOB, RESULT
@@ -96,6 +98,21 @@ def test_data_that_changed_or_are_gone_are_said(pictures: Path, tmp_path: Path) 
     shutil.rmtree(pictures)
     task, why = task_of_run(out / JOB)
     assert task is None and f"the data of {out} cannot be opened again" in why
+
+
+def test_files_that_changed_are_not_shown(pictures: Path, tmp_path: Path) -> None:
+    out = evaluated(images(pictures), tmp_path / "run")
+    page = tmp_path / "page.html"
+
+    def written() -> str:
+        CliRunner().invoke(command, ["report", str(out), "--out", str(page)], catch_exceptions=False)
+        return page.read_text()
+
+    assert "data:image/" in written()
+    Image.new("RGB", (80, 30)).save(pictures / "a" / "0.png")
+    found = written()
+    assert f"files of the data of {out} have changed since: nothing of them is shown." in found
+    assert "data:image/" not in found
 
 
 def test_no_code_is_run_that_the_files_name(pictures: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ def contents_fingerprint(
     most = torch.full((len(blocks), _WORDS), limits.min)
     for number in range(world.local_rank, len(blocks), world.local_size):
         control.progress.step("setup")
-        words = hashlib.sha256(str(read(blocks[number])).encode()).digest()[: 8 * _WORDS]
-        least[number] = most[number] = torch.frombuffer(bytearray(words), dtype=torch.int64)
+        least[number] = most[number] = torch.frombuffer(_hash_of(read, blocks[number]), dtype=torch.int64)
     control.meet()
     own = least.clone()
     # Two short ones, whatever the number of ranks: a list of each rank's hashes would be megabytes.
@@ -49,6 +49,18 @@ def contents_fingerprint(
     if differing:
         _refuse(dataset, blocks, differing, own, backend)
     return hashlib.sha256(least.numpy().tobytes()).hexdigest()
+
+
+def contents_now(dataset: Dataset, samples: int) -> str | None:
+    """What ``contents_fingerprint`` is of the data as they lie there now, read by this process alone."""
+    read = getattr(dataset, "content_fingerprint", None)
+    if read is None:
+        return None
+    return hashlib.sha256(b"".join(_hash_of(read, block) for block in blocks_of(samples))).hexdigest()
+
+
+def _hash_of(read: Callable[[range], str], block: range) -> bytearray:
+    return bytearray(hashlib.sha256(str(read(block)).encode()).digest()[: 8 * _WORDS])
 
 
 def blocks_of(samples: int) -> list[range]:

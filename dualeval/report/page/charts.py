@@ -69,16 +69,26 @@ def draw_groups(by: str, groups: Sequence[Mapping[str, Any]], whole: Headline, n
             axes.axvline(scale * whole.value, **_DASHED)
         for at, group in enumerate(shown):
             value = group["metrics"][whole.name]
-            ends = [scale * end for end in group["intervals"].get(whole.name) or (value, value)]
+            ends = [scale * end for end in _ends(group, whole)]
             colour = _COLOUR["muted" if group.get("small") else "accent"]
             axes.plot(ends, (at, at), color=colour, linewidth=2)
             axes.plot(scale * value, at, "o", color=colour, mfc="none" if group.get("small") else colour)
         if whole.unit == "fraction":
             low, high = axes.get_xlim()
             axes.set_xlim(max(low, -1), min(high, 101))
+        elif ends := [end for each in shown if not each.get("small") for end in _ends(each, whole)]:
+            # Groups of a few samples would press all others together.
+            room = (max(ends) - min(ends)) / 2
+            low, high = axes.get_xlim()
+            axes.set_xlim(max(low, min(ends) - room), min(high, max(ends) + room))
         _name_rows(axes, [group["label"] for group in shown])
         axes.set_xlabel(printable(whole.name) + (f", {unit}" if unit else ""))
         return _svg(figure, name, f"{whole.name} by {by}, with 95 % intervals")
+
+
+def _ends(group: Mapping[str, Any], whole: Headline) -> Sequence[float]:
+    value = group["metrics"][whole.name]
+    return group["intervals"].get(whole.name) or (value, value)
 
 
 def draw_seconds(ranks: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> Markup:

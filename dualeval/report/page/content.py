@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Of a page: cards by reason.
 _CARDS, _LOSSES = 60, 30
+_THUMBNAIL = 160  # pixels of the longer side
 # By class these come first, as far as they are there.
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy")
 # A rank's parts of the loop and of its end, and what took the time where one is the largest.
@@ -139,9 +140,9 @@ def build(
     confusions = confusions_of(result, folder, names)
     confusion = next(iter(confusions.values()), None)
     columns, by_class = classes_of(result, folder)
-    model = result.description.get("model")
+    model = result.description.get("model", "")
     return PageContent(
-        title=result.job.get("task", "run") if model is None else f"{model}: {result.job.get('task', 'run')}",
+        title=f"{folder.absolute().name}: {model or result.job.get('task', 'run')}",
         about=_about(result),
         headlines=_headlines(result),
         against=[_against(comparison) for comparison in comparisons],
@@ -169,7 +170,11 @@ def _about(result: Result) -> list[tuple[str, str]]:
     part = result.part or {"kind": "all", "samples": result.samples["total"], "of": result.samples["total"]}
     failed = result.samples["failed"]
     samples = described_part(part) + (f"; {failed:,} could not be read" if failed else "")
-    return [*result.description.items(), ("samples", samples), ("finished", str(result.finished_at))]
+    finished = f"{(result.finished_at or '')[:16].replace('T', ' ')} UTC"
+    clusters = result.clusters
+    own = [("clusters", f"{clusters['count']:,} by {clusters['column']}")] if clusters else []
+    task = [("task", str(result.job["task"]))] if result.job.get("task") else []
+    return [*task, *result.description.items(), ("samples", samples), *own, ("finished", finished)]
 
 
 def _headlines(result: Result) -> list[Headline]:
@@ -191,7 +196,10 @@ def _headlines(result: Result) -> list[Headline]:
 
 def _against(comparison: Comparison) -> Against:
     flips = flips_of(comparison)
-    reasons = [f"{name} is not compared: {reason}" for name, reason in comparison.not_compared.items()]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in comparison.not_compared.items():
+        by_reason.setdefault(reason, []).append(name)
+    reasons = [f"Not compared: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
     return Against(
         folder=comparison.a["folder"],
         verdict=comparison.said_of("this run"),
@@ -232,7 +240,11 @@ def _chosen(rows: JudgedRows, comparisons: Sequence[Comparison]) -> tuple[dict[i
 
 def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
     row = sample.row
-    named = [*rows.data_names, *(column for score in rows.scores.values() for column in score.columns)]
+    named = [*rows.data_names]
+    for score in rows.scores.values():
+        named += (name for name in (score.column, score.over, score.weight) if name is not None)
+    # What a card has in words, or says in its own place.
+    apart = {TARGET, PREDICTION, CONFIDENCE, LOSS, "rank", *([rows.measure.name] if rows.measure else [])}
     return SampleShown(
         id=str(row["id"]),
         index=int(row["index"]),
@@ -245,7 +257,8 @@ def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any
         columns={
             name: f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name])
             for name in dict.fromkeys(named)
-            if name not in (TARGET, PREDICTION, CONFIDENCE, LOSS)
+            if (name in rows.data_names or not (name in apart or isinstance(row[name], bool)))
+            and row[name] == row[name]  # no NaN
         },
         slices=tuple(rows.slices_of(row)),
         shown=_things(task, row),
@@ -260,7 +273,7 @@ def _things(task: Any, row: Mapping[str, Any]) -> tuple[Shown, ...]:
         found = task.show(row)
         things = found if isinstance(found, list | tuple) else [found]
         return tuple(_thing(each) for each in things)
-    except Exception as error:  # noqa: BLE001 - see above
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - see above
         return (Shown(kind="error", text=with_type(error)),)
 
 
@@ -272,8 +285,18 @@ def _thing(value: Any) -> Shown:
     from PIL import Image
 
     if isinstance(value, Image.Image):
-        return Shown(kind="picture", picture=value)
+        # Now: a file that is damaged or closed fails here, and large pictures are not kept.
+        return Shown(kind="picture", picture=thumbnail(value))
     raise TypeError(f"show returned a {type(value).__name__}: expected a PIL picture, a text or a mapping")
+
+
+def thumbnail(picture: Image.Image) -> Image.Image:
+    """A copy that a card has room for."""
+    if not min(picture.size):
+        raise ValueError(f"a picture has {picture.size[0]} x {picture.size[1]} pixels")
+    small = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    return small
 
 
 # -- classes, seconds, provenance ----------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dualeval.report.page import charts
+from dualeval.report.page.content import thumbnail
 from dualeval.report.table import shown_numbers
 from dualeval.wording import counted, printable_lines
 
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent
 _LIMIT = 3_000_000  # bytes of a page
-# Pixels of a thumbnail's longer side; up to the second a picture is kept as it is, and shown larger.
-_THUMBNAIL, _TINY = 160, 64
+_TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
 _TEXT_LETTERS = 1200
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
@@ -63,6 +63,7 @@ def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any])
         headlines=[
             (each, *_texts(each.value, (each.low, each.high), each.unit)) for each in content.headlines
         ],
+        has_ends=any(each.low is not None for each in content.headlines),
         reasons={reason: _reason(reason, content) for card in cards for reason in card["of"].reasons},
         matrix=_matrix(content) if len(content.confusion_names) <= _MOST_CLASSES else [],
         style=Markup(style),
@@ -195,7 +196,7 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
         most = -(-left // (len(content.slices) - number))
         drawn = [
             charts.draw_groups(name, groups, each, f"slice-{number}-{at}")
-            for at, each in enumerate(_with_intervals_first(shown, groups)[:most])
+            for at, each in enumerate(_drawn(shown, groups)[:most])
         ]
         left -= len(drawn)
         rows = [
@@ -204,6 +205,8 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
         ]
         columns = ("group", "samples", *(each.name for each in shown))
         caption = "Values with 95 % intervals; dashed: all samples. Grey: too few for a statement."
+        if any(group.get("rough") for group in groups):
+            caption += " Rough: an interval that may cover less than 95 %."
         if len(groups) > charts.MOST_GROUPS or len(shown) > most:
             caption += " More groups and metrics are in the table."
         tables = [_table(f"Numbers of {counted(len(groups), 'group')}", columns, rows, folds=True)]
@@ -211,14 +214,17 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
     return parts
 
 
-def _with_intervals_first(shown: Sequence[Headline], groups: Sequence[Mapping[str, Any]]) -> list[Headline]:
-    return sorted(shown, key=lambda each: not any(group["intervals"].get(each.name) for group in groups))
+def _drawn(shown: Sequence[Headline], groups: Sequence[Mapping[str, Any]]) -> Sequence[Headline]:
+    """The metrics that have intervals; all where none has."""
+    return [each for each in shown if any(group["intervals"].get(each.name) for group in groups)] or shown
 
 
 def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> Iterator[dict[str, Any]]:
     for each in shown:
         value = group["metrics"].get(each.name)
-        yield _cell(value, *_texts(value, group["intervals"].get(each.name) or (), each.unit))
+        text, ends = _texts(value, group["intervals"].get(each.name) or (), each.unit)
+        rough = " (rough)" if ends and each.name in group.get("rough", {}) else ""
+        yield _cell(value, text, ends + rough)
 
 
 def _seconds(content: PageContent) -> list[dict[str, Any]]:
@@ -266,8 +272,7 @@ def _start_of(text: str) -> str:
 def _thumbnail(picture: Image.Image) -> dict[str, Any]:
     """The picture as a data URI, in the size that a card has room for."""
     is_tiny = max(picture.size) <= _TINY
-    picture = picture.convert("L" if picture.mode in ("1", "L") else "RGB")
-    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    picture = thumbnail(picture)
     kind, options = ("png", {"optimize": True}) if is_tiny else ("webp", {"quality": 80})
     with io.BytesIO() as file:
         picture.save(file, kind, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,12 @@ def write_report(
     against: Sequence[Path] = (),
     out: Path | None = None,
     problem: str = "",
+    shown: Result | None = None,
 ) -> Path:
     """Make the page of the finished run in a folder, and write it; returns its file.
 
-    A ``problem`` says why the task is None, and so what is missing.
+    A ``problem`` says why the task is None, and so what is missing. ``shown`` is the result as it was shown,
+    where its groups may be others than those of the run.
     """
     from dualeval.options.job import command_of
     from dualeval.report.page.content import build
@@ -46,6 +49,8 @@ def write_report(
 
     notes = [problem] if problem else []
     result = read_result(folder / RESULT)
+    if shown is not None:
+        result = replace(result, slices=shown.slices, warnings=shown.warnings)
     content = build(result, folder, task, against=against, command=command_of(result.job), notes=notes)
     path = out or folder / REPORT
     try:
@@ -61,7 +66,7 @@ def write_at_end(result: Result, task: Any, note: Callable[[str], None]) -> None
     """Write the page of a run that is done: what goes wrong with it is a note."""
     try:
         assert result.folder is not None
-        path = write_report(Path(result.folder), task)
+        path = write_report(Path(result.folder), task, shown=result)
     except Exception as error:  # noqa: BLE001 - the result is on the disk, and the run has done its work
         note(f"{REPORT} could not be made, and the result is complete: {with_type(error)}")
     else:
