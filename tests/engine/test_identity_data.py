@@ -226,7 +226,7 @@ def test_the_option_in_a_task(folder: Path) -> None:
         for value in ("ends", "content")
     ]
     assert len(set(found)) == 2
-    with pytest.raises(UsageError, match="expected ends or content"):
+    with pytest.raises(UsageError, match="expected one of ends, content"):
         small_task(folder, data_fingerprint="all")
     assert ImageClassification().fingerprint()["data_fingerprint"] == "content", "idx files are read whole"
 
