@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
-from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, worst_gate
+from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
 from dualeval.engine.reference import PREDICTION_COLUMNS
 from dualeval.errors import UsageError
@@ -269,7 +269,7 @@ def compare(
             for each, found in groups.items()
         ],
         cluster=column,
-        notes=[*_random(runs), *_notes(pairs, differences, clusters)],
+        notes=[*_random(runs), *_notes(pairs, differences, clusters), *notes_of_failed(groups)],
     )
 
 

@@ -117,6 +117,35 @@ def test_a_small_group_does_not_pass_unless_it_is_left_out(runs: tuple[Path, Pat
     assert not gate.groups and not gate.passed
 
 
+def test_a_group_that_failed_in_one_run_does_not_vanish(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of B all samples of one scanner have failed, and some of another."""
+    of_b, of_a = places(runs[0], "B"), places(runs[0], "A")[:7]
+
+    def failed(table: Any) -> Any:
+        gone = np.zeros(COUNT, bool)
+        gone[[*of_b, *of_a]] = True
+        for at, kept in enumerate(table.schema):
+            if kept.name not in ("id", "index"):
+                values = [None if lost else value for lost, value in zip(gone, table[at].to_pylist(), strict=True)]
+                table = table.set_column(at, kept, pyarrow.array(values, kept.type))
+        return table
+
+    other = changed(runs[0], tmp_path / "b", failed, samples_digest=None)
+    gates = {"worst:top1": 0.2}
+    found = dualeval.compare(runs[0], other, by=("scanner",), gates=gates, skip_small=True)
+    [gate] = found.worst_gates
+    assert [group.passed for group in gate.groups] == [True, False] and gate.skipped == ["C"]
+    assert gate.groups[1].problem == "none of its 300 samples was evaluated in B"
+    assert "not shown for B: none of its 300 samples was evaluated in B" in as_markdown(found)
+    assert "Failed in one run only, by scanner: A 7 of 285 in B, B 300 of 300 in B." in found.notes
+    found = dualeval.compare(other, runs[0], by=("scanner",), gates=gates, skip_small=True)
+    assert found.worst_gates[0].groups[1].problem == "none of its 300 samples was evaluated in A"
+    # Where the other run does not know the column, nobody knows of which group they are.
+    bare = changed(runs[0], tmp_path / "a", lambda table: table.drop_columns("scanner"))
+    [gate] = dualeval.compare(bare, other, by=("scanner",), gates=gates, skip_small=True).worst_gates
+    assert [group.label for group in gate.groups] == ["A", "(unknown)"] and not gate.passed
+
+
 def test_a_group_without_a_number_does_not_pass() -> None:
     difference = ProportionDifference(lost=0, gained=0, samples=1000)
     estimate: Any = type("Estimate", (), {"difference": difference})
