@@ -24,7 +24,7 @@ from dualeval.engine.rescoring import clusters_of_rows, recompute, temporary
 from dualeval.engine.run_state import Run
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError, text_of
-from dualeval.further_columns import KeptColumns, Texts
+from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
 from dualeval.metrics.scores import score_from
 from dualeval.options.choices import columns_of_groups
@@ -37,6 +37,8 @@ _MOST_GROUPS = 1000
 # Below these nothing is said of a group: intervals and bounds of fewer have not been shown to cover.
 FEW_SAMPLES, FEW_CLUSTERS = 30, 5
 _MISSING, _EMPTY = "(missing)", "(empty)"
+# Of a quartile.
+_DIGITS = 6
 
 # A value of each sample: numbers, bools, or texts, of which None is a missing one.
 Keys = npt.NDArray[Any] | Sequence[str | None]
@@ -68,7 +70,8 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
         bins: where columns of more than a dozen different numbers are cut; without it into quartiles.
     """
     names = columns_of_groups([by])
-    found = reduce(_crossed, (_of_column(name, keys[name], bins) for name in names))
+    groups = (_of_column(name, keys[name], bins) for name in names)
+    found = reduce(_crossed, map(_quoted, groups) if len(names) > 1 else groups)
     if len(found.labels) > _MOST_GROUPS:
         raise UsageError(
             f"--by {by}: there are {len(found.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
@@ -86,8 +89,7 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
     distinct = np.unique(keys[is_there])
     if len(distinct) > MOST_VALUES:
         if not edges:
-            quartiles = np.quantile(keys[is_there], [0.25, 0.5, 0.75], method="higher")
-            edges = np.unique(quartiles[quartiles > distinct[0]]).tolist() or [float(distinct[1])]
+            edges = _quartiles(keys[is_there], distinct)
         places = np.searchsorted(edges, keys, side="right")
         labels = values = _between(edges)
     else:
@@ -96,6 +98,18 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
         labels = [str(value).lower() if keys.dtype.kind == "b" else _shown(value) for value in values]
     places = np.where(is_there, places, len(labels))
     return _present(name, places, [*values, None], [*labels, _MISSING])
+
+
+def _quartiles(keys: npt.NDArray[Any], distinct: npt.NDArray[Any]) -> list[float]:
+    """Where numbers are cut into four parts, or fewer where most are equal; in few digits if these do."""
+    # Not by np.quantile, which has whole numbers as float64.
+    quartiles = np.sort(keys)[np.ceil(np.array([0.25, 0.5, 0.75]) * (len(keys) - 1)).astype(np.int64)]
+    edges: list[float] = np.unique(quartiles[quartiles > distinct[0]]).tolist() or distinct[1:2].tolist()
+    if keys.dtype.kind != "f":
+        return edges
+    short = [float(f"{edge:.{_DIGITS}g}") for edge in edges]
+    is_apart = all(low < high for low, high in pairwise([float(distinct[0]), *short]))
+    return short if is_apart and short[-1] <= distinct[-1] else edges
 
 
 def _between(edges: Sequence[float]) -> list[str]:
@@ -114,6 +128,8 @@ def is_of(value: Any, group: Any) -> bool:
 
 
 def _shown(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
 
 
@@ -123,8 +139,13 @@ def _of_texts(name: str, texts: Sequence[str | None]) -> Groups:
     values = sorted(text for text in known if text is not None) + [None] * (None in known)
     order = np.empty(len(known), np.int64)
     order[[known[value] for value in values]] = np.arange(len(known))
-    labels = [_MISSING if value is None else value or _EMPTY for value in values]
+    labels = [_MISSING if value is None else _label_of(value) for value in values]
     return _present(name, order[numbers], values, labels)
+
+
+def _label_of(text: str) -> str:
+    """A text, in quotes where it would be taken for a group that is none of a text."""
+    return f'"{text}"' if text.strip('"') in (_MISSING, _EMPTY) else text or _EMPTY
 
 
 def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str]) -> Groups:
@@ -135,6 +156,11 @@ def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str
         values=[{name: values[place]} for place in present],
         labels=[labels[place] for place in present],
     )
+
+
+def _quoted(groups: Groups) -> Groups:
+    """The same with names in quotes that would be taken for those of a cross."""
+    return replace(groups, labels=[f'"{label}"' if " * " in label else label for label in groups.labels])
 
 
 def _crossed(one: Groups, other: Groups) -> Groups:
@@ -329,13 +355,23 @@ def keys_by_id(columns: KeptColumns, places: npt.NDArray[np.int64]) -> dict[str,
     found: dict[str, Keys] = {}
     is_there = places >= 0
     for name, values in columns.values.items():
+        if not isinstance(values, Texts) and (is_there.all() or _has_room(values)):
+            found[name] = values[places] if is_there.all() else np.where(is_there, values[places], np.nan)
+            continue
         own = values.places if isinstance(values, Texts) else values
-        if isinstance(values, Texts) or (own.dtype.kind == "b" and not is_there.all()):
-            texts = values.distinct if isinstance(values, Texts) else ("false", "true")
-            found[name] = [texts[own[place]] if place >= 0 else None for place in places.tolist()]
-        else:
-            found[name] = own[places] if is_there.all() else np.where(is_there, own[places], np.nan)
+        texts = values.distinct if isinstance(values, Texts) else None
+        found[name] = [
+            None if place < 0 else str(own[place]).lower() if texts is None else texts[own[place]]
+            for place in places.tolist()
+        ]
     return found
+
+
+def _has_room(values: npt.NDArray[Any]) -> bool:
+    """Whether float64 has room for all values, and for a missing one."""
+    if values.dtype.kind == "i" and len(values):
+        return bool(-MOST_EXACT <= values.min() and values.max() <= MOST_EXACT)
+    return values.dtype.kind == "f"
 
 
 def _keys(name: str, rows: Rows) -> Keys:

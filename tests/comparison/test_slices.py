@@ -126,7 +126,9 @@ def test_a_group_that_failed_in_one_run_does_not_vanish(runs: tuple[Path, Path],
         gone[[*of_b, *of_a]] = True
         for at, kept in enumerate(table.schema):
             if kept.name not in ("id", "index"):
-                values = [None if lost else value for lost, value in zip(gone, table[at].to_pylist(), strict=True)]
+                values = [
+                    None if lost else value for lost, value in zip(gone, table[at].to_pylist(), strict=True)
+                ]
                 table = table.set_column(at, kept, pyarrow.array(values, kept.type))
         return table
 

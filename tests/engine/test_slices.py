@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.engine.rescoring import rescore
-from dualeval.engine.slices import groups_of
+from dualeval.engine.slices import groups_of, keys_by_id
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
+from dualeval.further_columns import KeptColumns
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.result import Result, read_result
 from dualeval.tasks.image_classification import ImageClassification
@@ -293,6 +294,25 @@ def test_groups_of_each_kind_of_column() -> None:
     assert len(labels(ages % 12, bins=(5,))) == 12 and len(labels(ages % 13)) == 4
     # Most are equal: there are fewer quartiles.
     assert labels(np.concatenate([np.zeros(90), np.arange(20.0)])) == [("<1", 91), ("1 or more", 19)]
+    large = [2**53 + 1, 2**53, 10**15 + 1, 10**15]
+    assert labels(np.array(large)) == [(str(value), 1) for value in sorted(large)]
+    assert labels(np.arange(13) + 2**53)[0] == ("<9007199254740995", 3)
+    # Texts that look like the names of other groups, and digits that nobody needs.
+    texts = ["", None, "(empty)", "(missing)", '"(empty)"']
+    assert {label for label, _ in labels(texts)} == {
+        "(empty)",
+        "(missing)",
+        '"(empty)"',
+        '"(missing)"',
+        '""(empty)""',
+    }
+    assert [label for label, _ in labels(ages / 7)] == [
+        "<3.57143",
+        "3.57143 to <7.14286",
+        "7.14286 to <10.7143",
+        "10.7143 or more",
+    ]
+    assert "<1.000000025" in labels(1 + ages * 1e-9)[0][0]
     with pytest.raises(UsageError, match="there are 2,000 groups, expected 1,000 at most"):
         labels([str(at) for at in range(2000)])
 
@@ -303,6 +323,23 @@ def test_a_cross_has_the_groups_that_there_are() -> None:
     assert found.labels == ["A * false", "A * true", "B * false"]
     assert found.values[1] == {"scanner": "A", "sex": True}
     assert [places.tolist() for places in found.members()] == [[3], [0, 2], [1]]
+
+
+def test_a_cross_has_no_two_groups_of_one_name() -> None:
+    found = groups_of("a*b", {"a": ["x * y", "x"], "b": ["z", "y * z"]})
+    assert sorted(found.labels) == ['"x * y" * z', 'x * "y * z"']
+
+
+def test_rows_that_a_table_lacks() -> None:
+    kept = KeptColumns(
+        values={"old": np.array([True, False]), "id": np.array([2**53 + 1, 2**53]), "age": np.array([4, 5])}
+    )
+    places = np.array([1, 0, -1])
+    found = keys_by_id(kept, places)
+    assert found["old"] == ["false", "true", None]
+    assert found["id"] == ["9007199254740992", "9007199254740993", None]
+    assert repr(found["age"].tolist()) == "[5.0, 4.0, nan]"  # type: ignore[union-attr]
+    assert keys_by_id(kept, places[:2])["id"].tolist() == [2**53, 2**53 + 1]  # type: ignore[union-attr]
 
 
 # -- metrics by group ----------------------------------------------------------------------------------
