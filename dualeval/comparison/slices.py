@@ -159,7 +159,7 @@ def notes_of_failed(groups: Mapping[str, Sequence[Group[Any]]]) -> list[str]:
 
 
 def _known(pairs: Pairs, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows that failed in B and in A only, of the run that has evaluated them, where it has all columns."""
+    """The rows that failed in B and in A only, of the other run, where that has all columns."""
     rows = ((pairs.a, pairs.only_a), (pairs.b, pairs.only_b))
     known = [own if all(run.rows.whole(name) is not None for name in names) else own[:0] for run, own in rows]
     return known[0], known[1]

@@ -370,7 +370,7 @@ def keys_by_id(columns: KeptColumns, places: npt.NDArray[np.int64]) -> dict[str,
 def _has_room(values: npt.NDArray[Any]) -> bool:
     """Whether float64 has room for all values, and for a missing one."""
     if values.dtype.kind == "i" and len(values):
-        return bool(-MOST_EXACT <= values.min() and values.max() <= MOST_EXACT)
+        return bool(values.min() >= -MOST_EXACT and values.max() <= MOST_EXACT)
     return values.dtype.kind == "f"
 
 

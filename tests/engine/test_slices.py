@@ -574,6 +574,11 @@ def test_the_command_slices_by_columns_and_tables(
         (("--by", "site", "--table", "no.csv"), "--table no.csv does not exist"),
         (("--by", "x", "--table", "{images}/sites.csv"), "has the columns id, site: --by names none of them"),
         (("--by", "x", "--table", "{images}/val.csv"), "expected id and others"),
+        (("--by", "site", "--table", "{images}/headings.csv"), "headings.csv holds no row: expected"),
+        (
+            ("--by", "site", "--table", "{images}/lists.jsonl"),
+            "--by site: samples cannot be grouped by this column of",
+        ),
         (("--by", "site", "--table", "{images}/twice.csv"), "line 3 has the id of line 2, a.png"),
         (("--by", "site", "--table", "{images}/other.csv"), "none of its 1 ids is in"),
     ],
@@ -586,6 +591,8 @@ def test_wrong_usage_of_the_command(
     says: str,
 ) -> None:
     (images / "twice.csv").write_text("id,site\na.png,N\na.png,S\n")
+    (images / "headings.csv").write_text("id,site\n")
+    (images / "lists.jsonl").write_text('{"id": "a.png", "site": ["N"]}\n')
     (images / "other.csv").write_text("id,site\nz.png,N\n")
     code, out, err = command(run_of_images, *(word.format(images=images) for word in words))
     assert (code, out) == (2, "") and says in err
