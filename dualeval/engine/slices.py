@@ -27,7 +27,7 @@ from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
 from dualeval.metrics.scores import score_from
-from dualeval.options.choices import columns_of_groups
+from dualeval.options.choices import columns_of_groups, shown_bins
 from dualeval.result import Result
 from dualeval.wording import counted
 
@@ -37,6 +37,7 @@ _MOST_GROUPS = 1000
 # Below these nothing is said of a group: intervals and bounds of fewer have not been shown to cover.
 FEW_SAMPLES, FEW_CLUSTERS = 30, 5
 _MISSING, _EMPTY = "(missing)", "(empty)"
+_NUMBERS = ("i", "u", "f")
 # Of a quartile.
 _DIGITS = 6
 
@@ -67,10 +68,12 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     Args:
         by: a column's name, or several with ``*`` between.
         keys: by column, a value of each sample.
-        bins: where columns of more than a dozen different numbers are cut; without it into quartiles.
+        bins: where a column of numbers is cut; of several those of more than a dozen different numbers, if
+            there is one. Without it these are cut into quartiles.
     """
     names = columns_of_groups([by])
-    groups = (_of_column(name, keys[name], bins) for name in names)
+    cut = _cut(names, keys) if bins else ()
+    groups = (_of_column(name, keys[name], bins if name in cut else ()) for name in names)
     found = reduce(_crossed, map(_quoted, groups) if len(names) > 1 else groups)
     if len(found.labels) > _MOST_GROUPS:
         raise UsageError(
@@ -80,14 +83,40 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     return found
 
 
+def _cut(names: Sequence[str], keys: Mapping[str, Keys]) -> Sequence[str]:
+    """The columns that bins cut."""
+    numbers = [name for name in names if kind_of_keys(keys[name]) in _NUMBERS]
+    wide = [name for name in numbers if len(_distinct(np.asarray(keys[name]))) > MOST_VALUES]
+    return numbers if len(numbers) == 1 else wide or numbers
+
+
+def kind_of_keys(keys: Keys) -> str:
+    """numpy's kind of a column: "b", "i", "u" or "f"; "" of texts."""
+    return keys.dtype.kind if isinstance(keys, np.ndarray) else ""
+
+
+def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[str, str]) -> str | None:
+    """What is wrong where bins cut no column, from each one's kind; None where they do."""
+    names = columns_of_groups(by)
+    if not bins or any(kinds[name] in _NUMBERS for name in names):
+        return None
+    held = ", ".join(f"{name} holds {'true and false' if kinds[name] == 'b' else 'texts'}" for name in names)
+    return f"--bins {shown_bins(bins)} cuts columns of numbers, and none is named: {held}. Leave --bins out."
+
+
+def _distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    found = np.unique(keys)
+    return found[found == found]  # without NaN
+
+
 def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
     if not isinstance(keys, np.ndarray):
         return _of_texts(name, keys)
     if keys.ndim != 1:
         raise UsageError(f"--by {name}: it has several values a sample, expected one")
     is_there = ~np.isnan(keys) if keys.dtype.kind == "f" else np.ones(len(keys), np.bool_)
-    distinct = np.unique(keys[is_there])
-    if len(distinct) > MOST_VALUES:
+    distinct = _distinct(keys)
+    if edges or len(distinct) > MOST_VALUES:
         if not edges:
             edges = _quartiles(keys[is_there], distinct)
         places = np.searchsorted(edges, keys, side="right")
@@ -214,6 +243,8 @@ class Slicing:
     metrics: Sequence[Metric | RowMetric]
     # The column of samples that go together; None where there is none.
     cluster: str | None = None
+    # Whether bins that cut nothing are refused; else a warning says so.
+    is_strict: bool = False
     # Called with every window and group.
     step: Callable[[], None] = lambda: None
 
@@ -288,6 +319,10 @@ class Slicing:
                 columns = mapped.columns()
             of_columns = {name: columns[name] for name in columns_of_groups(self.by) if name not in keys}
             found = {**keys, **{name: _keys(name, rows) for name, rows in of_columns.items()}}
+            kinds = {name: kind_of_keys(values) for name, values in found.items()}
+            unused = bins_without_use(self.by, self.bins, kinds)
+            if unused is not None and self.is_strict:
+                raise UsageError(unused)
             for by in dict.fromkeys(self.by):
                 groups = groups_of(by, found, self.bins)
                 members = zip(groups.values, groups.labels, groups.members(), strict=True)
@@ -297,7 +332,8 @@ class Slicing:
                 ]
         without = [metric.name for metric in self.metrics if metric not in self._sliced]
         said = f"no slices of {', '.join(without)}: what they read is not kept, or they take whole batches"
-        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
+        more = [*filter(None, [unused]), *([said] if without else [])]
+        return replace(result, slices=slices, warnings=[*result.warnings, *more])
 
     def _group(self, rows: _Chosen, value: Mapping[str, Any], label: str, samples: int) -> dict[str, Any]:
         self.step()

@@ -221,7 +221,14 @@ def test_a_family_of_groups_errs_in_5_percent(at_margin: int) -> None:
     ("options", "says"),
     [
         ({"gates": {"worst:top1": 0.1}}, "--gate worst:top1 is about groups: give --by COLUMN"),
-        ({"gates": {"worst:what": 0.1}, "by": ("scanner",)}, "--gate what: .* has no such metric"),
+        ({"gates": {"worst:what": 0.1}, "by": ("scanner",)}, "--gate worst:what: .* has no such metric"),
+        ({"gates": {"worst:": 0.1}, "by": ("scanner",)}, "--gate worst:: .* has no such metric"),
+        (
+            {"gates": {"worst:top1": -0.1}, "by": ("scanner",)},
+            "--gate worst:top1=-0.1: .* as worst:top1=0.002",
+        ),
+        ({"by": ("scanner",), "skip_small": True}, "--skip-small leaves small groups out of gates, and no"),
+        ({"by": ("scanner",), "bins": (40,)}, "--bins 40 cuts columns of numbers, .*: scanner holds texts"),
         ({"by": ("nothing",)}, "--by nothing: neither run has this column"),
         ({"by": ("top",)}, "--by top: it has several values a sample"),
         ({"by": ("prediction",)}, "--by prediction: it is not the same in both runs"),

@@ -290,8 +290,9 @@ def test_groups_of_each_kind_of_column() -> None:
     ages = np.arange(100)
     assert labels(ages) == [("<25", 25), ("25 to <50", 25), ("50 to <75", 25), ("75 or more", 25)]
     assert labels(ages, bins=(0, 40, 60)) == [("0 to <40", 40), ("40 to <60", 20), ("60 or more", 40)]
-    # A dozen different numbers are groups of their own, with bins too.
-    assert len(labels(ages % 12, bins=(5,))) == 12 and len(labels(ages % 13)) == 4
+    # A dozen different numbers are groups of their own, without bins.
+    assert len(labels(ages % 12)) == 12 and len(labels(ages % 13)) == 4
+    assert labels(ages % 12, bins=(5,)) == [("<5", 44), ("5 or more", 56)]
     # Most are equal: there are fewer quartiles.
     assert labels(np.concatenate([np.zeros(90), np.arange(20.0)])) == [("<1", 91), ("1 or more", 19)]
     large = [2**53 + 1, 2**53, 10**15 + 1, 10**15]
@@ -323,6 +324,15 @@ def test_a_cross_has_the_groups_that_there_are() -> None:
     assert found.labels == ["A * false", "A * true", "B * false"]
     assert found.values[1] == {"scanner": "A", "sex": True}
     assert [places.tolist() for places in found.members()] == [[3], [0, 2], [1]]
+
+
+def test_bins_cut_a_cross() -> None:
+    ages, grades = np.arange(60), np.arange(60) % 3
+    keys: Mapping[str, Any] = {"age": ages, "grade": grades, "sex": ["f", "m"] * 30}
+    assert groups_of("age*grade", keys, (30,)).labels[:3] == ["<30 * 0", "<30 * 1", "<30 * 2"]
+    assert groups_of("sex*grade", keys, (1,)).labels == ["f * <1", "f * 1 or more", "m * <1", "m * 1 or more"]
+    keys = {"a": grades, "b": grades}
+    assert groups_of("a*b", keys, (1,)).labels == ["<1 * <1", "1 or more * 1 or more"]
 
 
 def test_a_cross_has_no_two_groups_of_one_name() -> None:
@@ -411,6 +421,15 @@ def test_clusters_inside_of_groups(tmp_path: Path) -> None:
     assert found["intervals"]["loss"] != naive["intervals"]["loss"] and found["metrics"] == naive["metrics"]
     few = evaluate(ScannedTask(), None, batch_size=32, by=("is_female",), cluster="scanner")
     assert few.slices["is_female"][0]["small"] == "only 3 clusters: too few for a statement"
+
+
+def test_bins_that_cut_nothing_cost_no_run() -> None:
+    result = evaluate(ScannedTask(), None, batch_size=32, by=("scanner*is_female",), bins=(40, 60.5))
+    assert len(result.slices["scanner*is_female"]) == 6
+    assert result.warnings[-1] == (
+        "--bins 40,60.5 cuts columns of numbers, and none is named: scanner holds texts, is_female holds "
+        "true and false. Leave --bins out."
+    )
 
 
 def test_groups_that_are_too_many_cost_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,7 +589,10 @@ def test_the_command_slices_by_columns_and_tables(
         ((), "--by is missing: name a column"),
         (("--by", "site"), "--by site: "),
         (("--by", "top"), "--by top: it has several values a sample"),
-        (("--by", "scanner", "--bins", "3,1"), "--bins 3.0,1.0: expected numbers that ascend"),
+        (("--by", "scanner", "--bins", "3,1"), "--bins 3,1: expected numbers that ascend"),
+        (("--by", "scanner", "--bins", "3,1.5"), "--bins 3,1.5: expected numbers that ascend"),
+        (("--by", "age*"), "--by 'age*': a column's name is missing"),
+        (("--by", "scanner", "--bins", "40,60"), "--bins 40,60 cuts columns of numbers, and none is named: "),
         (("--by", "site", "--table", "no.csv"), "--table no.csv does not exist"),
         (("--by", "x", "--table", "{images}/sites.csv"), "has the columns id, site: --by names none of them"),
         (("--by", "x", "--table", "{images}/val.csv"), "expected id and others"),
