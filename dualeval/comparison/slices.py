@@ -15,7 +15,7 @@ from dualeval.comparison.statistics import LEVEL, Difference
 from dualeval.engine.slices import Keys, groups_of, too_small
 from dualeval.errors import UsageError
 from dualeval.options.choices import columns_of_groups
-from dualeval.wording import counted
+from dualeval.wording import counted, did_you_mean
 
 # Groups that a note names.
 _NAMED = 5
@@ -180,7 +180,7 @@ def _keys(pairs: Pairs, name: str, known: Sequence[npt.NDArray[np.int64]]) -> Ke
     if not there:
         raise UsageError(
             f"--by {name}: neither run has this column. {pairs.a.rows.path} has "
-            f"{', '.join(pairs.a.rows.names)}."
+            f"{', '.join(pairs.a.rows.names)}.{did_you_mean(name, pairs.a.rows.kinds)}"
         )
     if any(pyarrow.types.is_nested(column.type) for column in there):
         raise UsageError(f"--by {name}: it has several values a sample, expected one")

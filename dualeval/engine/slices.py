@@ -20,7 +20,7 @@ from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.folder.windows import WINDOW_ROWS
 from dualeval.engine.measured import fields_of_result
-from dualeval.engine.rescoring import clusters_of_rows, recompute, temporary
+from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute, temporary
 from dualeval.engine.run_state import Run
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError, text_of
@@ -29,7 +29,7 @@ from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.scores import score_from
 from dualeval.options.choices import columns_of_groups, shown_bins
 from dualeval.result import Result
-from dualeval.wording import counted
+from dualeval.wording import counted, did_you_mean
 
 # More different numbers than these are cut.
 MOST_VALUES = 12
@@ -263,6 +263,8 @@ class Slicing:
 
     def of_rows(self, result: Result, rows: StoredRows, keys: Mapping[str, Keys] | None = None) -> Result:
         """The same of a finished run; ``keys`` are values that its rows have not, an entry a row."""
+        if self.cluster is not None:
+            check_column_of_clusters(rows, self.cluster)
         given = dict(keys or {})
         for name in columns_of_groups(self.by):
             if name in rows.names or name in given:
@@ -272,6 +274,7 @@ class Slicing:
                 raise UsageError(
                     f"--by {name}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
                     "A run keeps those of its data that --keep names; --table FILE.csv takes those of a file."
+                    f"{did_you_mean(name, rows.kinds)}"
                 )
             given[name] = column.to_pylist()
         wanted = self._wanted(result, rows.names, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,15 @@ def test_a_column_that_one_run_has_is_enough(runs: tuple[Path, Path], tmp_path: 
         found = dualeval.compare(*pair, by=("scanner", "dose"))
         assert [group.samples for group in found.slices["scanner"]] == [285, 300, 15]
         assert found.slices["dose"][-1].label == "(missing)"
+
+
+def test_the_run_that_lacks_the_column_of_clusters_is_named(tmp_path: Path) -> None:
+    evaluate(Seeded(0), tmp_path / "a", batch_size=32, cluster="age")
+    evaluate(Seeded(1), tmp_path / "b", batch_size=32, keep=("none",))
+    says = f"--cluster age: the rows of {tmp_path / 'b'} have no such column; {tmp_path / 'a'} was evaluated"
+    with pytest.raises(UsageError, match=re.escape(says)) as raised:
+        dualeval.compare(tmp_path / "a", tmp_path / "b")
+    assert f"or evaluate {tmp_path / 'b'} again with --keep age." in str(raised.value)
 
 
 def test_the_command_gates_the_worst_group(runs: tuple[Path, Path]) -> None:

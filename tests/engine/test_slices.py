@@ -588,6 +588,9 @@ def test_the_command_slices_by_columns_and_tables(
     [
         ((), "--by is missing: name a column"),
         (("--by", "site"), "--by site: "),
+        (("--by", "scaner"), " takes those of a file. Did you mean scanner?"),
+        (("--by", "scanner", "--cluster", "scaner"), ", age. A run keeps the column that its own --cluster "),
+        (("--by", "scanner", "--cluster", "scaner"), " Did you mean scanner?"),
         (("--by", "top"), "--by top: it has several values a sample"),
         (("--by", "scanner", "--bins", "3,1"), "--bins 3,1: expected numbers that ascend"),
         (("--by", "scanner", "--bins", "3,1.5"), "--bins 3,1.5: expected numbers that ascend"),
