@@ -118,6 +118,22 @@ def test_a_small_group_does_not_pass_unless_it_is_left_out(runs: tuple[Path, Pat
     assert not gate.groups and not gate.passed
 
 
+def test_what_gates_of_groups_say(runs: tuple[Path, Path]) -> None:
+    def line(metric: str, **options: Any) -> str:
+        gates = {f"worst:{metric}": 0.5}
+        found = as_markdown(dualeval.compare(runs[0], runs[0], gates=gates, **options))
+        return next(line for line in found.splitlines() if f"gate: {metric} by " in line)
+
+    said = line("loss", by=("scanner",), skip_small=True)
+    assert "passed; with 95 % confidence B is no worse in each group (allowed: 0.5" in said
+    said = line("top1", by=("scanner",))
+    assert "too few for a statement; leave small groups out with --skip-small, or make larger ones" in said
+    said = line("top1", by=("scanner*age",), bins=tuple(range(90)), skip_small=True)
+    assert "NOT passed; no group is left (allowed" in said
+    plain = as_markdown(dualeval.compare(runs[0], runs[0], gates={"loss": 0.5}))
+    assert "with 95 % confidence B is no worse (allowed: 0.5" in plain
+
+
 def test_a_group_that_failed_in_one_run_does_not_vanish(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """Of B all samples of one scanner have failed, and some of another."""
     of_b, of_a = places(runs[0], "B"), places(runs[0], "A")[:7]
