@@ -21,11 +21,14 @@ _LONGEST = 100
 _MOST_TEXTS = 1 << 20
 _ROWS_AT_ONCE = 1 << 14
 _MOST_WHOLE = 2**63
+# Beyond this float64, which has a gap as NaN, has no place for each whole number.
+MOST_EXACT = 2**53
+_DIGITS_OF_LARGE = len(str(MOST_EXACT))
 # Of a cell of CSV. One that begins with 0, as 007, or is longer than a number may be, is a name.
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})", re.ASCII)
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][aA][nN]", re.ASCII)
 _CODE = re.compile(r"[+-]?(0[0-9]+|[0-9]{19,})", re.ASCII)
-_GAP = "gap"
+_GAP, _LARGE = "gap", "large"
 _PLAIN: Mapping[type, str] = {bool: "bool", int: "whole", float: "number", str: "text", type(None): _GAP}
 # Which have a text that says all of them.
 _AS_TEXT = (date, time, Decimal)
@@ -165,6 +168,9 @@ class _Column:
         if self._cells:
             longest = max(map(len, values), default=0)
             self._kinds |= set() if "text" in self._kinds else set(map(_kind_of_cell, {*values}))
+            if "text" not in self._kinds and longest >= _DIGITS_OF_LARGE:
+                whole = (int(text) for text in {*values} if _WHOLE.fullmatch(text))
+                self._kinds |= {_LARGE} if any(abs(value) > MOST_EXACT for value in whole) else set()
         else:
             values = [str(value) if isinstance(value, _AS_TEXT) else value for value in values]
             kinds = {type(value) for value in values}
@@ -174,6 +180,8 @@ class _Column:
             self._kinds |= {_PLAIN[kind] for kind in kinds}
             if any(type(value) is int and not -_MOST_WHOLE <= value < _MOST_WHOLE for value in values):
                 self._kinds.add("text")
+            if any(type(value) is int and abs(value) > MOST_EXACT for value in values):
+                self._kinds.add(_LARGE)
             longest = max((len(value) for value in values if type(value) is str), default=0)
         if longest > _LONGEST and not self._is_named:
             self._leave_out(f"it has texts of {longest:,} letters, and more than {_LONGEST} are not kept")
@@ -187,11 +195,14 @@ class _Column:
         """All values; or why they are not kept."""
         if self._unfit is not None:
             return self._unfit
-        numbers = self._kinds - {_GAP}
-        if self._kinds == {"bool"}:
+        kinds = self._kinds - {_LARGE}
+        numbers = kinds - {_GAP}
+        if kinds == {"bool"}:
             return self._array(np.bool_, bool)
-        if self._kinds == {"whole"}:
+        if kinds == {"whole"}:
             return self._array(np.int64, int)
+        if kinds == {"whole", _GAP} and _LARGE in self._kinds:
+            return self._texts()
         if numbers and numbers <= {"whole", "number"}:
             return self._array(np.float64, lambda value: math.nan if value in (None, "") else float(value))
         return self._texts()

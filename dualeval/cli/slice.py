@@ -62,7 +62,11 @@ def slice_run(
     check_columns(rows, metrics)
     keys, notes = ({}, []) if table is None else _keys_of(table, rows, columns_of_groups(by))
     slicing = Slicing(
-        by=by, bins=bins or (), metrics=metrics, cluster=cluster or result.clusters.get("column")
+        by=by,
+        bins=bins or (),
+        metrics=metrics,
+        cluster=cluster or result.clusters.get("column"),
+        is_strict=True,
     )
     found = slicing.of_rows(result, rows, keys)
     for note in (*notes, *found.warnings[len(result.warnings) :]):

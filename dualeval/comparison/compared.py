@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
-from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, worst_gate
+from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
 from dualeval.engine.reference import PREDICTION_COLUMNS
+from dualeval.engine.slices import bins_without_use
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_groups
 from dualeval.wording import counted, csv_cell
@@ -232,7 +233,12 @@ def compare(
     wanted = {name: each for name, each in (gates or {}).items() if not name.startswith(_WORST)}
     check_groups(by, bins)
     _check_gates(runs, wanted)
-    _check_gates(runs, of_groups)
+    _check_gates(runs, of_groups, _WORST)
+    if skip_small and not of_groups:
+        raise UsageError(
+            f"--skip-small leaves small groups out of gates, and no gate is about groups: give --gate "
+            f"{_WORST}METRIC=MARGIN, too."
+        )
     if of_groups and not by:
         raise UsageError(f"--gate {_WORST}{next(iter(of_groups))} is about groups: give --by COLUMN, too.")
     chosen = list(dict.fromkeys((*metrics, *wanted, *of_groups))) if metrics else None
@@ -245,13 +251,16 @@ def compare(
     column = cluster or _cluster_column(runs)
     clusters = None if column is None else clusters_of(pairs, column)
     differences, not_compared = differences_of(pairs, clusters, chosen)
-    for name in (*wanted, *of_groups):
-        if name not in differences:
-            raise UsageError(f"--gate {name}: it cannot be compared: {not_compared[name]}")
+    for prefix, asked in (("", wanted), (_WORST, of_groups)):
+        for name in asked:
+            if name not in differences:
+                raise UsageError(f"--gate {prefix}{name}: it cannot be compared: {not_compared[name]}")
     if not differences:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in not_compared.items())
         raise UsageError(f"{a} and {b} have no metric that can be compared: {reasons}")
     groups = {each: groups_of_pairs(pairs, each, bins, clusters, chosen) for each in dict.fromkeys(by)}
+    if (unused := bins_without_use(by, bins, runs[1].rows.kinds | runs[0].rows.kinds)) is not None:
+        raise UsageError(unused)
     directions = runs[0].result.directions
     return Comparison(
         a=_named(runs[0]),
@@ -269,7 +278,7 @@ def compare(
             for each, found in groups.items()
         ],
         cluster=column,
-        notes=[*_random(runs), *_notes(pairs, differences, clusters)],
+        notes=[*_random(runs), *_notes(pairs, differences, clusters), *notes_of_failed(groups)],
     )
 
 
@@ -277,19 +286,22 @@ def _named(run: ComparedRun) -> dict[str, Any]:
     return {"folder": str(run.folder), **run.result.digests}
 
 
-def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, float]) -> None:
+def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, float], prefix: str = "") -> None:
     for name, margin in gates.items():
+        typed = prefix + name
         if not (math.isfinite(margin) and margin >= 0):
-            raise UsageError(f"--gate {name}={margin}: expected a margin of 0 or more, such as {name}=0.002")
+            raise UsageError(
+                f"--gate {typed}={margin}: expected a margin of 0 or more, such as {typed}=0.002"
+            )
         for run in runs:
             if name not in run.scores:
                 raise UsageError(
-                    f"--gate {name}: {run.folder} has no such metric that can be compared; it has "
+                    f"--gate {typed}: {run.folder} has no such metric that can be compared; it has "
                     f"{', '.join(run.scores)}."
                 )
             if name not in run.result.directions:
                 raise UsageError(
-                    f"--gate {name}: {run.folder} does not say whether higher or lower is better. Give the "
+                    f"--gate {typed}: {run.folder} does not say whether higher or lower is better. Give the "
                     "metric higher_is_better=True or False, and evaluate again."
                 )
 

@@ -19,7 +19,7 @@ from dualeval.comparison.statistics import (
 )
 from dualeval.errors import UsageError
 from dualeval.metrics.scores import Score
-from dualeval.wording import counted
+from dualeval.wording import counted, did_you_mean
 
 # Differences that vary by a smaller part of their size do so because float32 rounds.
 _ROUNDING = 2.0**-20
@@ -41,10 +41,7 @@ def clusters_of(pairs: Pairs, name: str) -> npt.NDArray[np.int64]:
 
     found = pairs.columns(name)
     if found is None:
-        raise UsageError(
-            f"--cluster {name}: the rows of {pairs.a.folder} or {pairs.b.folder} have no such column. "
-            f"{pairs.a.rows.path} has {', '.join(pairs.a.rows.names)}."
-        )
+        raise UsageError(_without_clusters(pairs, name))
     if pyarrow.types.is_nested(found[0].type):
         raise UsageError(f"--cluster {name}: it has several values a sample; expected one")
     if not found[0].equals(found[1]):
@@ -53,6 +50,20 @@ def clusters_of(pairs: Pairs, name: str) -> npt.NDArray[np.int64]:
         found[0].dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
     )
     return numbers
+
+
+def _without_clusters(pairs: Pairs, name: str) -> str:
+    """What is wrong where a run has not kept the column of clusters."""
+    lacking = [run for run in (pairs.a, pairs.b) if name not in run.rows.kinds]
+    folders = " and ".join(str(run.folder) for run in lacking)
+    has = lacking[0].rows.names
+    of_result = [run for run in (pairs.a, pairs.b) if run.result.clusters.get("column") == name]
+    said = f"; {of_result[0].folder} was evaluated with clusters by it" if of_result else ""
+    return (
+        f"--cluster {name}: the rows of {folders} have no such column{said}. {lacking[0].rows.path} has "
+        f"{', '.join(has)}. Name one that both have with --cluster COLUMN, or evaluate {folders} again with "
+        f"--keep {name}.{did_you_mean(name, has)}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

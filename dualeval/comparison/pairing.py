@@ -79,10 +79,10 @@ class Pairs:
     rows_b: npt.NDArray[np.int64]
     # Of all rows of A, a `pyarrow.Array`.
     ids: Any
-    # Number of samples that failed in A only.
-    failed_a: int
-    # In B only.
-    failed_b: int
+    # The rows in B's file of the samples that failed in A only.
+    only_b: npt.NDArray[np.int64]
+    # In A's file, of those that failed in B only.
+    only_a: npt.NDArray[np.int64]
     # In both.
     failed_both: int
     # Sentences about the data.
@@ -90,6 +90,16 @@ class Pairs:
 
     def __len__(self) -> int:
         return len(self.rows_a)
+
+    @property
+    def failed_a(self) -> int:
+        """Number of samples that failed in A only."""
+        return len(self.only_b)
+
+    @property
+    def failed_b(self) -> int:
+        """Number of samples that failed in B only."""
+        return len(self.only_a)
 
     def columns(self, name: str) -> tuple[Any, Any] | None:
         """A column of both files, as two ``pyarrow.Array``, an entry a pair; None where one lacks it."""
@@ -127,8 +137,8 @@ def pair(a: ComparedRun, b: ComparedRun, *, trust_ids: bool = False) -> Pairs:
         rows_a=rows_a,
         rows_b=rows_b[both],
         ids=ids,
-        failed_a=int((~evaluated_a & evaluated_b).sum()),
-        failed_b=int((evaluated_a & ~evaluated_b).sum()),
+        only_b=rows_b[~evaluated_a & evaluated_b],
+        only_a=np.flatnonzero(evaluated_a & ~evaluated_b).astype(np.int64),
         failed_both=int((~evaluated_a & ~evaluated_b).sum()),
         notes=tuple(notes),
     )

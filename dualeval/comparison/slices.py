@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -15,7 +15,10 @@ from dualeval.comparison.statistics import LEVEL, Difference
 from dualeval.engine.slices import Keys, groups_of, too_small
 from dualeval.errors import UsageError
 from dualeval.options.choices import columns_of_groups
+from dualeval.wording import counted, did_you_mean
 
+# Groups that a note names.
+_NAMED = 5
 # An `Estimate`, or what is said of it.
 _Compared = TypeVar("_Compared")
 
@@ -36,6 +39,15 @@ class Group(Generic[_Compared]):
     not_compared: Mapping[str, str]
     # Why nothing is said of it; None where something can be.
     small: str | None
+    # Number of its samples that failed `in_a` or `in_b` only, and are no pairs.
+    failed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is small by itself, and not because its samples failed in one run."""
+        failed = sum(self.failed.values())
+        clusters = None if failed else self.clusters
+        return self.small is not None and too_small(self.samples + failed, clusters) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,55 +87,120 @@ def groups_of_pairs(
     clusters: npt.NDArray[np.int64] | None,
     chosen: Sequence[str] | None,
 ) -> list[Group[Estimate]]:
-    """Estimate the differences of each group."""
-    found = groups_of(by, {name: _keys(pairs, name) for name in columns_of_groups([by])}, bins)
+    """Estimate the differences of each group; groups are those of all samples that A or B has evaluated."""
+    names = columns_of_groups([by])
+    found = groups_of(by, keys_of(pairs, names), bins)
+    known = _known(pairs, names)
     groups = []
-    for value, label, places in zip(found.values, found.labels, found.members(), strict=True):
-        of_group = replace(pairs, rows_a=pairs.rows_a[places], rows_b=pairs.rows_b[places])
-        own = None if clusters is None else clusters[places]
-        estimates, not_compared = differences_of(of_group, own, chosen)
-        count = None if own is None else len(np.unique(own))
-        groups.append(
-            Group(
-                group=value,
-                label=label,
-                samples=len(places),
-                clusters=count,
-                metrics=estimates,
-                not_compared=not_compared,
-                small=too_small(len(places), count),
-            )
+    for value, label, members in zip(found.values, found.labels, found.members(), strict=True):
+        of_pairs, in_b, in_a = np.split(
+            members, np.searchsorted(members, np.cumsum([len(pairs), len(known[0])]))
         )
+        failed = {"in_a": len(in_a), "in_b": len(in_b)}
+        groups.append(_group(pairs, value, label, of_pairs, failed, clusters, chosen))
+    unknown = {"in_a": pairs.failed_a - len(known[1]), "in_b": pairs.failed_b - len(known[0])}
+    if any(unknown.values()):
+        none = np.empty(0, np.int64)
+        groups.append(_group(pairs, dict.fromkeys(names), "(unknown)", none, unknown, clusters, chosen))
     return groups
 
 
-def _keys(pairs: Pairs, name: str) -> Keys:
-    """A column of the pairs, of the run that has it; of both it has to be the same."""
+def _group(
+    pairs: Pairs,
+    value: Mapping[str, Any],
+    label: str,
+    places: npt.NDArray[np.int64],
+    failed: Mapping[str, int],
+    clusters: npt.NDArray[np.int64] | None,
+    chosen: Sequence[str] | None,
+) -> Group[Estimate]:
+    own = None if clusters is None else clusters[places]
+    count = None if own is None else len(np.unique(own))
+    small = too_small(len(places), count)
+    if len(places):
+        of_group = replace(pairs, rows_a=pairs.rows_a[places], rows_b=pairs.rows_b[places])
+        estimates, not_compared = differences_of(of_group, own, chosen)
+    else:
+        small = _vanished(failed)
+        names = (*pairs.a.scores, *pairs.b.scores) if chosen is None else chosen
+        estimates, not_compared = {}, dict.fromkeys(names, small)
+    return Group(
+        group=value,
+        label=label,
+        samples=len(places),
+        clusters=count,
+        metrics=estimates,
+        not_compared=not_compared,
+        small=small,
+        failed=failed,
+    )
+
+
+def _vanished(failed: Mapping[str, int]) -> str:
+    """Why a group has no pairs."""
+    runs = " or ".join(run for run, name in (("A", "in_a"), ("B", "in_b")) if failed[name])
+    return f"none of its {counted(sum(failed.values()), 'sample')} was evaluated in {runs}"
+
+
+def notes_of_failed(groups: Mapping[str, Sequence[Group[Any]]]) -> list[str]:
+    """How many samples of each group failed in one run only."""
+    notes = []
+    for by, of_by in groups.items():
+        said = [
+            f"{group.label} {failed:,} of {group.samples + sum(group.failed.values()):,} in {run}"
+            for group in of_by
+            for run, failed in (("A", group.failed["in_a"]), ("B", group.failed["in_b"]))
+            if failed
+        ]
+        if said:
+            more = f", and {len(said) - _NAMED:,} more" if len(said) > _NAMED else ""
+            notes.append(f"Failed in one run only, by {by}: {', '.join(said[:_NAMED])}{more}.")
+    return notes
+
+
+def _known(pairs: Pairs, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The rows that failed in B and in A only, of the other run, where that has all columns."""
+    rows = ((pairs.a, pairs.only_a), (pairs.b, pairs.only_b))
+    known = [own if all(run.rows.whole(name) is not None for name in names) else own[:0] for run, own in rows]
+    return known[0], known[1]
+
+
+def keys_of(pairs: Pairs, names: Sequence[str]) -> dict[str, Keys]:
+    """Columns of the pairs, then of the samples that failed in B only, and in A only, as ``_known``."""
+    known = _known(pairs, names)
+    return {name: _keys(pairs, name, known) for name in names}
+
+
+def _keys(pairs: Pairs, name: str, known: Sequence[npt.NDArray[np.int64]]) -> Keys:
+    """A column, of the run that has it; of both it has to be the same in the pairs."""
     import pyarrow
 
-    columns = [
-        taken(column, rows)
-        for column, rows in (
-            (pairs.a.rows.whole(name), pairs.rows_a),
-            (pairs.b.rows.whole(name), pairs.rows_b),
-        )
-        if column is not None
-    ]
-    if not columns:
+    whole = [pairs.a.rows.whole(name), pairs.b.rows.whole(name)]
+    there = [column for column in whole if column is not None]
+    if not there:
         raise UsageError(
             f"--by {name}: neither run has this column. {pairs.a.rows.path} has "
-            f"{', '.join(pairs.a.rows.names)}."
+            f"{', '.join(pairs.a.rows.names)}.{did_you_mean(name, pairs.a.rows.kinds)}"
         )
-    if any(pyarrow.types.is_nested(column.type) for column in columns):
+    if any(pyarrow.types.is_nested(column.type) for column in there):
         raise UsageError(f"--by {name}: it has several values a sample, expected one")
     keys = [
-        column.to_pylist() if pyarrow.types.is_large_string(column.type) else np.asarray(column)
-        for column in columns
+        _plain(taken(column, rows))
+        for column, rows in zip(whole, (pairs.rows_a, pairs.rows_b), strict=True)
+        if column is not None
     ]
     if len(keys) == 2 and not _are_equal(*keys):
         raise UsageError(f"--by {name}: it is not the same in both runs")
-    found: Keys = keys[0]
-    return found
+    further = [_plain(taken(column, rows)) for column, rows in zip(whole, known, strict=True) if len(rows)]
+    if isinstance(keys[0], np.ndarray):
+        return np.concatenate([keys[0], *further])
+    return [*keys[0], *(text for part in further for text in part)]
+
+
+def _plain(column: Any) -> Any:
+    import pyarrow
+
+    return column.to_pylist() if pyarrow.types.is_large_string(column.type) else np.asarray(column)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -146,7 +223,7 @@ def worst_gate(
 
     A group that is too small, or has no bound, does not pass: the gate asks for evidence.
     """
-    judged = [group for group in groups if group.small is None or not skips_small]
+    judged = [group for group in groups if not (skips_small and group.is_small)]
     problems = [
         group.small or (None if metric in group.metrics else group.not_compared[metric]) for group in judged
     ]
@@ -173,7 +250,7 @@ def worst_gate(
             )
             for place, group in enumerate(judged)
         ],
-        skipped=[group.label for group in groups if group.small is not None and skips_small],
+        skipped=[group.label for group in groups if skips_small and group.is_small],
     )
 
 

@@ -15,6 +15,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.clusters import ClusterIntervals, cluster_intervals
 from dualeval.metrics.intervals import Ends
+from dualeval.wording import did_you_mean
 
 # An interval may miss its value by what rounding leaves.
 _ROUNDING = 2.0**-40
@@ -27,6 +28,7 @@ def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
         raise UsageError(
             f"--cluster {name!r}: there is no such column. The columns are {', '.join(columns)}. Name one of "
             "them. Of the data are those that --keep names, without it all small ones (docs/slices.md)."
+            f"{did_you_mean(name, columns)}"
         )
     column = columns[name]
     told_apart = isinstance(column, Text)

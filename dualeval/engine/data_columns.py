@@ -20,6 +20,7 @@ from dualeval.errors import UsageError
 from dualeval.further_columns import NOT_NAMED, KeptColumns
 from dualeval.options.choices import NO_COLUMN, columns_of_groups
 from dualeval.tasks import Dataset, Task
+from dualeval.wording import did_you_mean
 
 _OF_FILES = ("id", "index", EVALUATED)
 _AT_ONCE = 1 << 14
@@ -143,4 +144,7 @@ def check_by(task: Task, by: Sequence[str], columns: Sequence[str]) -> None:
     known = [*columns, *(_names_of_texts(task, columns) if by else ())]
     for name in columns_of_groups(by):
         if name not in known:
-            raise UsageError(f"--by {name}: there is no such column. The columns are {', '.join(known)}.")
+            raise UsageError(
+                f"--by {name}: there is no such column. The columns are {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
+            )

@@ -26,6 +26,7 @@ from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch,
 from dualeval.metrics.by_name import check_metrics
 from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, Result, checksum_of, read_result, read_status
+from dualeval.wording import did_you_mean
 
 
 def rescore(
@@ -138,11 +139,7 @@ def _not_of_intervals(result: Result) -> Iterator[str]:
 
 def clusters_of_rows(rows: RowSource, name: str, measured: Sequence[Measured]) -> ClusterIntervals:
     """The intervals by clusters of what metrics have measured of rows."""
-    if name not in rows.names:
-        raise UsageError(
-            f"--cluster {name!r}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
-            "A run keeps the column that its own --cluster names."
-        )
+    check_column_of_clusters(rows, name)
     names = columns_wanted(name, measured, rows.names)
     checked = False
     with MappedColumns(None) as mapped:
@@ -154,6 +151,15 @@ def clusters_of_rows(rows: RowSource, name: str, measured: Sequence[Measured]) -
                 mapped.append(window.columns)
         with temporary():
             return find_clusters(name, measured, mapped.columns())
+
+
+def check_column_of_clusters(rows: RowSource, name: str) -> None:
+    """Check that rows have a column."""
+    if name not in rows.names:
+        raise UsageError(
+            f"--cluster {name!r}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
+            f"A run keeps the column that its own --cluster names.{did_you_mean(name, rows.names)}"
+        )
 
 
 def recompute(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> list[Measured]:

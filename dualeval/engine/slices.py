@@ -20,16 +20,16 @@ from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.folder.windows import WINDOW_ROWS
 from dualeval.engine.measured import fields_of_result
-from dualeval.engine.rescoring import clusters_of_rows, recompute, temporary
+from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute, temporary
 from dualeval.engine.run_state import Run
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError, text_of
-from dualeval.further_columns import KeptColumns, Texts
+from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
 from dualeval.metrics.scores import score_from
-from dualeval.options.choices import columns_of_groups
+from dualeval.options.choices import columns_of_groups, shown_bins
 from dualeval.result import Result
-from dualeval.wording import counted
+from dualeval.wording import counted, did_you_mean
 
 # More different numbers than these are cut.
 MOST_VALUES = 12
@@ -37,6 +37,9 @@ _MOST_GROUPS = 1000
 # Below these nothing is said of a group: intervals and bounds of fewer have not been shown to cover.
 FEW_SAMPLES, FEW_CLUSTERS = 30, 5
 _MISSING, _EMPTY = "(missing)", "(empty)"
+_NUMBERS = ("i", "u", "f")
+# Of a quartile.
+_DIGITS = 6
 
 # A value of each sample: numbers, bools, or texts, of which None is a missing one.
 Keys = npt.NDArray[Any] | Sequence[str | None]
@@ -65,10 +68,13 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     Args:
         by: a column's name, or several with ``*`` between.
         keys: by column, a value of each sample.
-        bins: where columns of more than a dozen different numbers are cut; without it into quartiles.
+        bins: where a column of numbers is cut; of several those of more than a dozen different numbers, if
+            there is one. Without it these are cut into quartiles.
     """
     names = columns_of_groups([by])
-    found = reduce(_crossed, (_of_column(name, keys[name], bins) for name in names))
+    cut = _cut(names, keys) if bins else ()
+    groups = (_of_column(name, keys[name], bins if name in cut else ()) for name in names)
+    found = reduce(_crossed, map(_quoted, groups) if len(names) > 1 else groups)
     if len(found.labels) > _MOST_GROUPS:
         raise UsageError(
             f"--by {by}: there are {len(found.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
@@ -77,17 +83,42 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     return found
 
 
+def _cut(names: Sequence[str], keys: Mapping[str, Keys]) -> Sequence[str]:
+    """The columns that bins cut."""
+    numbers = [name for name in names if kind_of_keys(keys[name]) in _NUMBERS]
+    wide = [name for name in numbers if len(_distinct(np.asarray(keys[name]))) > MOST_VALUES]
+    return numbers if len(numbers) == 1 else wide or numbers
+
+
+def kind_of_keys(keys: Keys) -> str:
+    """numpy's kind of a column: "b", "i", "u" or "f"; "" of texts."""
+    return keys.dtype.kind if isinstance(keys, np.ndarray) else ""
+
+
+def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[str, str]) -> str | None:
+    """What is wrong where bins cut no column, from each one's kind; None where they do."""
+    names = columns_of_groups(by)
+    if not bins or any(kinds[name] in _NUMBERS for name in names):
+        return None
+    held = ", ".join(f"{name} holds {'true and false' if kinds[name] == 'b' else 'texts'}" for name in names)
+    return f"--bins {shown_bins(bins)} cuts columns of numbers, and none is named: {held}. Leave --bins out."
+
+
+def _distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    found = np.unique(keys)
+    return found[found == found]  # without NaN
+
+
 def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
     if not isinstance(keys, np.ndarray):
         return _of_texts(name, keys)
     if keys.ndim != 1:
         raise UsageError(f"--by {name}: it has several values a sample, expected one")
     is_there = ~np.isnan(keys) if keys.dtype.kind == "f" else np.ones(len(keys), np.bool_)
-    distinct = np.unique(keys[is_there])
-    if len(distinct) > MOST_VALUES:
+    distinct = _distinct(keys)
+    if edges or len(distinct) > MOST_VALUES:
         if not edges:
-            quartiles = np.quantile(keys[is_there], [0.25, 0.5, 0.75], method="higher")
-            edges = np.unique(quartiles[quartiles > distinct[0]]).tolist() or [float(distinct[1])]
+            edges = _quartiles(keys[is_there], distinct)
         places = np.searchsorted(edges, keys, side="right")
         labels = values = _between(edges)
     else:
@@ -96,6 +127,18 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
         labels = [str(value).lower() if keys.dtype.kind == "b" else _shown(value) for value in values]
     places = np.where(is_there, places, len(labels))
     return _present(name, places, [*values, None], [*labels, _MISSING])
+
+
+def _quartiles(keys: npt.NDArray[Any], distinct: npt.NDArray[Any]) -> list[float]:
+    """Where numbers are cut into four parts, or fewer where most are equal; in few digits if these do."""
+    # Not by np.quantile, which has whole numbers as float64.
+    quartiles = np.sort(keys)[np.ceil(np.array([0.25, 0.5, 0.75]) * (len(keys) - 1)).astype(np.int64)]
+    edges: list[float] = np.unique(quartiles[quartiles > distinct[0]]).tolist() or distinct[1:2].tolist()
+    if keys.dtype.kind != "f":
+        return edges
+    short = [float(f"{edge:.{_DIGITS}g}") for edge in edges]
+    is_apart = all(low < high for low, high in pairwise([float(distinct[0]), *short]))
+    return short if is_apart and short[-1] <= distinct[-1] else edges
 
 
 def _between(edges: Sequence[float]) -> list[str]:
@@ -114,6 +157,8 @@ def is_of(value: Any, group: Any) -> bool:
 
 
 def _shown(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
 
 
@@ -123,8 +168,13 @@ def _of_texts(name: str, texts: Sequence[str | None]) -> Groups:
     values = sorted(text for text in known if text is not None) + [None] * (None in known)
     order = np.empty(len(known), np.int64)
     order[[known[value] for value in values]] = np.arange(len(known))
-    labels = [_MISSING if value is None else value or _EMPTY for value in values]
+    labels = [_MISSING if value is None else _label_of(value) for value in values]
     return _present(name, order[numbers], values, labels)
+
+
+def _label_of(text: str) -> str:
+    """A text, in quotes where it would be taken for a group that is none of a text."""
+    return f'"{text}"' if text.strip('"') in (_MISSING, _EMPTY) else text or _EMPTY
 
 
 def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str]) -> Groups:
@@ -135,6 +185,11 @@ def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str
         values=[{name: values[place]} for place in present],
         labels=[labels[place] for place in present],
     )
+
+
+def _quoted(groups: Groups) -> Groups:
+    """The same with names in quotes that would be taken for those of a cross."""
+    return replace(groups, labels=[f'"{label}"' if " * " in label else label for label in groups.labels])
 
 
 def _crossed(one: Groups, other: Groups) -> Groups:
@@ -188,6 +243,8 @@ class Slicing:
     metrics: Sequence[Metric | RowMetric]
     # The column of samples that go together; None where there is none.
     cluster: str | None = None
+    # Whether bins that cut nothing are refused; else a warning says so.
+    is_strict: bool = False
     # Called with every window and group.
     step: Callable[[], None] = lambda: None
 
@@ -206,6 +263,8 @@ class Slicing:
 
     def of_rows(self, result: Result, rows: StoredRows, keys: Mapping[str, Keys] | None = None) -> Result:
         """The same of a finished run; ``keys`` are values that its rows have not, an entry a row."""
+        if self.cluster is not None:
+            check_column_of_clusters(rows, self.cluster)
         given = dict(keys or {})
         for name in columns_of_groups(self.by):
             if name in rows.names or name in given:
@@ -215,6 +274,7 @@ class Slicing:
                 raise UsageError(
                     f"--by {name}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
                     "A run keeps those of its data that --keep names; --table FILE.csv takes those of a file."
+                    f"{did_you_mean(name, rows.kinds)}"
                 )
             given[name] = column.to_pylist()
         wanted = self._wanted(result, rows.names, given)
@@ -262,6 +322,10 @@ class Slicing:
                 columns = mapped.columns()
             of_columns = {name: columns[name] for name in columns_of_groups(self.by) if name not in keys}
             found = {**keys, **{name: _keys(name, rows) for name, rows in of_columns.items()}}
+            kinds = {name: kind_of_keys(values) for name, values in found.items()}
+            unused = bins_without_use(self.by, self.bins, kinds)
+            if unused is not None and self.is_strict:
+                raise UsageError(unused)
             for by in dict.fromkeys(self.by):
                 groups = groups_of(by, found, self.bins)
                 members = zip(groups.values, groups.labels, groups.members(), strict=True)
@@ -271,7 +335,8 @@ class Slicing:
                 ]
         without = [metric.name for metric in self.metrics if metric not in self._sliced]
         said = f"no slices of {', '.join(without)}: what they read is not kept, or they take whole batches"
-        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
+        more = [*filter(None, [unused]), *([said] if without else [])]
+        return replace(result, slices=slices, warnings=[*result.warnings, *more])
 
     def _group(self, rows: _Chosen, value: Mapping[str, Any], label: str, samples: int) -> dict[str, Any]:
         self.step()
@@ -329,13 +394,23 @@ def keys_by_id(columns: KeptColumns, places: npt.NDArray[np.int64]) -> dict[str,
     found: dict[str, Keys] = {}
     is_there = places >= 0
     for name, values in columns.values.items():
+        if not isinstance(values, Texts) and (is_there.all() or _has_room(values)):
+            found[name] = values[places] if is_there.all() else np.where(is_there, values[places], np.nan)
+            continue
         own = values.places if isinstance(values, Texts) else values
-        if isinstance(values, Texts) or (own.dtype.kind == "b" and not is_there.all()):
-            texts = values.distinct if isinstance(values, Texts) else ("false", "true")
-            found[name] = [texts[own[place]] if place >= 0 else None for place in places.tolist()]
-        else:
-            found[name] = own[places] if is_there.all() else np.where(is_there, own[places], np.nan)
+        texts = values.distinct if isinstance(values, Texts) else None
+        found[name] = [
+            None if place < 0 else str(own[place]).lower() if texts is None else texts[own[place]]
+            for place in places.tolist()
+        ]
     return found
+
+
+def _has_room(values: npt.NDArray[Any]) -> bool:
+    """Whether float64 has room for all values, and for a missing one."""
+    if values.dtype.kind == "i" and len(values):
+        return bool(values.min() >= -MOST_EXACT and values.max() <= MOST_EXACT)
+    return values.dtype.kind == "f"
 
 
 def _keys(name: str, rows: Rows) -> Keys:

@@ -135,9 +135,21 @@ def check_groups(by: Sequence[str], bins: object, *, dashes: bool = False) -> No
     if not isinstance(bins, (tuple, list)) or (
         bins and not (_numbers(bins, math.isfinite) and list(bins) == sorted({*bins}))
     ):
-        raise UsageError(f"{sign}bins {_joined(bins)}: expected numbers that ascend, such as 0,40,60")
+        raise UsageError(f"{sign}bins {shown_bins(bins)}: expected numbers that ascend, such as 0,40,60")
+    for text in by:
+        if not all(columns_of_groups([text])):
+            raise UsageError(
+                f"{sign}by {text!r}: a column's name is missing, expected such as age or age*sex"
+            )
     if bins and not by:
         raise UsageError(f"{sign}bins says where the columns of {sign}by are cut: give {sign}by, too")
+
+
+def shown_bins(bins: object) -> str:
+    """Where columns are cut, as it is typed: 40, and not 40.0."""
+    if not isinstance(bins, (tuple, list)):
+        return _joined(bins)
+    return _joined([int(edge) if isinstance(edge, float) and edge.is_integer() else edge for edge in bins])
 
 
 def check_mean(option: str, values: object) -> None:

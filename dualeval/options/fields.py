@@ -35,7 +35,7 @@ _EXPECTED: dict[Any, str] = {
     str: "text",
 }
 _EXAMPLES: dict[Any, str] = {int: "whole numbers with commas between, such as 1,2,3"}
-_EXAMPLES[float] = "numbers with commas between, such as 0.5,0.5,0.5"
+_EXAMPLES[float] = "numbers with commas between, such as 0.25,0.5,0.75"
 _METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "BOOL", Path: "PATH", str: "TEXT"}
 # What only the command line has.
 _IN_PYTHON = {

@@ -198,8 +198,12 @@ def _worst(comparison: Comparison, gate: WorstGate) -> str:
     failed = [group for group in gate.groups if not group.passed]
     if gate.passed:
         worst = max(bounds)
-        said = f"at most {_amount(metric, worst)} worse" if worst > 0 else "better"
+        said = (
+            f"at most {_amount(metric, worst)} worse" if worst > 0 else "better" if worst < 0 else "no worse"
+        )
         said = f"passed; with 95 % confidence B is {said} in each group"
+    elif not gate.groups:
+        said = "NOT passed; no group is left"
     else:
         up_to = [f"up to {_amount(metric, group.bound or 0.0)} worse" for group in failed]
         named = [
@@ -207,6 +211,9 @@ def _worst(comparison: Comparison, gate: WorstGate) -> str:
             for group, bound in zip(failed[:_NAMED], up_to, strict=False)
         ]
         said = f"NOT passed; not shown for {', '.join(named)}{', ...' if len(failed) > _NAMED else ''}"
+        small = {group.label for group in comparison.slices[gate.by] if group.is_small}
+        if any(group.label in small for group in failed):
+            said += "; leave small groups out with --skip-small, or make larger ones (--bins, fewer columns)"
     left_out = f"; left out: {', '.join(map(printable, gate.skipped))}" if gate.skipped else ""
     allowed = f"allowed: {_amount(metric, gate.margin)} worse; Holm over {len(bounds)} groups{left_out}"
     return f"{gate.metric} by {printable(gate.by)}: {said} ({allowed})"
@@ -251,6 +258,12 @@ def _gates(comparison: Comparison) -> list[str]:
 
 def _gate(gate: Gate, metric: MetricComparison) -> str:
     bound, margin = (_amount(metric, abs(value)) for value in (gate.bound, gate.margin))
-    said = f"at most {bound} worse" if gate.bound > 0 else f"at least {bound} better"
+    said = (
+        f"at most {bound} worse"
+        if gate.bound > 0
+        else f"at least {bound} better"
+        if gate.bound
+        else "no worse"
+    )
     verdict = "passed" if gate.passed else "NOT passed"
     return f"{gate.metric}: {verdict}; with 95 % confidence B is {said} (allowed: {margin} worse)"

@@ -14,7 +14,7 @@ from torch import nn
 from dualeval import tasks
 from dualeval.data.table import SUFFIXES, is_table, open_table
 from dualeval.errors import DualevalError, UsageError, text_of
-from dualeval.further_columns import KeptColumns
+from dualeval.further_columns import NOT_NAMED, KeptColumns
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
 from dualeval.metrics.classification import SCORES
@@ -101,7 +101,13 @@ def table_of_ids(path: Path, wanted: Sequence[str]) -> tuple[list[str], KeptColu
     for number, name in table.rows:
         if (there := first.setdefault(str(name), number)) != number:
             raise UsageError(f"{table.where(number)} has the id of {table.unit} {there}, {name}")
-    return list(first), table.further.kept()
+    if not first:
+        raise UsageError(f"--table {path} holds no row: expected one for each sample of the run.")
+    kept = table.further.kept()
+    for name in wanted:
+        if (why := kept.left_out.get(name, NOT_NAMED)) != NOT_NAMED:
+            raise UsageError(f"--by {name}: samples cannot be grouped by this column of {path}: {why}.")
+    return list(first), kept
 
 
 _IMAGES = next(iter(tasks.TASKS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,53 @@ def test_a_small_group_does_not_pass_unless_it_is_left_out(runs: tuple[Path, Pat
     assert not gate.groups and not gate.passed
 
 
+def test_what_gates_of_groups_say(runs: tuple[Path, Path]) -> None:
+    def line(metric: str, **options: Any) -> str:
+        gates = {f"worst:{metric}": 0.5}
+        found = as_markdown(dualeval.compare(runs[0], runs[0], gates=gates, **options))
+        return next(line for line in found.splitlines() if f"gate: {metric} by " in line)
+
+    said = line("loss", by=("scanner",), skip_small=True)
+    assert "passed; with 95 % confidence B is no worse in each group (allowed: 0.5" in said
+    said = line("top1", by=("scanner",))
+    assert "too few for a statement; leave small groups out with --skip-small, or make larger ones" in said
+    said = line("top1", by=("scanner*age",), bins=tuple(range(90)), skip_small=True)
+    assert "NOT passed; no group is left (allowed" in said
+    plain = as_markdown(dualeval.compare(runs[0], runs[0], gates={"loss": 0.5}))
+    assert "with 95 % confidence B is no worse (allowed: 0.5" in plain
+
+
+def test_a_group_that_failed_in_one_run_does_not_vanish(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of B all samples of one scanner have failed, and some of another."""
+    of_b, of_a = places(runs[0], "B"), places(runs[0], "A")[:7]
+
+    def failed(table: Any) -> Any:
+        gone = np.zeros(COUNT, bool)
+        gone[[*of_b, *of_a]] = True
+        for at, kept in enumerate(table.schema):
+            if kept.name not in ("id", "index"):
+                values = [
+                    None if lost else value for lost, value in zip(gone, table[at].to_pylist(), strict=True)
+                ]
+                table = table.set_column(at, kept, pyarrow.array(values, kept.type))
+        return table
+
+    other = changed(runs[0], tmp_path / "b", failed, samples_digest=None)
+    gates = {"worst:top1": 0.2}
+    found = dualeval.compare(runs[0], other, by=("scanner",), gates=gates, skip_small=True)
+    [gate] = found.worst_gates
+    assert [group.passed for group in gate.groups] == [True, False] and gate.skipped == ["C"]
+    assert gate.groups[1].problem == "none of its 300 samples was evaluated in B"
+    assert "not shown for B: none of its 300 samples was evaluated in B" in as_markdown(found)
+    assert "Failed in one run only, by scanner: A 7 of 285 in B, B 300 of 300 in B." in found.notes
+    found = dualeval.compare(other, runs[0], by=("scanner",), gates=gates, skip_small=True)
+    assert found.worst_gates[0].groups[1].problem == "none of its 300 samples was evaluated in A"
+    # Where the other run does not know the column, nobody knows of which group they are.
+    bare = changed(runs[0], tmp_path / "a", lambda table: table.drop_columns("scanner"))
+    [gate] = dualeval.compare(bare, other, by=("scanner",), gates=gates, skip_small=True).worst_gates
+    assert [group.label for group in gate.groups] == ["A", "(unknown)"] and not gate.passed
+
+
 def test_a_group_without_a_number_does_not_pass() -> None:
     difference = ProportionDifference(lost=0, gained=0, samples=1000)
     estimate: Any = type("Estimate", (), {"difference": difference})
@@ -190,7 +238,14 @@ def test_a_family_of_groups_errs_in_5_percent(at_margin: int) -> None:
     ("options", "says"),
     [
         ({"gates": {"worst:top1": 0.1}}, "--gate worst:top1 is about groups: give --by COLUMN"),
-        ({"gates": {"worst:what": 0.1}, "by": ("scanner",)}, "--gate what: .* has no such metric"),
+        ({"gates": {"worst:what": 0.1}, "by": ("scanner",)}, "--gate worst:what: .* has no such metric"),
+        ({"gates": {"worst:": 0.1}, "by": ("scanner",)}, "--gate worst:: .* has no such metric"),
+        (
+            {"gates": {"worst:top1": -0.1}, "by": ("scanner",)},
+            "--gate worst:top1=-0.1: .* as worst:top1=0.002",
+        ),
+        ({"by": ("scanner",), "skip_small": True}, "--skip-small leaves small groups out of gates, and no"),
+        ({"by": ("scanner",), "bins": (40,)}, "--bins 40 cuts columns of numbers, .*: scanner holds texts"),
         ({"by": ("nothing",)}, "--by nothing: neither run has this column"),
         ({"by": ("top",)}, "--by top: it has several values a sample"),
         ({"by": ("prediction",)}, "--by prediction: it is not the same in both runs"),
@@ -208,6 +263,15 @@ def test_a_column_that_one_run_has_is_enough(runs: tuple[Path, Path], tmp_path: 
         found = dualeval.compare(*pair, by=("scanner", "dose"))
         assert [group.samples for group in found.slices["scanner"]] == [285, 300, 15]
         assert found.slices["dose"][-1].label == "(missing)"
+
+
+def test_the_run_that_lacks_the_column_of_clusters_is_named(tmp_path: Path) -> None:
+    evaluate(Seeded(0), tmp_path / "a", batch_size=32, cluster="age")
+    evaluate(Seeded(1), tmp_path / "b", batch_size=32, keep=("none",))
+    says = f"--cluster age: the rows of {tmp_path / 'b'} have no such column; {tmp_path / 'a'} was evaluated"
+    with pytest.raises(UsageError, match=re.escape(says)) as raised:
+        dualeval.compare(tmp_path / "a", tmp_path / "b")
+    assert f"or evaluate {tmp_path / 'b'} again with --keep age." in str(raised.value)
 
 
 def test_the_command_gates_the_worst_group(runs: tuple[Path, Path]) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.engine.rescoring import rescore
-from dualeval.engine.slices import groups_of
+from dualeval.engine.slices import groups_of, keys_by_id
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
+from dualeval.further_columns import KeptColumns
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.result import Result, read_result
 from dualeval.tasks.image_classification import ImageClassification
@@ -289,10 +290,30 @@ def test_groups_of_each_kind_of_column() -> None:
     ages = np.arange(100)
     assert labels(ages) == [("<25", 25), ("25 to <50", 25), ("50 to <75", 25), ("75 or more", 25)]
     assert labels(ages, bins=(0, 40, 60)) == [("0 to <40", 40), ("40 to <60", 20), ("60 or more", 40)]
-    # A dozen different numbers are groups of their own, with bins too.
-    assert len(labels(ages % 12, bins=(5,))) == 12 and len(labels(ages % 13)) == 4
+    # A dozen different numbers are groups of their own, without bins.
+    assert len(labels(ages % 12)) == 12 and len(labels(ages % 13)) == 4
+    assert labels(ages % 12, bins=(5,)) == [("<5", 44), ("5 or more", 56)]
     # Most are equal: there are fewer quartiles.
     assert labels(np.concatenate([np.zeros(90), np.arange(20.0)])) == [("<1", 91), ("1 or more", 19)]
+    large = [2**53 + 1, 2**53, 10**15 + 1, 10**15]
+    assert labels(np.array(large)) == [(str(value), 1) for value in sorted(large)]
+    assert labels(np.arange(13) + 2**53)[0] == ("<9007199254740995", 3)
+    # Texts that look like the names of other groups, and digits that nobody needs.
+    texts = ["", None, "(empty)", "(missing)", '"(empty)"']
+    assert {label for label, _ in labels(texts)} == {
+        "(empty)",
+        "(missing)",
+        '"(empty)"',
+        '"(missing)"',
+        '""(empty)""',
+    }
+    assert [label for label, _ in labels(ages / 7)] == [
+        "<3.57143",
+        "3.57143 to <7.14286",
+        "7.14286 to <10.7143",
+        "10.7143 or more",
+    ]
+    assert "<1.000000025" in labels(1 + ages * 1e-9)[0][0]
     with pytest.raises(UsageError, match="there are 2,000 groups, expected 1,000 at most"):
         labels([str(at) for at in range(2000)])
 
@@ -303,6 +324,32 @@ def test_a_cross_has_the_groups_that_there_are() -> None:
     assert found.labels == ["A * false", "A * true", "B * false"]
     assert found.values[1] == {"scanner": "A", "sex": True}
     assert [places.tolist() for places in found.members()] == [[3], [0, 2], [1]]
+
+
+def test_bins_cut_a_cross() -> None:
+    ages, grades = np.arange(60), np.arange(60) % 3
+    keys: Mapping[str, Any] = {"age": ages, "grade": grades, "sex": ["f", "m"] * 30}
+    assert groups_of("age*grade", keys, (30,)).labels[:3] == ["<30 * 0", "<30 * 1", "<30 * 2"]
+    assert groups_of("sex*grade", keys, (1,)).labels == ["f * <1", "f * 1 or more", "m * <1", "m * 1 or more"]
+    keys = {"a": grades, "b": grades}
+    assert groups_of("a*b", keys, (1,)).labels == ["<1 * <1", "1 or more * 1 or more"]
+
+
+def test_a_cross_has_no_two_groups_of_one_name() -> None:
+    found = groups_of("a*b", {"a": ["x * y", "x"], "b": ["z", "y * z"]})
+    assert sorted(found.labels) == ['"x * y" * z', 'x * "y * z"']
+
+
+def test_rows_that_a_table_lacks() -> None:
+    kept = KeptColumns(
+        values={"old": np.array([True, False]), "id": np.array([2**53 + 1, 2**53]), "age": np.array([4, 5])}
+    )
+    places = np.array([1, 0, -1])
+    found = keys_by_id(kept, places)
+    assert found["old"] == ["false", "true", None]
+    assert found["id"] == ["9007199254740992", "9007199254740993", None]
+    assert repr(found["age"].tolist()) == "[5.0, 4.0, nan]"  # type: ignore[union-attr]
+    assert keys_by_id(kept, places[:2])["id"].tolist() == [2**53, 2**53 + 1]  # type: ignore[union-attr]
 
 
 # -- metrics by group ----------------------------------------------------------------------------------
@@ -374,6 +421,15 @@ def test_clusters_inside_of_groups(tmp_path: Path) -> None:
     assert found["intervals"]["loss"] != naive["intervals"]["loss"] and found["metrics"] == naive["metrics"]
     few = evaluate(ScannedTask(), None, batch_size=32, by=("is_female",), cluster="scanner")
     assert few.slices["is_female"][0]["small"] == "only 3 clusters: too few for a statement"
+
+
+def test_bins_that_cut_nothing_cost_no_run() -> None:
+    result = evaluate(ScannedTask(), None, batch_size=32, by=("scanner*is_female",), bins=(40, 60.5))
+    assert len(result.slices["scanner*is_female"]) == 6
+    assert result.warnings[-1] == (
+        "--bins 40,60.5 cuts columns of numbers, and none is named: scanner holds texts, is_female holds "
+        "true and false. Leave --bins out."
+    )
 
 
 def test_groups_that_are_too_many_cost_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,11 +588,22 @@ def test_the_command_slices_by_columns_and_tables(
     [
         ((), "--by is missing: name a column"),
         (("--by", "site"), "--by site: "),
+        (("--by", "scaner"), " takes those of a file. Did you mean scanner?"),
+        (("--by", "scanner", "--cluster", "scaner"), ", age. A run keeps the column that its own --cluster "),
+        (("--by", "scanner", "--cluster", "scaner"), " Did you mean scanner?"),
         (("--by", "top"), "--by top: it has several values a sample"),
-        (("--by", "scanner", "--bins", "3,1"), "--bins 3.0,1.0: expected numbers that ascend"),
+        (("--by", "scanner", "--bins", "3,1"), "--bins 3,1: expected numbers that ascend"),
+        (("--by", "scanner", "--bins", "3,1.5"), "--bins 3,1.5: expected numbers that ascend"),
+        (("--by", "age*"), "--by 'age*': a column's name is missing"),
+        (("--by", "scanner", "--bins", "40,60"), "--bins 40,60 cuts columns of numbers, and none is named: "),
         (("--by", "site", "--table", "no.csv"), "--table no.csv does not exist"),
         (("--by", "x", "--table", "{images}/sites.csv"), "has the columns id, site: --by names none of them"),
         (("--by", "x", "--table", "{images}/val.csv"), "expected id and others"),
+        (("--by", "site", "--table", "{images}/headings.csv"), "headings.csv holds no row: expected"),
+        (
+            ("--by", "site", "--table", "{images}/lists.jsonl"),
+            "--by site: samples cannot be grouped by this column of",
+        ),
         (("--by", "site", "--table", "{images}/twice.csv"), "line 3 has the id of line 2, a.png"),
         (("--by", "site", "--table", "{images}/other.csv"), "none of its 1 ids is in"),
     ],
@@ -549,6 +616,8 @@ def test_wrong_usage_of_the_command(
     says: str,
 ) -> None:
     (images / "twice.csv").write_text("id,site\na.png,N\na.png,S\n")
+    (images / "headings.csv").write_text("id,site\n")
+    (images / "lists.jsonl").write_text('{"id": "a.png", "site": ["N"]}\n')
     (images / "other.csv").write_text("id,site\nz.png,N\n")
     code, out, err = command(run_of_images, *(word.format(images=images) for word in words))
     assert (code, out) == (2, "") and says in err
