@@ -36,7 +36,7 @@ _RIGHT = "exact_match"
 # Ids that are listed; 'dualeval compare --flips' writes all.
 _LISTED = 10
 # Options that decide no number, or whose difference the data's fingerprints would show.
-_NOT_NAMED = ("workers", "device", "data", "metric")
+_NOT_NAMED = ("workers", "device", "data", "metric", "by", "bins", "keep")
 
 
 def differing_fingerprints(one: Result | Mapping[str, Any], other: Result) -> str:

@@ -333,7 +333,11 @@ class Slicing:
                     self._group(_Chosen(path, columns, places), value, label, len(places))
                     for value, label, places in members
                 ]
-        without = [metric.name for metric in self.metrics if metric not in self._sliced]
+        without = [
+            metric.name
+            for metric in self.metrics
+            if metric not in self._sliced and metric.name in result.metrics
+        ]
         said = f"no slices of {', '.join(without)}: what they read is not kept, or they take whole batches"
         more = [*filter(None, [unused]), *([said] if without else [])]
         return replace(result, slices=slices, warnings=[*result.warnings, *more])

@@ -120,8 +120,13 @@ def print_slices(result: Result, console: Console) -> None:
             samples = f"{group['samples']:,}{' (few)' * bool(group['small'])}"
             table.add_row(escape(printable(group["label"])), samples, *shown)
         console.print(table)
+        said = []
         if any(group["small"] for group in groups):
-            print_line(console, "(few): too few samples, or clusters of them, for a statement")
+            said.append("(few): too few samples, or clusters of them, for a statement")
+        if any(name in group["rough"] and group["intervals"].get(name) for group in groups for name in names):
+            said.append("rough: the interval may cover less than 95 %, the JSON says why")
+        if said:
+            print_line(console, "; ".join(said))
 
 
 def _of_group(result: Result, group: Mapping[str, Any], name: str) -> str:
@@ -160,7 +165,7 @@ def print_line(console: Console, line: str, style: str | None = None) -> None:
 
 def labelled(label: str, text: str) -> str:
     """A line around a table: a label, and the text in a column of its own."""
-    return f"{label:<{LABEL_WIDTH}}{text}"
+    return f"{label:<{LABEL_WIDTH - 1}} {text}"
 
 
 def _samples(result: Result) -> str:

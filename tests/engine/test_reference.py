@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Seeded(TinyTask):
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("reference") / "first"
-    evaluate(Seeded(), out, batch_size=32, job={"precision": "fp32", "mean": (0.5,)})
+    evaluate(Seeded(), out, batch_size=32, job={"precision": "fp32", "mean": (0.5,), "by": ()})
     return out
 
 
@@ -90,7 +91,7 @@ def test_the_numbers_are_those_of_the_two_files(
     monkeypatch.setattr(reference, "WINDOW_ROWS", window)
     monkeypatch.setattr("dualeval.engine.folder.windows.WINDOW_ROWS", window)
     out = tmp_path / "second"
-    job = {"precision": "fp32", "mean": (0.5,), "layout": "x"}
+    job = {"precision": "fp32", "mean": (0.5,), "layout": "x", "by": ("target",)}
     result = evaluate(Seeded(seed=1), out, batch_size=16, reference=first, job=job)
     wanted, found = expected(first, out), result.reference
     assert wanted["changed"] > 50
@@ -104,6 +105,8 @@ def test_the_numbers_are_those_of_the_two_files(
     assert found["columns"]["target"] == {"rows_differ": 0, "first": None}
     assert not found["same_bits"]
     assert list(found["differs_in"]) == ["batch_size", "weights_fingerprint"]
+    other = {**found, "columns": {"prediction_name": found["columns"]["confidence"]}}
+    assert "\n  prediction_name " in str(replace(result, reference=other))
     assert len(found["first_changed"]) == 10
     assert json.loads((out / "result.json").read_text())["reference"] == found
     # Finished: from its rows, the same; and without --reference what was written.

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,11 @@ def test_a_group_has_the_numbers_of_a_run_over_it_alone(tmp_path: Path) -> None:
     in_memory = evaluate(ScannedTask(broken=[7]), None, batch_size=32, on_error="skip", by=by)
     assert in_memory.slices == result.slices
     assert "│ A       │ 190" in str(result) and "│ C       │ 10 (few) │" in str(result)
+    assert "(few): too few samples, or clusters of them, for a statement" in str(result)
+    rough = replace(
+        result, slices={"scanner": [{**group, "rough": {"loss": "x"}} for group in result.slices["scanner"]]}
+    )
+    assert "for a statement; rough: the interval may cover less than 95 %, the JSON says why" in str(rough)
     assert rescore(tmp_path / "out", metrics=[Mean("loss")]).slices == {}
 
 
@@ -452,6 +458,15 @@ class Batches:
         return Measured(values={"batches": int(ledger[0])})
 
 
+class Work(Batches):
+    """Has no value in the result."""
+
+    name = "work"
+
+    def compute(self, ledger: Tensor) -> Measured:
+        return Measured(values={})
+
+
 class Unkept(Mean):
     keeps_rows = False
 
@@ -470,7 +485,7 @@ class AllClasses:
 def test_what_has_no_slices_is_named(tmp_path: Path) -> None:
     class Odd(ScannedTask):
         def metrics(self) -> list[Metric | RowMetric]:
-            return [Mean("loss"), Batches(), Unkept("confidence"), AllClasses()]
+            return [Mean("loss"), Batches(), Work(), Unkept("confidence"), AllClasses()]
 
     result = evaluate(Odd(), tmp_path / "out", batch_size=COUNT, by=("target", "scanner"))
     assert of_group(result, "scanner", "A")["metrics"].keys() == {"loss", "all_classes"}
