@@ -224,7 +224,7 @@ def of_python(
             raise TypeError(f"{name} is no argument here: {instead}")
     known = [*kind.__dataclass_fields__, "metrics"]  # type: ignore[attr-defined]
     if unknown := next((name for name in options if name not in known), None):
-        task = kind.__name__.removesuffix("Options")  # type: ignore[attr-defined]
+        task = kind.__name__.removesuffix("Options")
         raise TypeError(f"{task} has no option {unknown!r}.{did_you_mean(unknown, known)}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     return kind(**own, **given, metric=tuple(metrics))

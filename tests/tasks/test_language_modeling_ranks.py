@@ -79,7 +79,7 @@ def check(found: Results, wanted: Results) -> None:
     [
         ("torchrun", 2),
         pytest.param("torchrun", 3, marks=pytest.mark.long),
-        pytest.param("horovodrun", 2, marks=needs("horovodrun", "horovod")),
+        pytest.param("horovodrun", 2, marks=[*needs("horovodrun", "horovod"), pytest.mark.long]),
     ],
 )
 def test_the_same_bits(run: Run, wanted: Results, tmp_path: Path, launcher: str, size: int) -> None:
