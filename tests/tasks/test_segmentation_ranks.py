@@ -79,7 +79,7 @@ def test_the_same_bits(run: Run, wanted: dict[str, Any], size: int, backend: str
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_run_goes_on(launch: Launch, home: Path, tmp_path: Path, how: signal.Signals) -> None:
     """On two processes, where one has begun; whether it could still save what it has, or not."""
-    made.write_pictures(tmp_path, count=3000)
+    made.write_pictures(tmp_path, count=9000)
     words: list[str | Path] = ["--data", tmp_path / "img", "--masks", tmp_path / "masks"]
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert launch([*DUALEVAL, *command(whole, *words)], cwd=home, timeout=280).returncode == 0
