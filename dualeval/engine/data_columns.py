@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,18 @@ from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import HuggingFaceSamples
 from dualeval.errors import UsageError
-from dualeval.further_columns import NOT_NAMED, KeptColumns
+from dualeval.further_columns import MOST_EXACT, NOT_NAMED, KeptColumns
 from dualeval.options.choices import NO_COLUMN, columns_of_groups
 from dualeval.tasks import Dataset, Task
 from dualeval.wording import did_you_mean
 
 _OF_FILES = ("id", "index", EVALUATED)
 _AT_ONCE = 1 << 14
+_ONE_TYPE = (
+    'Expected one type for all samples: of numbers with gaps floats, with nan for a gap; of texts "" for one.'
+)
+# How types are called.
+_TEXTS, _BOOLS, _WHOLE, _NUMBERS = "texts", "true and false", "whole numbers", "numbers with decimals or gaps"
 # By numpy's kind of a value.
 _KEPT_AS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
 
@@ -34,6 +39,8 @@ class DataColumns:
 
     names: tuple[str, ...]
     dataset: Dataset
+    # By name, the type that all values together have; a batch without a gap may look like another one.
+    kinds: dict[str, str] = field(default_factory=dict)
 
     def of(self, samples: range) -> dict[str, Column]:
         """The columns of consecutive samples."""
@@ -43,13 +50,21 @@ class DataColumns:
                 f"columns(indices) of {_kind(self.dataset)} gives no {absent[0]!r} for samples "
                 f"{samples.start} to {samples.stop - 1}: give the same columns for all samples"
             )
-        return {name: found[name] for name in self.names}
+        return {name: _as_kind(found[name], self.kinds.get(name)) for name in self.names}
 
     def digests(self, count: int, step: Callable[[], None]) -> dict[str, str]:
-        """sha256, in hex, over the values of the first ``count`` samples, by column."""
+        """sha256, in hex, over the values of the first ``count`` samples, by column; checks their types."""
         hashes = {name: hashlib.sha256() for name in self.names}
         for first in range(0, count, _AT_ONCE):
-            for name, column in self.of(range(first, min(first + _AT_ONCE, count))).items():
+            samples = range(first, min(first + _AT_ONCE, count))
+            found = DataColumns(names=self.names, dataset=self.dataset).of(samples)
+            for name, column in found.items():
+                if (kind := _kind_of(column)) != self.kinds.setdefault(name, kind):
+                    raise UsageError(
+                        f"{_kind(self.dataset)}.columns(indices): the column {name!r} holds "
+                        f"{self.kinds[name]} for the first samples, and {kind} for samples "
+                        f"{samples.start} to {samples.stop - 1}. {_ONE_TYPE}"
+                    )
                 hashes[name].update(described(column).encode())
                 for part in parts_of(column):
                     hashes[name].update(np.ascontiguousarray(part.numpy()).data)
@@ -122,6 +137,8 @@ def _column(dataset: Dataset, name: str, values: Any, count: int) -> Column:
     with suppress(TypeError, ValueError):  # lists of different lengths, for example
         array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
         if array.shape == (count,):
+            if array.dtype.kind == "O" or not isinstance(values, (np.ndarray, Tensor)):
+                _check_types(dataset, name, values)
             if array.dtype.kind in _KEPT_AS:
                 return torch.from_numpy(array.astype(_KEPT_AS[array.dtype.kind]))
             plain = array.tolist()
@@ -132,6 +149,41 @@ def _column(dataset: Dataset, name: str, values: Any, count: int) -> Column:
         f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__} for "
         f"{count} samples, expected one text, number or bool a sample, in a list, array or tensor"
     )
+
+
+def _kind_of(column: Column) -> str:
+    if not isinstance(column, Tensor):
+        return _TEXTS
+    return {torch.bool: _BOOLS, torch.int64: _WHOLE}.get(column.dtype, _NUMBERS)
+
+
+def _as_kind(column: Column, kind: str | None) -> Column:
+    """A batch's column as the whole one is: one without a gap, or of gaps alone, may look like another."""
+    if kind == _NUMBERS and isinstance(column, Tensor):
+        return column.to(torch.float64)
+    if kind == _TEXTS and isinstance(column, Tensor) and bool(column.isnan().all()):
+        return Text([""] * len(column))
+    return column
+
+
+def _check_types(dataset: Dataset, name: str, values: Any) -> None:
+    """Check that a list, or an array of objects, holds values of one type, and gaps."""
+    types = {type(value) for value in values if value is not None}
+    named = {
+        "text" if issubclass(each, str) else "bool" if issubclass(each, (bool, np.bool_)) else "number"
+        for each in types
+    }
+    if len(named) > 1:
+        raise UsageError(
+            f"{_kind(dataset)}.columns(indices): the column {name!r} holds values of several types: "
+            f"{', '.join(sorted(each.__name__ for each in types))}. {_ONE_TYPE}"
+        )
+    has_gap = any(value is None for value in values)
+    if has_gap and any(isinstance(value, int) and abs(value) > MOST_EXACT for value in values):
+        raise UsageError(
+            f"{_kind(dataset)}.columns(indices): the column {name!r} holds whole numbers beyond 2**53 beside "
+            "None, for which float64 has no place. Give texts."
+        )
 
 
 def _kind(dataset: Dataset) -> str:

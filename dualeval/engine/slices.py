@@ -106,7 +106,9 @@ def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[st
 
 def _distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
     found = np.unique(keys)
-    return found[found == found]  # without NaN
+    is_number: npt.NDArray[np.bool_] = found == found  # NaN is not equal to itself
+    numbers: npt.NDArray[Any] = found[is_number]
+    return numbers
 
 
 def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:

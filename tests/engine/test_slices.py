@@ -158,6 +158,16 @@ def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: st
         (lambda indices: {"a": [1]}, "the column 'a' is a list for 64 samples, expected one text"),
         (lambda indices: {"a": [[1, 2]] * len(indices)}, "the column 'a' is a list for 1 samples"),
         (lambda indices: {"a": [object()] * len(indices)}, "the column 'a' is a list for 1 samples"),
+        (
+            lambda indices: {"a": [1 if at < 64 else None for at in indices]},
+            r"Odd.columns\(indices\): the column 'a' holds whole numbers for the first samples, and numbers "
+            "with decimals or gaps for samples 64 to 69. Expected one type",
+        ),
+        (
+            lambda indices: {"a": ["x", 1, None, True][: len(indices)] * max(1, len(indices) // 4)},
+            r"Odd.columns\(indices\): the column 'a' holds values of several types: bool, int, str. Expec",
+        ),
+        (lambda indices: {"a": ([2**53 + 1, None] * len(indices))[: len(indices)]}, "beyond 2.* Give texts"),
         (lambda indices: {"a" if 0 in indices else "b": [1.0] * len(indices)}, "gives no 'a' for samples 64"),
     ],
 )
@@ -171,6 +181,27 @@ def test_columns_that_are_none(tmp_path: Path, made: Callable[..., Any], says: s
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match=says):
         patch.setattr("dualeval.engine.data_columns._AT_ONCE", 64)
         evaluate(task, tmp_path / "out")
+
+
+def test_a_gap_in_a_later_batch(tmp_path: Path) -> None:
+    """The type of a column is that of all its values, and not that of a batch."""
+
+    class Gaps(TinyDataset):
+        def columns(self, indices: Sequence[int]) -> Mapping[str, Any]:
+            return {
+                "whole": [None if at == 50 else at for at in indices],
+                "mixed": [at + 0.5 if at == 50 else at for at in indices],
+                "flag": [None if at == 50 else at % 2 == 0 for at in indices],
+                "text": [None if at > 30 else "x" for at in indices],
+            }
+
+    task = TinyTask(70)
+    task._dataset = Gaps(70)
+    evaluate(task, tmp_path / "out", batch_size=16)
+    found = rows(tmp_path / "out")
+    assert found["whole"][49] == 49.0 and math.isnan(found["whole"][50])
+    assert found["mixed"][49:51] == [49.0, 50.5] and found["text"][30:32] == ["x", ""]
+    assert found["flag"][:2] == [1.0, 0.0] and math.isnan(found["flag"][50])
 
 
 def test_a_changed_value_is_another_job(tmp_path: Path) -> None:
