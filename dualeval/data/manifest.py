@@ -20,7 +20,7 @@ from dualeval.data.image_files import ImageFiles
 from dualeval.data.labels import Labels, indices_of_classes
 from dualeval.data.manifest_rows import read_rows
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import Table
+from dualeval.data.table import Table, is_unicode
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 
@@ -150,7 +150,7 @@ def _read(of: Table) -> _Read:
         if place is None:
             place = places[label] = len(places)
             first[label] = number
-            if kind is str and not _is_utf8(label):
+            if kind is str and not is_unicode(label):
                 raise _no_label(of, number, label)
         if "://" in path and _ADDRESS.match(path):
             raise _no_path(of, number, path)
@@ -166,15 +166,6 @@ def _read(of: Table) -> _Read:
         )
     kept = of.further.kept()
     return _Read(of=of, paths=paths, hashes=hashes, codes=codes, labels=first, kept=kept)
-
-
-def _is_utf8(text: str) -> bool:
-    # JSON may escape half of a surrogate pair, and Parquet cannot hold it.
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _no_label(of: Table, number: int, label: object) -> UsageError:

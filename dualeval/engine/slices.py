@@ -280,14 +280,15 @@ class Slicing:
                 )
             given[name] = column.to_pylist()
         wanted = self._wanted(result, rows.names, given)
-        evaluated = np.concatenate([window.evaluated for window in rows.windows(wanted or rows.names[:1])])
-        there = np.flatnonzero(evaluated)
-        given = {
-            name: values[there]
-            if isinstance(values, np.ndarray)
-            else [values[place] for place in there.tolist()]
-            for name, values in given.items()
-        }
+        if given:  # mapped rows are those of evaluated samples alone
+            windows = rows.windows(wanted or rows.names[:1])
+            there = np.flatnonzero(np.concatenate([window.evaluated for window in windows]))
+            given = {
+                name: values[there]
+                if isinstance(values, np.ndarray)
+                else [values[place] for place in there.tolist()]
+                for name, values in given.items()
+            }
         return self._with_slices(result, rows.windows(wanted), rows.names, given, rows.path)
 
     def _wanted(self, result: Result, kept: Sequence[str], keys: Mapping[str, Keys]) -> list[str]:

@@ -53,12 +53,9 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
         console.print(table)
     for line in lines[2:]:
         print_line(console, line)
-    for gate, line in zip(comparison.gates, _gates(comparison), strict=True):
+    gates: list[Gate | WorstGate] = [*comparison.gates, *comparison.worst_gates]
+    for gate, line in zip(gates, _gates(comparison), strict=True):
         print_line(console, line, style="green" if gate.passed else "red")
-    for worst in comparison.worst_gates:
-        print_line(
-            console, labelled("gate", _worst(comparison, worst)), style="green" if worst.passed else "red"
-        )
     for note in comparison.notes:
         print_line(console, f"note: {note}", style="yellow")
 
@@ -72,8 +69,7 @@ def as_markdown(comparison: Comparison) -> str:
         lines_of = (head, ["---"] * len(head), *rows)
         table += [f"| {' | '.join(_escaped(entry) for entry in row)} |" for row in lines_of]
         table.append("")
-    worst = [labelled("gate", _worst(comparison, gate)) for gate in comparison.worst_gates]
-    lines = [*_title(comparison), *_lines(comparison), *_gates(comparison), *worst]
+    lines = [*_title(comparison), *_lines(comparison), *_gates(comparison)]
     listed = [
         f"- {line[:LABEL_WIDTH].rstrip()}: {_escaped(' '.join(line[LABEL_WIDTH:].split()))}" for line in lines
     ]
@@ -253,7 +249,10 @@ def _shown_p(value: float) -> str:
 
 
 def _gates(comparison: Comparison) -> list[str]:
-    return [labelled("gate", _gate(gate, comparison.metrics[gate.metric])) for gate in comparison.gates]
+    """A line for each gate, those over groups last."""
+    texts = [_gate(gate, comparison.metrics[gate.metric]) for gate in comparison.gates]
+    texts += [_worst(comparison, gate) for gate in comparison.worst_gates]
+    return [labelled("gate", text) for text in texts]
 
 
 def _gate(gate: Gate, metric: MetricComparison) -> str:

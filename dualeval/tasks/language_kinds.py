@@ -100,8 +100,9 @@ class RowKind(WithColumns, Kind, ABC):
     def fingerprint(self, count: int) -> str:
         return self.of.fingerprint(count)
 
+    @abstractmethod
     def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
-        raise NotImplementedError
+        """What there is to see of a row, and of what the model gave for it."""
 
 
 @dataclass(kw_only=True, eq=False)

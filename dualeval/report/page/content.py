@@ -170,11 +170,12 @@ def _about(result: Result) -> list[tuple[str, str]]:
     part = result.part or {"kind": "all", "samples": result.samples["total"], "of": result.samples["total"]}
     failed = result.samples["failed"]
     samples = described_part(part) + (f"; {failed:,} could not be read" if failed else "")
-    finished = f"{(result.finished_at or '')[:16].replace('T', ' ')} UTC"
+    at = result.finished_at
+    finished = [("finished", f"{at[:16].replace('T', ' ')} UTC")] if at else []
     clusters = result.clusters
     own = [("clusters", f"{clusters['count']:,} by {clusters['column']}")] if clusters else []
     task = [("task", str(result.job["task"]))] if result.job.get("task") else []
-    return [*task, *result.description.items(), ("samples", samples), *own, ("finished", finished)]
+    return [*task, *result.description.items(), ("samples", samples), *own, *finished]
 
 
 def _headlines(result: Result) -> list[Headline]:
