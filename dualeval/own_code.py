@@ -63,10 +63,7 @@ def _module(name: str, said: str) -> ModuleType:
 
 
 def _module_of_file(path: Path, said: str) -> ModuleType:
-    """The module of a file, under the file's own name on every rank and in each reading process.
-
-    Other files beside it can be imported, and a process that is started anew finds it there, too.
-    """
+    """The module of a file, under its own name on every rank; other files beside it can be imported."""
     if not path.is_file():
         raise LibraryError(f"{said}: there is no file {path.absolute()}")
     known = sys.modules.get(path.stem)

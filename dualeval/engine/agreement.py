@@ -121,7 +121,6 @@ def _reading(evaluation: Evaluation) -> Reading:
     return measure_reading(
         evaluation.dataset,
         evaluation.task,
-        evaluation.model,
         plan.batch_size,
         workers=min(run.workers, batches),
         ahead=ahead_of(run.options.schedule),

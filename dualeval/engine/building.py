@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from dualeval.engine import numerics
+from dualeval.engine.feed import checked_workers, why_not_forked
 from dualeval.engine.forward import settle_layout
 from dualeval.engine.guest import Snapshot
 from dualeval.engine.identity import ModelIdentity
@@ -89,18 +90,23 @@ def samples_of(task: Task, run: Run) -> Dataset:
     step = partial(run.control.progress.step, "setup")
     dataset = drawn(as_dataset(task.dataset()), run.options, lambda said: run.note_all([said]), step)
     if run.options.workers is None:
-        workers = automatic_workers(task, dataset, run.cores)
+        workers = automatic_workers(task, dataset, run.cores, lambda said: run.note_all([said]))
         shown = {"workers": workers} if "workers" in run.job else {}
         run.decide(shown, workers=workers, fewer_workers=True)
-    run.workers = run.options.workers or 0
+    run.workers = checked_workers(run.options)
     return dataset
 
 
-def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
+def automatic_workers(
+    task: Task, dataset: Dataset, cores: int, note: Callable[[str], object] = lambda said: None
+) -> int:
     """How many processes read for a rank where nobody says it: none where reading costs nothing."""
     wanted = task.wants_workers
     if wanted is None:
         wanted = not getattr(dataset, "in_memory", False)
+    if wanted and (why := why_not_forked()) is not None:
+        note(f"{why}: samples are read in the process that computes, as with --workers 0")
+        return 0
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
 
 

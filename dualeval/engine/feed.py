@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.nests import zeros_like
+from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import index_of, name_of
 from dualeval.engine.progress import Stage
 from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
-from dualeval.engine.worker_state import pack, unpack
 from dualeval.errors import DualevalError, UsageError, text_of, with_type
 from dualeval.own_code import keep_own_code, own_code
 from dualeval.process_start import end_with_parent
@@ -35,6 +32,7 @@ _LOST_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
     r"(?:is )?(killed by signal: [^.]+|exited unexpectedly[^.]*)"
 )
+
 
 _Tree = TypeVar("_Tree")
 
@@ -65,12 +63,9 @@ class Batch:
 class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
     """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls."""
 
-    def __init__(
-        self, dataset: Dataset, task: Task, *, fill: bool = True, model: nn.Module | None = None
-    ) -> None:
+    def __init__(self, dataset: Dataset, task: Task, *, fill: bool = True) -> None:
         self._dataset = dataset
         self._task = task
-        self._model = model
         self._fill = fill
         # Whether the data set is known to return ready batches, and the samples to have zeros.
         self._ready_batches = False
@@ -80,10 +75,6 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
         notes: Callable[[], list[str]] | None = getattr(self._dataset, "reading_notes", None)
         return [] if notes is None else notes()
-
-    def pack(self) -> bytes:
-        """Pickle it for a process that is being started; see ``worker_state``."""
-        return pack(self, self._dataset, self._task, self._model)
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         """Read one batch: its data, None if no sample could be read, and the samples that failed."""
@@ -189,28 +180,13 @@ def _is_of_batch(first: Exception, samples: Mapping[int, Any], failed: Sequence[
 
 
 class _Returning(torch.utils.data.Dataset[Any]):
-    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback.
-
-    It is pickled where its process is not forked; what it then gets of task and data set, ``worker_state``
-    decides.
-    """
+    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader: Reader | None = reader
-        self._packed = b""
-
-    def __getstate__(self) -> bytes:
-        assert self._reader is not None
-        return self._reader.pack()
-
-    def __setstate__(self, packed: bytes) -> None:
-        self._reader = None
-        self._packed = packed
+        self._reader = reader
 
     def __getitem__(self, indices: range) -> Any:
         try:
-            if self._reader is None:
-                self._reader = unpack(self._packed)
             data, failed = self._reader[indices]
             return own_storages(data), failed, self._reader.notes()
         except DualevalError as error:
@@ -293,6 +269,8 @@ class Feed:
             sampler=self._batches,
             collate_fn=_unchanged,
             num_workers=self._workers,
+            # Not by Python's own choice, which is forkserver from 3.14 on: what is read is not pickled.
+            multiprocessing_context="fork",
             prefetch_factor=self._ahead,
             worker_init_fn=_end_with_parent,
             # Not the process's own: a caller's script may draw from that.
@@ -325,6 +303,29 @@ class Feed:
             # They end with the loader's iterator, if nothing else holds that.
             del iterator
             _end(readers)
+
+
+def why_not_forked() -> str | None:
+    """Why this process cannot fork others that read for it; None where it can."""
+    if sys.platform != "linux":
+        return f"reading processes are forked, which is not safe on {sys.platform}"
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method in (None, "fork", multiprocessing.get_all_start_methods()[0]):  # the first is Python's own
+        return None
+    return (
+        f"reading processes are forked, and this program has them started by {method} "
+        f"(multiprocessing.set_start_method({method!r}))"
+    )
+
+
+def checked_workers(options: RunOptions) -> int:
+    """How many processes are to read for a rank; refused where none can."""
+    if options.workers and (why := why_not_forked()) is not None:
+        raise UsageError(
+            f"--workers {options.workers}: {why}. Type --workers 0 (in Python: workers=0), and samples are "
+            "read in the process that computes."
+        )
+    return options.workers or 0
 
 
 def _is_of_tensors(data: Any) -> bool:
@@ -376,15 +377,6 @@ def _end_with_parent(worker: int) -> None:
     One that hangs in a read would outlive it.
     """
     end_with_parent(signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    # Under forkserver the kernel's parent is the server, which lives as long as one of its processes does.
-    if parent is not None and (sys.platform != "linux" or os.getppid() != parent.pid):
-        threading.Thread(target=_die_after, args=(parent,), daemon=True).start()
-
-
-def _die_after(parent: BaseProcess) -> None:
-    connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _unchanged(batch: _Tree) -> _Tree:

@@ -70,7 +70,6 @@ def _reader_of(evaluation: Evaluation) -> Reader:
         evaluation.dataset,
         evaluation.task,
         fill=evaluation.run.options.on_error == "skip",
-        model=evaluation.model,
     )
 
 

@@ -16,7 +16,7 @@ from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
 from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
 from dualeval.engine.evaluation_mode import training_note
-from dualeval.engine.feed import FailedSample
+from dualeval.engine.feed import FailedSample, checked_workers
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import rank_0s_buffers, version_of
 from dualeval.engine.loop import Loop, read_alone
@@ -63,7 +63,7 @@ class OwnLoop:
     ) -> None:
         check_asked(dataset, run, collate, metrics, model)
         self._run = run
-        run.device, run.workers = _HOST, run.options.workers or 0
+        run.device, run.workers = _HOST, checked_workers(run.options)
         samples = drawn(
             dataset if isinstance(dataset, Samples) else wrap(dataset),
             run.options,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.storages import own_storages, sample_bytes
@@ -73,7 +73,6 @@ class Reading:
 def measure_reading(
     dataset: Dataset,
     task: Task,
-    model: nn.Module,
     batch_size: int,
     *,
     workers: int,
@@ -90,7 +89,7 @@ def measure_reading(
         # No exception of this rank alone: the others learn of it, and all stop or go on together.
         full = bool(usage.total) and free < _BESIDE_BYTES
         if usage.total and not full:
-            batch, full = _batch_bytes(_Sizes(dataset, task, model, batch_size))
+            batch, full = _batch_bytes(_Sizes(dataset, task, batch_size))
         # By the kernel and its mount: hosts of one kernel (containers) may share it or not.
         place = f"{host_identity().partition('.')[0]}:{SHARED_MEMORY.stat().st_dev}"
     return Reading(
@@ -167,8 +166,8 @@ def _megabytes(size: int) -> str:
 class _Sizes(Reader):
     """Reads one sample, and gives the bytes that a batch of such samples takes in place of it."""
 
-    def __init__(self, dataset: Dataset, task: Task, model: nn.Module, batch_size: int) -> None:
-        super().__init__(dataset, task, fill=False, model=model)
+    def __init__(self, dataset: Dataset, task: Task, batch_size: int) -> None:
+        super().__init__(dataset, task, fill=False)
         self._batch_size = batch_size
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:

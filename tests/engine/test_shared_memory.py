@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dualeval.engine import shared_memory
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading, tensor_bytes
@@ -141,9 +141,7 @@ def test_small_parts_of_a_storage_get_their_own() -> None:
 
 
 def reading(task: TinyTask, workers: int) -> Reading:
-    return measure_reading(
-        task.dataset(), task, nn.Identity(), 64, workers=workers, ahead=2, held=2, batches=9
-    )
+    return measure_reading(task.dataset(), task, 64, workers=workers, ahead=2, held=2, batches=9)
 
 
 def test_a_batch_is_estimated_from_a_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,11 +177,10 @@ def test_a_memory_that_is_too_small(launch: Launch, tmp_path: Path) -> None:
 
 
 FULL = """
-from torch import nn
 from dualeval.engine.shared_memory import measure_reading
 from tests.tiny import TinyTask
 task = TinyTask(500)
-found = measure_reading(task.dataset(), task, nn.Identity(), 8, workers=2, ahead=2, held=2, batches=9)
+found = measure_reading(task.dataset(), task, 8, workers=2, ahead=2, held=2, batches=9)
 print(found.full, found.free, found.place != "")
 """
 

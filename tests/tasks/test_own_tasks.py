@@ -134,20 +134,6 @@ def test_a_broken_file_is_said_once_with_its_own_lines(launch: Launch, tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["broken.py"]
 
 
-@pytest.mark.long
-def test_reading_processes_that_are_started_anew(
-    home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path
-) -> None:
-    """They import the file under its name."""
-    start = "import multiprocessing\nif multiprocessing.parent_process() is None:\n"
-    spawn = f"{start}    multiprocessing.set_start_method('spawn')\n"
-    (tmp_path / "mine.py").write_text(spawn + TASK)
-    (tmp_path / "helper_beside_it.py").write_text("MODULUS = 7\n")
-    words = ["--task", "mine.py:Mine", "--batch-size", "8", "--threshold", "0.4", "--workers", "2"]
-    done = launch([*RUN, *words, "--out", tmp_path / "out"], cwd=tmp_path, timeout=280)
-    assert result(done, tmp_path / "out")["metrics_digest"] == alone["metrics_digest"]
-
-
 def test_none_and_an_empty_list_are_values_that_a_flag_gives(tmp_path: Path) -> None:
     (tmp_path / "emptied.py").write_text(
         "import dualeval\n"
