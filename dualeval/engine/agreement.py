@@ -145,7 +145,18 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str], alone: list[dic
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
                 "Start every rank with the same options, data and weights."
                 f"{_weights_hint(differing, hosts[0], hosts[rank])}{structure_hint(differing)}"
+                f"{_layout_hint(differing)}"
             )
+
+
+def _layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """A sentence where a trial of the layout has come to another end on one rank; else empty."""
+    if not any(name == "layout" for name, _, _ in found):
+        return ""
+    return (
+        " (The model's forward fails channels-last on one of the two ranks, on the same first samples: with "
+        "--layout contiguous no rank tries it.)"
+    )
 
 
 def _weights_hint(found: Sequence[tuple[str, Any, Any]], first: str, here: str) -> str:

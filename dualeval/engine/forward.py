@@ -126,28 +126,26 @@ def settle_layout(
     run: Run,
     copy_in: Callable[[str], nn.Module] | None = None,
 ) -> None:
-    """Decide the layout that "auto" comes to for a model.
+    """Decide the layout that "auto" comes to; code of somebody's own is tried on the first samples.
 
-    A model with code of somebody's own is tried in both layouts on the first samples that can be read: where
-    channels-last fails, or gives other numbers, it is contiguous. The trial changes nothing of the model, and
-    comes to the same on every rank.
+    Every rank has the same first samples, and so comes to the same: ``agree`` compares. A model that all
+    ranks compute together is contiguous where it fails channels-last on one of them.
     """
     # A sample that cannot be read is the loop's to name.
     trial = run.trying(on_error="skip", **OF_TRIAL)
     evaluation = _first_evaluation(task, dataset, model, trial)
     first: list[tuple[range, Any]] = []
 
-    def columns_in(layout: str) -> Mapping[str, Any]:
+    def compute_in(layout: str) -> None:
         first[:] = first or [first_samples(evaluation)]
         [(samples, data)] = first
         run.control.progress.step("forward")
         with _tried(replace(trial.options, layout=layout), evaluation, copy_in) as of_layout:
-            found = _columns_of(of_layout, data, samples)
+            _columns_of(of_layout, data, samples)
         run.control.progress.step("setup")
-        return found
 
     is_collective = copy_in is not None or is_sharded(model)
-    tries = partial(_on_all_ranks, columns_in, run) if is_collective else columns_in
+    tries = partial(_on_all_ranks, compute_in, run) if is_collective else compute_in
     layout, said = layout_by_trial(model, run.options.layout, tries)
     run.note_all([] if said is None else [said])
     given = {name: getattr(run.options, name) for name in _SHOWN}
@@ -177,12 +175,11 @@ def _tried(
             vars(model).update(before)
 
 
-def _on_all_ranks(columns_in: Callable[[str], Mapping[str, Any]], run: Run, layout: str) -> Mapping[str, Any]:
+def _on_all_ranks(compute_in: Callable[[str], None], run: Run, layout: str) -> None:
     """Try a layout on all ranks: where it fails on one rank it has failed on all."""
     failure: Exception | None = None
-    columns: Mapping[str, Any] = {}
     try:
-        columns = columns_in(layout)
+        compute_in(layout)
     except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
         failure = error
     run.control.meet()
@@ -191,7 +188,6 @@ def _on_all_ranks(columns_in: Callable[[str], Mapping[str, Any]], run: Run, layo
         raise failure
     if (said := next((each for each in everyone if each is not None), None)) is not None:
         raise DualevalError(said)
-    return columns
 
 
 def _first_evaluation(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Evaluation:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Ragged
 from dualeval.engine.sharding.detect import class_of, is_sharded
-from dualeval.errors import UsageError, text_of, with_type
+from dualeval.errors import UsageError, with_type
 from dualeval.options.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 
 # Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
@@ -25,10 +24,6 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _OF_TRANSFORMERS = (nn.LayerNorm, nn.MultiheadAttention)
 _NORMS_BY_NAME = ("LayerNorm", "RMSNorm")
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
-# What torch's operations, and those of extensions, say of a layout that they cannot take.
-_OF_LAYOUT = ("view size is not compatible", "contiguous", "stride", "memory format", "memory_format")
-# What float32 rounds differently in another order of sums, of the largest number; wide.
-_MOST_ROUNDING = 1e-3
 # Options of the run that a trial of the layout leaves out.
 OF_TRIAL: Mapping[str, Any] = {"precision": "fp32", "keep_batchnorm_fp32": False, "optimize": None}
 # Packages whose models compute channels-last as they are.
@@ -59,8 +54,11 @@ def layout_of(model: nn.Module, asked: str) -> str:
                 f"--layout {asked}: the model has no weight of four dimensions, as convolutions of images "
                 "have. Leave it out."
             )
-        if not is_sharded(model):
-            _check_changeable(model, asked)
+        if not is_sharded(model) and (kind := _foreign_tensor(model)) is not None:
+            raise UsageError(
+                f"--layout {asked}: a tensor of the model is a {kind}, which can take no other layout. Leave "
+                "it out."
+            )
     return asked
 
 
@@ -69,48 +67,38 @@ def is_changeable(model: nn.Module) -> bool:
     return fixed_part(model) is None and _foreign_tensor(model) is None
 
 
-def is_tried(model: nn.Module, asked: str) -> bool:
-    """Whether the layout of a model is found out by a trial, as ``layout_by_trial`` says."""
-    return asked == AUTO and layout_of(model, asked) == CHANNELS_LAST and _needs_a_trial(model)
+def layout_by_trial(
+    model: nn.Module, asked: str, compute_in: Callable[[str], object]
+) -> tuple[str, str | None]:
+    """As ``layout_of``, and a sentence where "auto" is contiguous because a forward of one's own fails else.
+
+    ``compute_in`` computes the first samples in a layout. Numbers are not compared.
+    """
+    layout = layout_of(model, asked)
+    if asked != AUTO or layout != CHANNELS_LAST or not _has_own_code(model):
+        return layout, None
+    failure = _failure_of(compute_in, CHANNELS_LAST)
+    # What fails in both layouts, the first batch raises again, with its own message.
+    if failure is None or _failure_of(compute_in, CONTIGUOUS) is not None:
+        return layout, None
+    return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, the model fails ({with_type(failure)})"
 
 
-def _needs_a_trial(model: nn.Module) -> bool:
+def _failure_of(compute_in: Callable[[str], object], layout: str) -> Exception | None:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            compute_in(layout)
+    except Exception as error:  # noqa: BLE001 - `layout_by_trial` decides by it
+        return error
+    return None
+
+
+def _has_own_code(model: nn.Module) -> bool:
     """Whether a part of a model is code of somebody's own, which may not compute channels-last.
 
     ``Tensor.view`` cannot take a channels-last tensor's dimensions together.
     """
     return any(class_of(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
-
-
-def _is_of_layout(error: Exception) -> bool:
-    """Whether an error says that an operation cannot take a tensor in its layout."""
-    return any(words in text_of(error) for words in _OF_LAYOUT)
-
-
-def layout_by_trial(
-    model: nn.Module, asked: str, columns_in: Callable[[str], Mapping[str, Any]]
-) -> tuple[str, str | None]:
-    """As ``layout_of``; where "auto" comes to channels-last for code of somebody's own, it is tried.
-
-    Where channels-last fails, or gives other numbers than contiguous, the layout is contiguous.
-    """
-    layout = layout_of(model, asked)
-    if not is_tried(model, asked):
-        return layout, None
-    found = []
-    for tried in (CONTIGUOUS, CHANNELS_LAST):
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                found.append(columns_in(tried))
-        except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
-            if tried == CONTIGUOUS or not _is_of_layout(error):
-                return layout, None
-            return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, the model fails ({with_type(error)})"
-    problem = _difference(*found)
-    if problem is None:
-        return layout, None
-    return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, {problem}"
 
 
 def fixed_part(model: nn.Module) -> str | None:
@@ -129,24 +117,6 @@ def fixed_part(model: nn.Module) -> str | None:
 def converter(layout: str) -> Callable[[Tensor], Tensor]:
     """What brings a floating tensor of four dimensions into a layout; others stay as they are."""
     return _channels_last if layout == CHANNELS_LAST else _contiguous
-
-
-def _difference(contiguous: Mapping[str, Any], channels_last: Mapping[str, Any]) -> str | None:
-    """What is wrong with a model that gives other numbers in another layout; None for nothing."""
-    for name, column in contiguous.items():
-        one, other = (
-            each.values if isinstance(each, Ragged) else each for each in (column, channels_last.get(name))
-        )
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not one.is_floating_point():
-            continue
-        known = one[one.isfinite()].abs()
-        most = _MOST_ROUNDING * (known.max().item() if known.numel() else 1.0)
-        if one.shape != other.shape or not torch.allclose(one, other, rtol=0, atol=most, equal_nan=True):
-            return (
-                f"the model gives other numbers in the column {name!r}. It may read memory by its strides "
-                "(as_strided, data_ptr)"
-            )
-    return None
 
 
 def _is_convolutional(model: nn.Module) -> bool:
@@ -176,15 +146,6 @@ def _foreign_tensor(model: nn.Module) -> str | None:
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
             return type(tensor).__name__
     return None
-
-
-def _check_changeable(model: nn.Module, asked: str) -> None:
-    kind = _foreign_tensor(model)
-    if kind is not None:
-        raise UsageError(
-            f"--layout {asked}: a tensor of the model is a {kind}, which can take no other layout. Leave it "
-            "out."
-        )
 
 
 def _has_images_dimensions(tensor: Tensor) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +21,9 @@ from torch.nn import functional
 
 import dualeval
 from dualeval.engine import compute, numerics
-from dualeval.engine.layouts import converter, layout_of
+from dualeval.engine.agreement import check_same_job
+from dualeval.engine.forward import _on_all_ranks
+from dualeval.engine.layouts import converter, layout_by_trial, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.errors import UsageError
@@ -195,26 +200,78 @@ def test_a_model_that_cannot_be_channels_last_is_contiguous(capsys: pytest.Captu
         evaluate(made(by_view=True), layout="channels-last")
 
 
-class ByMemory(nn.Module):
-    """Reads memory as if it were contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 4, 3)
+class Asserting(Small):
+    """Takes contiguous images alone, and says nothing of the kind; or as the variable says."""
 
     def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.convolution(images)
-        size = found[0].numel()
-        return found.as_strided((len(found), 10), (size, 1))
+        fails = os.environ.get("FORWARD_FAILS", "channels-last")
+        if fails == "always" or (fails == "channels-last" and not images.is_contiguous()):
+            raise ValueError("no")
+        if fails == "never":
+            torch.rand(1)
+        return super().forward(images)
 
 
-def test_a_model_with_other_numbers_channels_last_is_contiguous(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    model = ByMemory()
-    result = evaluate(model)
-    assert result.job["layout"] == CONTIGUOUS
-    assert "channels-last, the model gives other numbers in the column 'loss'" in capsys.readouterr().err
-    assert result.metrics_digest == evaluate(model, layout="contiguous").metrics_digest
+def tried(run: Any = None) -> tuple[str, str | None, list[str]]:
+    """What "auto" comes to, why, and in which layouts the first samples were computed."""
+    model, layouts = made(Asserting), []
+
+    def compute_in(layout: str) -> None:
+        layouts.append(layout)
+        outputs(prepared(copy.deepcopy(model), layout=layout), images())
+
+    compute = compute_in if run is None else partial(_on_all_ranks, compute_in, run)
+    return *layout_by_trial(model, "auto", compute), layouts
+
+
+def test_a_forward_that_fails_channels_last_is_contiguous() -> None:
+    said = "layout contiguous: channels-last, the model fails (ValueError: no)"
+    assert tried() == (CONTIGUOUS, said, [CHANNELS_LAST, CONTIGUOUS])
+
+
+def test_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORWARD_FAILS", "never")
+    before = torch.get_rng_state()
+    assert tried() == (CHANNELS_LAST, None, [CHANNELS_LAST])
+    assert torch.equal(torch.get_rng_state(), before), "its random numbers are the trial's own"
+
+
+def test_what_fails_in_both_layouts_is_the_runs_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORWARD_FAILS", "always")
+    assert tried() == (CHANNELS_LAST, None, [CHANNELS_LAST, CONTIGUOUS])
+
+
+@pytest.mark.parametrize(
+    ("everyone", "layout"), [([None, None], CHANNELS_LAST), ([None, "ValueError: there"], CONTIGUOUS)]
+)
+def test_ranks_that_compute_together_come_to_one_layout(
+    monkeypatch: pytest.MonkeyPatch, everyone: list[str | None], layout: str
+) -> None:
+    """The forward of the other rank may fail channels-last, and this one's does not."""
+    monkeypatch.setenv("FORWARD_FAILS", "never")
+    answers = iter([everyone, [None, None]])
+    backend = SimpleNamespace(all_gather_json=lambda own: next(answers))
+    found, said, _ = tried(SimpleNamespace(control=SimpleNamespace(meet=lambda: None), backend=backend))
+    assert (found, said is None) == (layout, layout == CHANNELS_LAST)
+
+
+def test_other_ranks_with_another_layout_are_refused_with_what_to_type() -> None:
+    words = r"\(layout: channels-last on rank 0, None here\).*fails channels-last.*--layout contiguous"
+    with pytest.raises(UsageError, match=words):
+        check_same_job([{"layout": CHANNELS_LAST}, {}], ["one", "two"], [{}, {}])
+
+
+def test_a_resumed_run_comes_to_the_same_layout_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = evaluate(made(Asserting), out=tmp_path)
+    assert first.job["layout"] == CONTIGUOUS
+    for options in ({}, {"layout": "contiguous"}):
+        again = evaluate(made(Asserting), out=tmp_path, **options)
+        assert (again.earlier, again.fingerprint) == (True, first.fingerprint)
+    monkeypatch.setenv("FORWARD_FAILS", "never")  # as where the machine has what it lacked before
+    with pytest.raises(UsageError, match=r"layout: None there, channels-last now.*with --layout contiguous"):
+        evaluate(made(Asserting), out=tmp_path)
 
 
 def test_a_layout_is_in_the_identity(tmp_path: Path) -> None:

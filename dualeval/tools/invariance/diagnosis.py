@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from numpy import ndarray
-from torch import Tensor, nn
+from torch import nn
 
 from dualeval.columns import Rows
 from dualeval.engine import numerics
@@ -117,13 +116,11 @@ def _layout(
 ) -> str:
     """The layout that the job's comes to, as in a run."""
 
-    def columns_in(layout: str) -> dict[str, Tensor]:
+    def compute_in(layout: str) -> None:
         with numerics.settings("fp32", device):
-            of_trial = replace(options, layout=layout, **OF_TRIAL)
-            rows = Computed(task, model, batches, of_trial, device).job
-        return {name: torch.from_numpy(row) for name, row in rows.items() if isinstance(row, ndarray)}
+            Computed(task, model, batches, replace(options, layout=layout, **OF_TRIAL), device)
 
-    layout, said = layout_by_trial(model, options.layout, columns_in)
+    layout, said = layout_by_trial(model, options.layout, compute_in)
     notes += [] if said is None else [said]
     return layout
 
