@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from dualeval.errors import DualevalError, UsageError
+from dualeval.whole_files import write_text
 
 if TYPE_CHECKING:
     import pyarrow
@@ -263,24 +260,6 @@ def _fits(value: Any, kind: Any) -> bool:
     return outer is Any or (type(value) in wanted and all(_fits(part, inner[-1]) for part in parts))
 
 
-def partial_of(path: Path) -> Path:
-    """Where a file is written until it is whole."""
-    return path.with_name(path.name + ".partial")
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where its file system can say so."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and user-space file systems sync files, but no folders.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def checksum_of(path: Path, step: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Size and sha256 of a file; ``step`` is called with every piece that is read."""
     digest = hashlib.sha256()
@@ -296,24 +275,6 @@ def checksum_of(path: Path, step: Callable[[], None] = lambda: None) -> dict[str
 def json_text(content: Any, *, allow_nan: bool = True) -> str:
     """JSON for files and the screen: indented, letters as they are, a line feed at its end."""
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=allow_nan) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole under its name, or not there."""
-    # A name of its own: several processes may write the file, and then the last one's is there.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        # A user's text may hold what UTF-8 has no bytes for. As \\udcff JSON gives it back as it was.
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        # What refuses to write may refuse this as well; the first error is the one to tell.
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True, kw_only=True)

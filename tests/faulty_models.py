@@ -108,7 +108,7 @@ def _fault_of(kind: str) -> Callable[[], object]:
 def _end_at(point: str, number: int) -> None:
     """Have this process end at a point of its journal file of that number, from 0; half of it written."""
     seen = itertools.count()
-    opened, fsync, rename = Path.open, os.fsync, Path.rename
+    opened, fsync, replace = Path.open, os.fsync, Path.replace
 
     def is_the_one(path: Path) -> bool:
         return path.name.endswith(f"{SUFFIX}.partial") and next(seen) >= number
@@ -126,15 +126,15 @@ def _end_at(point: str, number: int) -> None:
             _kill()
         fsync(descriptor)
 
-    def no_rename(path: Path, target: Path) -> Path:
+    def no_replace(path: Path, target: Path) -> Path:
         if is_the_one(path):
             _kill()
-        return rename(path, target)
+        return replace(path, target)
 
     {
         "write": lambda: setattr(Path, "open", torn_open),
         "fsync": lambda: setattr(os, "fsync", no_fsync),
-        "rename": lambda: setattr(Path, "rename", no_rename),
+        "rename": lambda: setattr(Path, "replace", no_replace),
     }[point]()
 
 

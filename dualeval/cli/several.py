@@ -19,7 +19,8 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, U
 from dualeval.options.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
 from dualeval.process_start import unwritten
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
-from dualeval.result import JOB, RESULT, STATUS, json_text, sha256_of_json, write_text
+from dualeval.result import JOB, RESULT, STATUS, json_text, sha256_of_json
+from dualeval.whole_files import write_text
 
 if TYPE_CHECKING:
     from dualeval.engine.folder.lease import KeptLease

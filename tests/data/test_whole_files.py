@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval import result as result_module
+from dualeval import whole_files
 from dualeval.engine import recorder
 from dualeval.errors import DualevalError
 from dualeval.result import checksum_of
@@ -119,7 +119,7 @@ def test_all_is_synced_before_the_journal_goes(tmp_path: Path, monkeypatch: pyte
     )
     renamed = calls.index(("replace", "predictions.parquet"))
     result = calls.index(("replace", "result.json"))
-    folder = max(place for place, call in enumerate(calls) if call == ("fsync", "out"))
+    folder = calls.index(("fsync", "out"), result)
     gone = next(
         place for place, (what, name) in enumerate(calls) if what == "unlink" and name.endswith(".journal")
     )
@@ -147,7 +147,37 @@ def test_any_other_failure_to_sync_a_folder_is_one(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError, match="gone"):
-        result_module.sync_folder(tmp_path)
+        whole_files.sync_folder(tmp_path)
+
+
+def test_a_file_is_whole_under_its_name_or_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    whole_files.write_text(file, "first \udcff")
+    assert file.read_text() == "first \\udcff"
+    with pytest.raises(KeyboardInterrupt), whole_files.whole_file(file) as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert file.read_text() == "first \\udcff"
+    with whole_files.whole_file(file, tmp_path / "own") as partial:
+        partial.write_text("second")
+    assert file.read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("at", ["write", "fsync", "replace"])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    def full(*words: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = tmp_path / "file"
+    whole_files.write_text(file, "first")
+    owner, name = {"write": (Path, "write_text"), "fsync": (os, "fsync"), "replace": (Path, "replace")}[at]
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(OSError, match="No space left"):
+        whole_files.write_text(file, "second")
+    monkeypatch.undo()
+    assert file.read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 class Damaging(TinyTask):

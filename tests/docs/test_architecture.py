@@ -18,7 +18,7 @@ PACKAGE = ROOT / "dualeval"
 # Each room and the rooms it may import from, besides itself and the ground floor; a module may have a line of
 # its own.
 GROUND = {
-    *("errors", "wording", "own_code", "process_start", "vision_library", "further_columns"),
+    *("errors", "wording", "whole_files", "own_code", "process_start", "vision_library", "further_columns"),
     *("options.choices", "options.fields"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
     *("models.model_errors", "models.weights_name"),
@@ -62,6 +62,7 @@ ALLOWED = {
     "vision_library": set(),
     "own_code": set(),
     "process_start": set(),
+    "whole_files": set(),
     "wording": set(),
     "assets": set(),
 }

@@ -25,7 +25,8 @@ from dualeval.engine.folder.process import Process
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import MAX_CHUNKS, EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
-from dualeval.result import Status, read_status, write_text
+from dualeval.result import Status, read_status
+from dualeval.whole_files import write_text
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import Launch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.folder.layout import file_name
-from dualeval.result import partial_of
+from dualeval.whole_files import partial_of, put_in_place
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -62,8 +61,5 @@ def _append(path: Path, content: Tensor, start: int, size: int) -> None:
     partial = partial_of(path)
     with partial.open("ab" if start else "wb") as file:
         file.write(content.numpy().data)
-        if start + len(content) == size:
-            file.flush()
-            os.fsync(file.fileno())
     if start + len(content) == size:
-        partial.rename(path)
+        put_in_place(partial, path)

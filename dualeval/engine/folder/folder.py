@@ -44,17 +44,8 @@ from dualeval.engine.folder.predictions import write_json_file, write_prediction
 from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of, text_of
-from dualeval.result import (
-    JOB,
-    PREDICTIONS,
-    RESULT,
-    Result,
-    Status,
-    checksum_of,
-    read_status,
-    sync_folder,
-    write_text,
-)
+from dualeval.result import JOB, PREDICTIONS, RESULT, Result, Status, checksum_of, read_status
+from dualeval.whole_files import write_text
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -319,8 +310,6 @@ class RunFolder:
                 # That took minutes, perhaps, and this process may have been stopped meanwhile.
                 self._check_lease()
                 write_text(self.path / RESULT, result.to_json())
-                # Their names, too, must be on the disk before the journal goes.
-                sync_folder(self.path)
         except OSError:
             # As in merged_files, a moment later.
             if finished_result(self.path, result.fingerprint) is None:

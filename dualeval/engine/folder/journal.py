@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from dualeval.engine.folder.layout import SUFFIX, file_name, fingerprint_there
 from dualeval.engine.folder.stored_columns import RowsOfChunks, describe_columns, place_columns
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
-from dualeval.result import partial_of, sync_folder
+from dualeval.whole_files import partial_of, whole_file
 
 _MAGIC = b"DUALEVL3"
 _MAGIC_OF_RAGGED = b"DUALEVL4"
@@ -103,14 +102,12 @@ class JournalWriter:
             }
         ).encode()
         path = self.folder / file_name(self._prefix, len(self.written))
-        partial = partial_of(path)
-        try:
-            # A run of this job that came to its end here meanwhile has removed it. Nothing is made in a
-            # folder that was emptied, or in another one under its name.
-            out = self.folder.parent
-            if not self.folder.is_dir() and fingerprint_there(out) == self._fingerprint:
-                self.folder.mkdir(exist_ok=True)
-            self._write_whole(
+        # A run of this job that came to its end here meanwhile has removed it. Nothing is made in a folder
+        # that was emptied, or in another one under its name.
+        if not self.folder.is_dir() and fingerprint_there(self.folder.parent) == self._fingerprint:
+            self.folder.mkdir(exist_ok=True)
+        with whole_file(path, partial_of(path)) as partial:
+            _write(
                 partial,
                 [
                     _MAGIC if all("form" not in entry for entry in described) else _MAGIC_OF_RAGGED,
@@ -119,25 +116,17 @@ class JournalWriter:
                     *(array.reshape(-1).view(np.uint8).data for array in (*entries, *arrays)),
                 ],
             )
-            partial.rename(path)
-            sync_folder(self.folder)
-        except OSError:
-            # On a full disk its space is needed, if only for status.json.
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
         self.written.append(path)
 
-    @staticmethod
-    def _write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
-        digest = hashlib.sha256()
-        with path.open("wb") as file:
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
+
+def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Write the parts, and behind them their checksum."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+        file.write(digest.digest())
 
 
 def read_journal_file(path: Path) -> JournalFile:

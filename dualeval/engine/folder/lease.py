@@ -26,6 +26,7 @@ from dualeval.engine.folder.layout import LEASE
 from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
 from dualeval.result import JOB, read_status
+from dualeval.whole_files import whole_file
 
 # How often the holder calls ``renew``.
 RENEW_EVERY_S = 2.0
@@ -232,8 +233,8 @@ def _replace(lease: Lease, dead: bytes, *, force: bool) -> bool:
     try:
         if path.read_bytes() != dead:
             return False
-        own.write_bytes(lease._content())
-        own.replace(path)
+        with whole_file(path, own):
+            own.write_bytes(lease._content())
         return True
     finally:
         turn.unlink(missing_ok=True)

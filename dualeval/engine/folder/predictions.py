@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ from dualeval.engine.folder.stored_columns import RowsOfChunks
 from dualeval.engine.folder.windows import EVALUATED, evaluated_of, windows_of
 from dualeval.engine.parts import indices_of, texts_of
 from dualeval.engine.plan import EvalPlan
+from dualeval.whole_files import whole_file
 
 if TYPE_CHECKING:
     from dualeval.tasks import Dataset, Task
@@ -52,7 +51,7 @@ def write_predictions(
     import pyarrow
     import pyarrow.parquet
 
-    with _written_whole(path) as partial, _arrow_pool_of_system(pyarrow):
+    with whole_file(path) as partial, _arrow_pool_of_system(pyarrow):
         writer = None
         try:
             for start, rows in windows_of(files, plan, kept):
@@ -147,7 +146,7 @@ def write_json_file(
 
     Samples that could not be read are left out. ASCII, a line a sample; whole under its name, or not there.
     """
-    with _written_whole(path) as partial, partial.open("w", encoding="ascii") as file:
+    with whole_file(path) as partial, partial.open("w", encoding="ascii") as file:
         before = "{\n"
         for start, rows in windows_of(files, plan, kept):
             for entry in json_entries(task, dataset, rows, start, column):
@@ -155,21 +154,6 @@ def write_json_file(
                 before = ",\n"
             step()
         file.write("{}\n" if before == "{\n" else "\n}\n")
-
-
-@contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """Give the file to write in the place of another: it gets that name when it is whole and on the disk."""
-    # A second run in the folder may be at the same place.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(path)
 
 
 def json_entries(

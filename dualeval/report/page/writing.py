@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.errors import UsageError, with_type
-from dualeval.result import REPORT, RESULT, Result, read_result, write_text
+from dualeval.result import REPORT, RESULT, Result, read_result
+from dualeval.whole_files import write_text
 
 
 def check_installed() -> None:

@@ -16,8 +16,8 @@ from dualeval.engine.session import Session
 from dualeval.launch import detect
 from dualeval.options.job import Job
 from dualeval.process_start import DEFAULT_SIGNALS, end_with_parent
-from dualeval.result import write_text
 from dualeval.tools.bench.plan import DATAPARALLEL, OF_RANKS, CellStart, own_part
+from dualeval.whole_files import write_text
 
 # Starts this command line anew, with the same interpreter and code.
 OWN_COMMAND = (sys.executable, str(Path(__file__).resolve().parents[2] / "__main__.py"))

@@ -19,7 +19,7 @@ from dualeval.errors import EXIT_DONE, UsageError
 from dualeval.launch.site import Site, default_ranks
 from dualeval.launch.starts import child_environ, why_not
 from dualeval.options.job import Job
-from dualeval.result import json_text, write_text
+from dualeval.result import json_text
 from dualeval.tools import node_facts
 from dualeval.tools.bench.cell import OWN_COMMAND
 from dualeval.tools.bench.figures import MEASURED, with_figures
@@ -37,6 +37,7 @@ from dualeval.tools.bench.plan import (
 )
 from dualeval.tools.supervise import Ended, Interrupts
 from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN, Trials
+from dualeval.whole_files import write_text
 from dualeval.wording import counted
 
 if TYPE_CHECKING:

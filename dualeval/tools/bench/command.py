@@ -16,7 +16,7 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from dualeval.options.choices import CAST, PRECISIONS, check_preparation
 from dualeval.options.job import COMMON, DATA, LAUNCH, MODEL, RUN, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
-from dualeval.result import json_text, write_text
+from dualeval.result import json_text
 from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
 from dualeval.tools.bench.cells import prepare
 from dualeval.tools.bench.figures import MEASURED
@@ -25,6 +25,7 @@ from dualeval.tools.bench.plan import MODES, BenchOptions, CellStart
 from dualeval.tools.bench.plots import check_plots, draw
 from dualeval.tools.supervise import Interrupted, Interrupts
 from dualeval.tools.trials import FAILED, check_no_rank, counts_of, new_folder, words_of
+from dualeval.whole_files import write_text
 
 _MEASURE = "Measure"
 _measured = partial(grouped, group=_MEASURE)

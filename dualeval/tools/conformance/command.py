@@ -24,7 +24,7 @@ from dualeval.launch.launchers import WAYS
 from dualeval.launch.site import Site
 from dualeval.launch.starts import child_environ, choose_ways
 from dualeval.report.anonymous import Names
-from dualeval.result import RESULT, json_text, read_status, write_text
+from dualeval.result import RESULT, json_text, read_status
 from dualeval.tools import node_facts
 from dualeval.tools.conformance import page as judging
 from dualeval.tools.supervise import Ended, Interrupted, Interrupts
@@ -40,6 +40,7 @@ from dualeval.tools.trials import (
     plan_trials,
     words_of,
 )
+from dualeval.whole_files import write_text
 from dualeval.wording import counted
 
 _DEVICES = ("cpu", "cuda")

@@ -1,0 +1,62 @@
+"""Files that are whole under their name, or not there: written beside it, synced, renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(path: Path, partial: Path | None = None) -> Iterator[Path]:
+    """Give the file to write in the place of another, and put it there when the block ends.
+
+    Where the block raises, that file is removed. Another name than its own may be given for it.
+    """
+    # A name of its own: several processes may write the file, and then the last one's is there.
+    partial = partial or path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        yield partial
+        put_in_place(partial, path)
+    except BaseException:
+        # On a full disk its space is needed. What refuses to write may refuse this as well; the first error
+        # is the one to tell.
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Give a file that is written its name, and wait until both are on the disk."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as a ``whole_file``."""
+    # A user's text may hold what UTF-8 has no bytes for. As \\udcff JSON gives it back as it was.
+    with whole_file(path) as partial:
+        partial.write_text(text, "utf-8", errors="backslashreplace")
+
+
+def partial_of(path: Path) -> Path:
+    """Where a file of the journal is written until it is whole."""
+    return path.with_name(path.name + ".partial")
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where its file system can say so."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems sync files, but no folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
