@@ -116,7 +116,21 @@ def fixed_part(model: nn.Module) -> str | None:
 
 def converter(layout: str) -> Callable[[Tensor], Tensor]:
     """What brings a floating tensor of four dimensions into a layout; others stay as they are."""
-    return _channels_last if layout == CHANNELS_LAST else _contiguous
+    is_last = layout == CHANNELS_LAST
+    memory_format = torch.channels_last if is_last else torch.contiguous_format
+
+    def convert(tensor: Tensor) -> Tensor:
+        if not _has_images_dimensions(tensor):
+            return tensor
+        found = tensor.contiguous(memory_format=memory_format)
+        _, channels, height, width = tensor.shape
+        inner = (1, width * channels, channels) if is_last else (height * width, width, 1)
+        strides = channels * height * width, *inner
+        # Of one channel, or one pixel, both layouts are the same memory, and torch leaves the strides as they
+        # are. Convolutions choose their kernel by these, and hand them on to all that follows.
+        return found if found.stride() == strides else found.as_strided(found.shape, strides)
+
+    return convert
 
 
 def _is_convolutional(model: nn.Module) -> bool:
@@ -150,24 +164,3 @@ def _foreign_tensor(model: nn.Module) -> str | None:
 
 def _has_images_dimensions(tensor: Tensor) -> bool:
     return tensor.ndim == _IMAGE_DIMENSIONS and tensor.is_floating_point()
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    if not _has_images_dimensions(tensor):
-        return tensor
-    _, channels, height, width = tensor.shape
-    strides = (channels * height * width, 1, width * channels, channels)
-    return _with_strides(tensor.contiguous(memory_format=torch.channels_last), strides)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    if not _has_images_dimensions(tensor):
-        return tensor
-    _, channels, height, width = tensor.shape
-    return _with_strides(tensor.contiguous(), (channels * height * width, height * width, width, 1))
-
-
-def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    # Of one channel, or one pixel, both layouts are the same memory, and torch leaves the strides as they
-    # are. Convolutions choose their kernel by these, and hand them on to all that follows.
-    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,11 +34,6 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 # The type that weights and inputs are cast to.
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-# NVIDIA's Ampere: the first GPUs with TF32.
-_TF32_CAPABILITY = (8, 0)
-# AMD's CDNA 3, and CDNA 4 where it is emulated; as torch.cuda.is_tf32_supported has it.
-_TF32_ARCHITECTURES = ("gfx94", "gfx95")
-
 # PyTorch 2.9's settings of how float32 is computed, parents before children: a child that is "none" takes its
 # parent's value. The older ones (allow_tf32) are still there, and raise when they are read and do not agree.
 _HAS_FP32_PRECISION = hasattr(torch.backends, "fp32_precision")
@@ -58,22 +53,14 @@ def check_precision(precision: str, device: torch.device) -> None:
             f"--precision tf32: the device is {device}, and TF32 is a format of NVIDIA GPUs. Leave it "
             "out (fp32), or run on a GPU with --device cuda."
         )
-    if torch.version.hip:
-        # Its compute capability is 9.0 from the MI200 on.
-        arch: str = torch.cuda.get_device_properties(device).gcnArchName
-        if not arch.startswith(_TF32_ARCHITECTURES):
-            raise UsageError(
-                f"--precision tf32: {torch.cuda.get_device_name(device)} ({arch}) has no TF32, which AMD's "
-                "GPUs have from the MI300 on (gfx94, gfx95). Leave --precision out (fp32)."
-            )
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < _TF32_CAPABILITY:
-        raise UsageError(
-            f"--precision tf32: {torch.cuda.get_device_name(device)} has compute capability "
-            f"{found[0]}.{found[1]}, and TF32 needs {_TF32_CAPABILITY[0]}.{_TF32_CAPABILITY[1]} or newer. "
-            "Leave --precision out (fp32)."
-        )
+    with torch.cuda.device(device):
+        if torch.cuda.is_tf32_supported():
+            return
+    raise UsageError(
+        f"--precision tf32: {torch.cuda.get_device_name(device)} has no TF32, which NVIDIA's GPUs have from "
+        "Ampere on (compute capability 8.0), and AMD's from the MI300 on (gfx94, gfx95). Leave --precision "
+        "out (fp32)."
+    )
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -145,7 +132,7 @@ class NumericSettings:
 
     def _set_again(self) -> list[str]:
         changes = [
-            _change(setting.name, setting.wanted, found)
+            _CHANGE.format(setting.name, setting.wanted, found)
             for setting in self._settings
             if (found := setting.read()) != setting.wanted
         ]
@@ -192,14 +179,8 @@ def set_thread() -> None:
 
 def check_thread() -> list[str]:
     """Set again what the model's code has changed in a thread that ``set_thread`` has set."""
-    changes = [
-        _change(name, wanted, found)
-        for name, wanted, found in (
-            (_THREADS, 1, torch.get_num_threads()),
-            (_FLUSH, False, _flushes_denormals()),
-        )
-        if found != wanted
-    ]
+    wanted_and_found = (_THREADS, 1, torch.get_num_threads()), (_FLUSH, False, _flushes_denormals())
+    changes = [_CHANGE.format(*each) for each in wanted_and_found if each[1] != each[2]]
     if changes:
         set_thread()
     return changes
@@ -209,6 +190,7 @@ def check_thread() -> list[str]:
 
 _THREADS = "torch.get_num_threads()"
 _FLUSH = "torch.set_flush_denormal"
+_CHANGE = "{} from {!r} to {!r}"
 
 
 def _fp32_settings(tf32: bool) -> list[_Setting]:
@@ -232,57 +214,29 @@ def _older_fp32_settings(tf32: bool) -> list[_Setting]:
 
     They are set there too, so that both agree: the model's code, or the compiler, may read the older ones.
     """
+    matmul = "high" if tf32 else "highest"
     return [
-        _Setting(
-            name="torch.get_float32_matmul_precision()",
-            read=torch.get_float32_matmul_precision,
-            write=torch.set_float32_matmul_precision,
-            wanted="high" if tf32 else "highest",
-            usual=("highest",),
-        ),
+        _function("get_float32_matmul_precision", "set_float32_matmul_precision", matmul, usual=("highest",)),
         _attribute("torch.backends.cudnn.allow_tf32", tf32, usual=(True,)),
     ]
 
 
 def _other_settings(device: torch.device) -> list[_Setting]:
-    threads = torch.get_num_threads()
+    threads = 1 if device.type == "cpu" else torch.get_num_threads()
     _default_device()  # what it refuses is refused before anything is set
     return [
-        _Setting(
-            name="torch.get_deterministic_debug_mode()",
-            read=torch.get_deterministic_debug_mode,
-            write=torch.set_deterministic_debug_mode,
-            # "warn": the same as use_deterministic_algorithms(True, warn_only=True), which imports the
-            # compiler: a second.
-            wanted=1,
-            usual=(0,),
-        ),
+        # 1 is "warn": as use_deterministic_algorithms(True, warn_only=True), which imports the compiler: 1 s.
+        _function("get_deterministic_debug_mode", "set_deterministic_debug_mode", 1, usual=(0,)),
         # Filling every new tensor costs time, and hides nothing: the engine reads no uninitialised memory.
         _attribute("torch.utils.deterministic.fill_uninitialized_memory", False),
         _attribute("torch.backends.cudnn.benchmark", False, usual=(False,)),
         *_kernel_settings(),
-        _Setting(
-            name=_THREADS,
-            read=torch.get_num_threads,
-            write=torch.set_num_threads,
-            wanted=1 if device.type == "cpu" else threads,
-        ),
+        _function("get_num_threads", "set_num_threads", threads),
         _Setting(
             name=_FLUSH, read=_flushes_denormals, write=torch.set_flush_denormal, wanted=False, usual=()
         ),
-        _Setting(
-            name="torch.get_default_dtype()",
-            read=torch.get_default_dtype,
-            write=torch.set_default_dtype,
-            wanted=torch.float32,
-            usual=(torch.float32,),
-        ),
-        _Setting(
-            name="torch.is_grad_enabled()",
-            read=torch.is_grad_enabled,
-            write=torch.set_grad_enabled,
-            wanted=True,
-        ),
+        _function("get_default_dtype", "set_default_dtype", torch.float32, usual=(torch.float32,)),
+        _function("is_grad_enabled", "set_grad_enabled", True),
         _Setting(
             name="torch.set_default_device",
             read=_default_device,
@@ -295,53 +249,38 @@ def _other_settings(device: torch.device) -> list[_Setting]:
 
 def _kernel_settings() -> list[_Setting]:
     """Which kernels an operation may choose from: each choice has last bits of its own."""
-    cuda: Any = torch.backends.cuda
-    matmul = "torch.backends.cuda.matmul."
+    mha, cuda = "backends.mha.", "backends.cuda."
     einsum: bool = torch.backends.opt_einsum.is_available()
-    choices = [
-        _Setting(name=name, read=read, write=write, wanted=wanted, usual=(wanted,))
-        for name, read, write, wanted in (
-            (
-                "torch.backends.mha.get_fastpath_enabled()",
-                torch.backends.mha.get_fastpath_enabled,
-                torch.backends.mha.set_fastpath_enabled,
-                True,
-            ),
-            # set_flags, the public way, sets fp32_precision as well.
-            *(
-                (
-                    f"torch.backends.{library}.enabled",
-                    getattr(torch._C, f"_get_{library}_enabled"),
-                    getattr(torch._C, f"_set_{library}_enabled"),
-                    True,
-                )
-                for library in ("mkldnn", "nnpack")
-            ),
-            *(
-                (
-                    f"torch.backends.cuda.{kernel}_sdp_enabled()",
-                    getattr(cuda, f"{kernel}_sdp_enabled"),
-                    getattr(cuda, f"enable_{kernel}_sdp"),
-                    True,
-                )
-                for kernel in ("flash", "mem_efficient", "math", "cudnn")
-            ),
-            (
-                "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
-                cuda.fp16_bf16_reduction_math_sdp_allowed,
-                cuda.allow_fp16_bf16_reduction_math_sdp,
-                False,
-            ),
-        )
-    ]
+    attention = "fp16_bf16_reduction_math_sdp"
     return [
-        *choices,
+        _function(f"{mha}get_fastpath_enabled", f"{mha}set_fastpath_enabled", True, usual=(True,)),
+        # set_flags, the public way, sets fp32_precision as well.
+        *(
+            replace(
+                _function(f"_C._get_{library}_enabled", f"_C._set_{library}_enabled", True, usual=(True,)),
+                name=f"torch.backends.{library}.enabled",
+            )
+            for library in ("mkldnn", "nnpack")
+        ),
+        *(
+            _function(f"{cuda}{kernel}_sdp_enabled", f"{cuda}enable_{kernel}_sdp", True, usual=(True,))
+            for kernel in ("flash", "mem_efficient", "math", "cudnn")
+        ),
+        _function(f"{cuda}{attention}_allowed", f"{cuda}allow_{attention}", False, usual=(False,)),
         _attribute("torch.backends.cudnn.enabled", True, usual=(True,)),
         _attribute("torch.backends.cudnn.deterministic", True, usual=(False,)),
-        _attribute(f"{matmul}allow_fp16_reduced_precision_reduction", True, usual=(True,)),
-        _attribute(f"{matmul}allow_bf16_reduced_precision_reduction", True, usual=(True,)),
+        *(
+            _attribute(f"torch.{cuda}matmul.allow_{dtype}_reduced_precision_reduction", True, usual=(True,))
+            for dtype in ("fp16", "bf16")
+        ),
         _attribute("torch.backends.opt_einsum.enabled", einsum, usual=(einsum,)),
     ]
+
+
+def _function(read: str, write: str, wanted: Any, usual: tuple[Any, ...] | None = None) -> _Setting:
+    """A setting that a function of torch gives, and another one sets."""
+    read_it, write_it = attrgetter(read, write)(torch)
+    return _Setting(name=f"torch.{read}()", read=read_it, write=write_it, wanted=wanted, usual=usual)
 
 
 def _attribute(name: str, wanted: Any, usual: tuple[Any, ...] | None = None) -> _Setting:
@@ -405,10 +344,6 @@ def _default_device() -> torch.device | None:
             "dualeval was called inside 'with torch.device(...)', which changes bits: call it outside of that"
         )
     return modes[0].device if modes else None
-
-
-def _change(name: str, wanted: Any, found: Any) -> str:
-    return f"{name} from {wanted!r} to {found!r}"
 
 
 def _joined(changes: Sequence[str]) -> str:
