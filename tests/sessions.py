@@ -7,14 +7,29 @@ from contextlib import contextmanager
 from typing import Any
 
 from dualeval.backends.base import Backend
-from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.end.conclusion import Conclusion
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.options import RunOptions
 from dualeval.engine.run import evaluate
 from dualeval.engine.run_state import Run
+from dualeval.errors import PeerError
 from dualeval.result import Result
 from dualeval.tasks import Task
+
+
+@contextmanager
+def joined(backend: Backend) -> Iterator[ControlPlane]:
+    """The control plane of some runs; what the block raises is told to the other ranks."""
+    control = open_control_plane(backend)
+    try:
+        yield control
+    except BaseException as error:
+        if not isinstance(error, PeerError):
+            control.fail(error)
+        raise
+    finally:
+        control.leave()
 
 
 @contextmanager

@@ -20,10 +20,8 @@ from dualeval.engine.preparation import check_model, prepare
 from dualeval.engine.rounds import settle_schedule
 from dualeval.engine.run_state import Run
 from dualeval.engine.samples import as_dataset
-from dualeval.engine.sharding.heap import return_large_blocks
-from dualeval.engine.sharding.model import ShardedModel
-from dualeval.engine.sharding.ownership import check_owned, release
-from dualeval.engine.sharding.parameters import check_device
+from dualeval.engine.sharding.model import ShardedModel, release, return_large_blocks
+from dualeval.engine.sharding.parameters import check_device, check_owned
 from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset, Task

@@ -16,8 +16,7 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from dualeval.engine.end.excepthook import conclude_quietly, install_hook, note_outer_hook, remove_hook
-from dualeval.engine.end.process import say
+from dualeval.engine.end.process import conclude_quietly, install_hook, note_outer_hook, remove_hook, say
 from dualeval.engine.end.signals import Signals
 from dualeval.engine.options import check_session_options, check_timeout, run_options_of
 from dualeval.errors import (

@@ -236,8 +236,9 @@ WITHOUT_ITS_GUARDIAN = """
 import ctypes, os, signal, sys
 from pathlib import Path
 from dualeval.engine.end.guardian import Guardian
-guardian = Guardian("a rank", 1.0, sys.stderr)
-guardian.guard(Path("status.json"), "its run", Path("stacks.txt"), "Type it again.")
+guardian = Guardian("a rank", 600.0, sys.stderr)
+guardian.tell(timeout_s=1.0)
+guardian.tell(guarded=["status.json", "its run", "stacks.txt", "Type it again."])
 Path("status.json").write_text('{"run": "its run", "state": "running"}')
 first = guardian._process.pid
 os.kill(first, getattr(signal, sys.argv[1]))

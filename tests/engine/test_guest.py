@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import dualeval
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.guest import Snapshot, as_it_was
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import check_sharded
@@ -29,7 +28,7 @@ from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 from tests.tiny import CLASSES, FEATURES, TinyTask
 from tests.workers.guest_worker import TrainedTask, make_model
 
@@ -37,7 +36,7 @@ WORKER = ROOT / "tests" / "workers" / "guest_worker.py"
 
 
 def evaluate(task: TinyTask, *, guest: bool = True, **options: Any) -> Result:
-    with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
+    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
         return run_task(task, backend, control, RunOptions(**options), guest=guest)
 
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from dualeval.engine import rounds
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import start
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 from tests.workers.lockstep_worker import ShardedTask
 
 WORKER = ROOT / "tests" / "workers" / "lockstep_worker.py"
@@ -38,7 +37,7 @@ def printed(done: Finished) -> dict[str, Any]:
 
 def whole_digest() -> str:
     """Of the whole model, in this process."""
-    with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
+    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
         options = RunOptions(batch_size=4)
         return run_task(ShardedTask(53, {"shard": "no"}), backend, control, options).metrics_digest
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.own_loop import OwnLoop
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
@@ -26,7 +25,7 @@ from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
 from tests.launchers import start
-from tests.sessions import watched
+from tests.sessions import joined, watched
 from tests.workers.own_loop_worker import SAMPLES, make_data, make_model, observed, own_loop
 
 WORKER = ROOT / "tests" / "workers" / "own_loop_worker.py"
@@ -36,7 +35,7 @@ WORKER = ROOT / "tests" / "workers" / "own_loop_worker.py"
 def opened(dataset: Any, out: Path | None = None, **options: Any) -> Iterator[OwnLoop]:
     with (
         connect(None, World.alone(), "cpu") as backend,
-        open_control_plane(backend) as control,
+        joined(backend) as control,
         watched(control) as watch,
     ):
         loop = own_loop(backend, control, watch, out, dataset, **options)

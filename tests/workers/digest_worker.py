@@ -12,18 +12,17 @@ from pathlib import Path
 
 import torch
 
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.world.devices import connect
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     found = []
-    with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
+    with connect(None, detect(os.environ), "cpu") as backend, joined(backend) as control:
         for number, (limit, workers, threads) in enumerate(json.loads(sys.argv[2])):
             torch.set_num_threads(threads)
             result = run_task(

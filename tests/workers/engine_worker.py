@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
 from dualeval.engine import agreement, recorder
-from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import wrap
 from dualeval.errors import DualevalError, PeerError
@@ -31,7 +31,7 @@ from dualeval.tasks import Task
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.ragged_task import RaggedTask
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 from tests.tiny import EVERY_METRIC, TinyDataset, TinyTask
 
 _PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather")
@@ -104,7 +104,7 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
         run_task(WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16))
     breaks = False
     # Every rank has met the others in this run as often as they have.
-    with open_control_plane(backend) as control:
+    with joined(backend) as control:
         result = run_task(
             WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16), note=notes.append
         )
@@ -441,7 +441,7 @@ SCENARIOS = {
 def main() -> None:
     torch.set_num_threads(1)
     scenario, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    with connect(name, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
+    with connect(name, detect(os.environ), "cpu") as backend, joined(backend) as control:
         report = SCENARIOS[scenario](backend, control, folder)
         (folder / f"rank-{backend.world.rank}.json").write_text(json.dumps(report))
 

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.question_answering import QuestionAnswering
 from dualeval.world.devices import connect
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 from tests.tiny import TinyTask
 
 BATCH = 4
@@ -90,7 +89,7 @@ def break_samples(task: Task, failing: Sequence[int]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     inputs, out = Path(sys.argv[1]), Path(sys.argv[2])
-    with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
+    with connect(None, detect(os.environ), "cpu") as backend, joined(backend) as control:
         for kind, make in tasks(inputs).items():
             for number, failing in enumerate(FAILING[kind]):
                 task = make()

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.world.devices import connect
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 EPOCHS = 3
@@ -90,7 +89,7 @@ def main() -> None:
     random.seed(world.rank)
     np.random.seed(world.rank)
     found: dict[str, Any] = {"digests": []}
-    with connect(name, world, "cpu") as backend, open_control_plane(backend) as control:
+    with connect(name, world, "cpu") as backend, joined(backend) as control:
         for epoch in range(EPOCHS):
             if evaluates:
                 task = TrainedTask(trained)

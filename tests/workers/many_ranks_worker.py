@@ -21,12 +21,11 @@ import torch
 # The model and the data of the embedded job.
 import dualeval.data.idx
 import dualeval.models.fashion_cnn  # noqa: F401
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.world.devices import connect
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 
 # Seconds after which a rank ends itself, whoever may have gone before.
 LIMIT_S = 240
@@ -66,7 +65,7 @@ def run_rank(folder: Path, variables: Mapping[str, str]) -> None:
         os.environ.update(variables)
         torch.set_num_threads(1)
         world = detect(os.environ)
-        with connect(None, world, "cpu") as backend, open_control_plane(backend) as control:
+        with connect(None, world, "cpu") as backend, joined(backend) as control:
             result = run_task(ImageClassification(), backend, control, RunOptions(out=folder / "out"))
         assert result.chunks["resumed"] == 0
         (folder / f"rank-{world.rank}").write_text(result.metrics_digest)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
 from dualeval.engine import recorder
-from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_loop import OwnLoop
 from dualeval.launch import detect
 from dualeval.world.devices import connect
-from tests.sessions import run_of, watched
+from tests.sessions import joined, run_of, watched
 
 SAMPLES = 997
 FEATURES = 6
@@ -65,7 +65,7 @@ def main() -> None:
     model, batches = make_model(), 0
     with (
         connect(None, detect(os.environ), "cpu") as backend,
-        open_control_plane(backend) as control,
+        joined(backend) as control,
         watched(control) as watch,
     ):
         loop = own_loop(backend, control, watch, out, make_data(), model=model)

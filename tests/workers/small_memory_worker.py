@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.launch import detect
 from dualeval.world.devices import connect
-from tests.sessions import run_task
+from tests.sessions import joined, run_task
 from tests.tiny import TinyTask
 
 WORKERS = 8
@@ -23,7 +22,7 @@ def main(out: Path) -> None:
     """Write what came of it: with as many as there is room for, with that number asked for, with all."""
     notes: list[str] = []
     found: dict[str, Any] = {}
-    with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
+    with connect(None, detect(os.environ), "cpu") as backend, joined(backend) as control:
 
         def digest(name: str, **options: Any) -> str:
             task, folder = TinyTask(40_000), out / name

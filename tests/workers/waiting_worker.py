@@ -48,9 +48,10 @@ def main() -> None:
     with connect(backend_name, world, "cpu") as backend:
         come("first")
         vars(control)["join_store"] = come_and_join
-        with open_control_plane(backend):
-            come("cores")
-            take_cores(backend, sets_threads=True)
+        plane = open_control_plane(backend)
+        come("cores")
+        take_cores(backend, sets_threads=True)
+        plane.leave()
     if is_guest:
         dist.destroy_process_group()
 

@@ -5,16 +5,15 @@ It says how many steps its main thread has made, whether it computes, and how of
 
 from __future__ import annotations
 
-import os
-import socket
+import json
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dualeval.engine.progress import Progress, described
-from dualeval.world.network import host_identity
+from dualeval.engine.folder.process import Process
+from dualeval.engine.progress import described
 
 # In place of the heartbeat of a rank that has left.
 LEFT = "left"
@@ -26,36 +25,18 @@ _LEAST_BYTES_A_S = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class Name:
+class Name(Process):
     """How a rank is named to people, and found on its host."""
 
     rank: int
-    host: str
-    pid: int
-    # What processes share whose process ids mean the same.
-    space: str
 
     @classmethod
-    def own(cls, rank: int) -> Name:
+    def of(cls, rank: int) -> Name:
         """The name of this process."""
-        try:
-            inode = str(Path("/proc/self/ns/pid").stat().st_ino)
-        except OSError:
-            inode = f"no /proc on rank {rank}"  # shared with nobody: nobody can look whether it lives
-        space = f"{host_identity()}.{inode}"
-        return cls(rank=rank, host=socket.gethostname(), pid=os.getpid(), space=space)
+        return cls(rank=rank, **asdict(Process.own()))
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
-
-    def has_ended(self) -> bool:
-        """Whether its process is known to have ended; only for one of the same ``space``."""
-        try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            # Without a /proc nobody can say.
-            return Path("/proc/self").exists()
-        return state in "ZX"
 
 
 class Heartbeat(NamedTuple):
@@ -79,23 +60,12 @@ class Heartbeat(NamedTuple):
     done: int = 0
 
     @classmethod
-    def read(cls, text: str) -> Heartbeat:
+    def read(cls, text: bytes | str) -> Heartbeat:
         """Read what ``str`` gives."""
-        steps, work, number, stage, chunk, saved, run, done = text.split()
-        return cls(
-            int(steps),
-            int(work),
-            int(number),
-            stage,
-            None if chunk == "-" else int(chunk),
-            None if saved == "-" else int(saved),
-            int(run),
-            int(done),
-        )
+        return cls(*json.loads(text))
 
     def __str__(self) -> str:
-        chunk, saved = ("-" if number is None else number for number in (self.chunk, self.saved))
-        return f"{self.steps} {self.work} {self.number} {self.stage} {chunk} {saved} {self.run} {self.done}"
+        return json.dumps(tuple(self))
 
     @property
     def position(self) -> str:
@@ -104,12 +74,11 @@ class Heartbeat(NamedTuple):
 
 
 class Work:
-    """Counts windows of time in which this process really worked; made on its main thread.
+    """Counts windows of time in which this process really worked; made on its main thread."""
 
-    It worked where its threads of Python, but for the engine's own helpers, took a tenth of a core, or where
-    the main thread read or wrote. A library's own threads do not count: Horovod's and MPI's look for messages
-    without a pause.
-    """
+    # It worked where its threads of Python, but for the engine's own helpers, took a tenth of a core, or
+    # where the main thread read or wrote. A library's own threads do not count: Horovod's and MPI's look for
+    # messages without a pause.
 
     def __init__(self) -> None:
         self._main = threading.get_native_id()
@@ -127,8 +96,8 @@ class Work:
             if seconds >= _WINDOW_S:
                 before, self._cpu_s = self._cpu_s, self._seconds_by_thread()
                 taken = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
-                moved, self._bytes = -self._bytes, self._bytes_moved()
-                moved += self._bytes
+                bytes_before, self._bytes = self._bytes, self._bytes_moved()
+                moved = self._bytes - bytes_before
                 self._since = now
                 if taken >= _LEAST_CORES * seconds or moved >= _LEAST_BYTES_A_S * seconds:
                     self._count += 1
@@ -156,22 +125,3 @@ class Work:
 
 def _is_helper(name: str) -> bool:
     return name.startswith("dualeval-") and not name.startswith("dualeval-compute")
-
-
-class OwnHeartbeats:
-    """This rank's own heartbeats; made on its main thread."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._beats = 0
-        self._work = Work()
-
-    def look(self, saved: int | None = None, run: int = 0, done: int = 0) -> Heartbeat:
-        """The heartbeat of this moment, as it would be reported."""
-        at = self._progress.position
-        return Heartbeat(at.steps, self._work.count(), self._beats, at.stage, at.chunk, saved, run, done)
-
-    def next(self, saved: int | None = None, run: int = 0, done: int = 0) -> Heartbeat:
-        """The next heartbeat to report."""
-        self._beats += 1
-        return self.look(saved, run, done)

@@ -15,14 +15,13 @@ from time import monotonic, sleep
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.engine.control.heartbeat import Name
-from dualeval.engine.control.verdict import Verdict, propose
+from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
 from dualeval.world.store import limit_for, names_of_absent, pause_for
 
 _SPEAK_WITHIN_S = 3.0
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
-# Rank 0 says who has not come; the others speak only where it does not.
 _AFTER_RANK_0_S = 10.0
 _LOOK_FOR_VERDICT_S = 0.5
 VERDICT = "verdict"
@@ -33,20 +32,21 @@ _FAILED = "failed"
 class Meetings:
     """The main thread's end of the store."""
 
-    def __init__(
-        self, store: TCPStore, token: str, size: int, name: Name, rank_0: Name, heartbeat: str
-    ) -> None:
+    def __init__(self, store: TCPStore, token: str, size: int, name: Name, rank_0: Name) -> None:
         self.store = store
+        self.size = size
         self._token = token
-        self._size = size
         self._name = name
         self._rank_0 = rank_0
         # Each attempt counts its meetings from 0: ranks on which it breaks have come to fewer than others.
         self._attempt = 0
         self._held = 0
-        with rank_0_reachable(rank_0):
-            store.set(self.key(f"heartbeat/{name.rank}"), heartbeat)
-            store.set(self.key(f"name/{name.rank}"), json.dumps(asdict(name)))
+
+    def come(self, heartbeat: str) -> None:
+        """Say that this rank is there."""
+        with rank_0_reachable(self._rank_0):
+            self.store.set(self.key(f"heartbeat/{self._name.rank}"), heartbeat)
+            self.store.set(self.key(f"name/{self._name.rank}"), json.dumps(asdict(self._name)))
 
     def key(self, name: str) -> str:
         """The store's name for a key of this run."""
@@ -54,24 +54,27 @@ class Meetings:
 
     def keys(self, name: str) -> list[str]:
         """That of each rank."""
-        return [self.key(f"{name}/{rank}") for rank in range(self._size)]
+        return [self.key(f"{name}/{rank}") for rank in range(self.size)]
 
     def names_of_absent(self) -> Callable[[], str]:
         """On rank 0: what says which ranks have not come, for another thread."""
         return names_of_absent(self.store, lambda: self.keys("name"))
 
-    def meet(self, check: Callable[[], None], limit_s: float = float("inf")) -> bool:
-        """Wait, asleep, until every rank has come here; returns whether they have: else one has failed."""
+    def meet(self, check: Callable[[], None], limit_s: float) -> None:
+        """Wait, asleep, until every rank has come here; raises the verdict where one has failed."""
         number = self._next
         self._held += 1
+        # Rank 0 says who has not come; the others speak only where it does not.
+        within_s = limit_s + (_AFTER_RANK_0_S if self._name.rank else 0.0)
         with rank_0_reachable(self._rank_0):
-            if self.store.add(self.key(f"arrived/{number}"), 1) == self._size:
+            if self._is_last(f"arrived/{number}"):
                 self.store.set(self.key(f"go/{number}"), _GO)
-            found = self._await(
-                f"go/{number}", limit_s + (_AFTER_RANK_0_S if self._name.rank else 0.0), check
-            )
-            if found is not None:
-                return found == _GO
+            if (value := self._await(f"go/{number}", within_s, check)) == _GO:
+                return
+            if value == _FAILED:
+                verdict = Verdict.read(self.store.get(self.key(VERDICT)))
+                assert verdict is not None, "who ends a meeting has given the verdict before"
+                raise verdict.to_exception()
             missing = self.names_of_absent()() or "rank 0 has not answered those that came"
         raise PeerError(
             f"{missing} to the control plane within {limit_s:.0f} s of a collective that all had come to",
@@ -80,13 +83,17 @@ class Meetings:
             where=str(self._name),
         )
 
+    def _is_last(self, name: str) -> bool:
+        """Count this rank; whether all others have been counted."""
+        return self.store.add(self.key(name), 1) == self.size
+
     def _await(
         self, name: str, limit_s: float = float("inf"), check: Callable[[], None] = lambda: None
     ) -> str | None:
         """Wait until a key is set; None after ``limit_s`` seconds without it."""
         start = monotonic()
         # Looking now and then, not a blocking wait: that one cannot be interrupted, and torch logs its end.
-        pause, longest = _SHORTEST_PAUSE_S, pause_for(self._size, 1, _LONGEST_PAUSE_S)
+        pause, longest = _SHORTEST_PAUSE_S, pause_for(self.size, 1, _LONGEST_PAUSE_S)
         while not self.store.check([self.key(name)]):
             if monotonic() - start > limit_s:
                 return None
@@ -118,21 +125,31 @@ class Meetings:
         """Wait, asleep, until every rank has come to the end of an attempt, however it went there."""
         over = f"over/{self._attempt}"
         with rank_0_reachable(self._rank_0):
-            if self.store.add(self.key(f"arrived/{over}"), 1) == self._size:
+            if self._is_last(f"arrived/{over}"):
                 # Only the last one looks: the others could find the verdict of the next attempt.
                 self.store.set(self.key(over), bytes(self.store.get(self.key(VERDICT))).decode())
-            found = self._await(over, check=check)
+            verdict = self._await(over, check=check)
         self._attempt += 1
         self._held = 0
-        assert found is not None
-        return Verdict.read(found)
+        return Verdict.read(verdict or NO_VERDICT)
 
     def all_come(self, name: str, limit_s: float, check: Callable[[], None]) -> bool:
         """Wait, asleep, for the others; returns whether all ranks have come here within some seconds."""
         with rank_0_reachable(self._rank_0):
-            if self.store.add(self.key(f"arrived/{name}"), 1) == self._size:
+            if self._is_last(f"arrived/{name}"):
                 self.store.set(self.key(name), _GO)
             return self._await(name, limit_s, check) is not None
+
+    def count_saved(self, chunks: int, client: TCPStore) -> None:
+        """Count this rank among those that have saved what they had; from the helper thread."""
+        client.add(self.key("saved-chunks"), chunks)
+        client.add(self.key("saved-ranks"), 1)
+
+    def saved_by_all(self, client: TCPStore) -> int | None:
+        """The chunks that all ranks have saved; None where one has not said so. Likewise."""
+        if client.add(self.key("saved-ranks"), 0) < self.size:
+            return None
+        return int(client.add(self.key("saved-chunks"), 0))
 
     def claim(self, run: int) -> int:
         """Take the next number of a run, from 0; no other rank gets it."""
@@ -147,7 +164,7 @@ class Meetings:
         """
         with suppress(PeerError), rank_0_reachable(self._rank_0):
             # Whoever has spoken may be gone a moment later: it is not asked once more.
-            within_s = limit_for(self._size, _SPEAK_WITHIN_S)
+            within_s = limit_for(self.size, _SPEAK_WITHIN_S)
             if self._name.rank != 0 and self._await("spoken", within_s) is not None:
                 return False
             return self.store.add(self.key("speakers"), 1) == 1
@@ -164,7 +181,7 @@ class Meetings:
         all_left = False
         # Where rank 0 has gone already there is no order to keep.
         with suppress(PeerError), rank_0_reachable(self._rank_0):
-            if self.store.add(self.key("left"), 1) == self._size:
+            if self._is_last("left"):
                 self.store.set(self.key("all-left"), _GO)
             if self._name.rank == 0:
                 # Not before the others have seen it: torch prints pages of frames where the store has gone.
@@ -173,7 +190,7 @@ class Meetings:
             while together and not all_left and (verdict is None or verdict.kind == "stop"):
                 all_left = self._await("all-left", _LOOK_FOR_VERDICT_S) is not None
                 verdict = Verdict.read(self.store.get(self.key(VERDICT)))
-            if self.store.add(self.key("gone"), 1) == self._size - 1:
+            if self.store.add(self.key("gone"), 1) == self.size - 1:
                 self.store.set(self.key("all-gone"), _GO)
         if verdict is not None and verdict.kind == "failure":
             raise verdict.to_error()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name
-from dualeval.engine.end.process import say
 from dualeval.world.store import limit_for
 
 # A rank may be there for as long as the others, or its caller, need.
@@ -121,7 +120,7 @@ def _no_progress(seconds: float, heartbeat: Heartbeat) -> str:
 
 
 class Monitor:
-    """Watches the heartbeats of ranks."""
+    """Watches the heartbeats of ranks: rank 0 those of all, the others those of rank 0."""
 
     def __init__(
         self,
@@ -132,16 +131,34 @@ class Monitor:
         sees_all: bool,
         note: Callable[[str], None],
     ) -> None:
-        self._names = names
+        self.names = names
         self._limits = limits
         self._sees_all = sees_all
         self._note = note
         self._judges = {rank: Judge(limits, now) for rank in names}
         self._beats = {rank: Standstill(now) for rank in names}
         self._named: set[int] = set()
+        self._alone = Standstill(now)
+        self._late = Standstill(now)
+        self._has_named_late = False
 
     def look(self, heartbeats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
-        """Take the latest heartbeats; returns the rank that has come to a standstill, and a message."""
+        """Take the latest heartbeats; returns the rank that is to be given up, and a message."""
+        by_stage: dict[str, list[int]] = {}
+        for rank, heartbeat in heartbeats.items():
+            by_stage.setdefault(heartbeat.stage, []).append(rank)
+        waiting, left = by_stage.get("meet", []), by_stage.pop(LEFT, [])
+        self._name_late(waiting, by_stage.get(IDLE, []), now)
+        alone_s = self._alone.seconds(bool(waiting and left), now)
+        if waiting and left and alone_s >= limit_for(len(self.names), _LEFT_BEHIND_S):
+            return left[0], (
+                f"{self.names[left[0]]} has left, and {self.names[waiting[0]]} waits for all ranks: every "
+                "rank has to evaluate the same, and to ask for the result"
+            )
+        return self._stuck({rank: beat for rank, beat in heartbeats.items() if beat.stage != LEFT}, now)
+
+    def _stuck(self, heartbeats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
+        """The rank that has come to a standstill, and a message."""
         stuck, collective, computing = [], [], []
         others_are_waited_for = False
         for rank, heartbeat in heartbeats.items():
@@ -167,7 +184,7 @@ class Monitor:
         if not stuck:
             return None
         _, _, rank, text = min(stuck)
-        return rank, f"{self._names[rank]}: {text}"
+        return rank, f"{self.names[rank]}: {text}"
 
     def _name_computing(self, computing: list[tuple[int, str]]) -> None:
         new = [(rank, text) for rank, text in computing if rank not in self._named]
@@ -175,83 +192,14 @@ class Monitor:
             self._named.update(rank for rank, _ in new)
             rank, text = new[0]
             more = f" (and {len(new) - 1} more ranks)" if len(new) > 1 else ""
-            self._note(f"{self._names[rank]}{more}: {text}")
+            self._note(f"{self.names[rank]}{more}: {text}")
 
-
-class Observer:
-    """Whom a rank watches, and on which clock: rank 0 all ranks, the others rank 0."""
-
-    def __init__(self, own: Name, names: Mapping[int, Name], limits: Limits | None, every_s: float) -> None:
-        self.names = names
-        # Whether these are all ranks.
-        self.sees_all = own.rank == 0
-        # Twice, and a second: a busy machine is no reason to stop the clock, a stopped process is.
-        self._clock = Clock(most_s=2 * every_s + 1.0)
-        self._monitor = None
-        if limits is not None:
-            self._monitor = Monitor(names, limits, self._clock.now(), sees_all=self.sees_all, note=_note)
-        # On this host, where it can be seen that a process has ended.
-        self._near = [rank for rank, name in names.items() if name.space == own.space]
-        self._done: dict[int, int] = {}
-        self._run = 0
-        self._left: set[int] = set()
-        self._alone = Standstill(0.0)
-        self._late = Standstill(0.0)
-        self._has_named_late = False
-
-    def read(self, texts: Sequence[bytes]) -> dict[int, Heartbeat]:
-        """The heartbeats of the ranks that have not left, by rank."""
-        pairs = [(rank, text.decode()) for rank, text in zip(self.names, texts, strict=True)]
-        self._left = {rank for rank, text in pairs if text == LEFT}
-        return {rank: Heartbeat.read(text) for rank, text in pairs if text != LEFT}
-
-    def look(self, heartbeats: Mapping[int, Heartbeat]) -> tuple[int, str] | None:
-        """Take the latest heartbeats; returns the rank that is to be given up, and a message."""
-        now = self._clock.now()
-        waiting = [rank for rank, heartbeat in heartbeats.items() if heartbeat.stage == "meet"]
-        self._name_late(waiting, heartbeats, now)
-        stuck = self._left_behind(waiting, now)
-        if stuck is None and self._monitor is not None:
-            stuck = self._monitor.look(heartbeats, now)
-        return stuck
-
-    def _left_behind(self, waiting: Sequence[int], now: float) -> tuple[int, str] | None:
-        """A rank that has left though another waits for all."""
-        seconds = self._alone.seconds(bool(waiting and self._left), now)
-        if not (waiting and self._left) or seconds < limit_for(len(self.names), _LEFT_BEHIND_S):
-            return None
-        rank = min(self._left)
-        return rank, (
-            f"{self.names[rank]} has left, and {self.names[waiting[0]]} waits for all ranks: every rank has "
-            "to evaluate the same, and to ask for the result"
-        )
-
-    def _name_late(self, waiting: Sequence[int], heartbeats: Mapping[int, Heartbeat], now: float) -> None:
+    def _name_late(self, waiting: Sequence[int], idle: Sequence[int], now: float) -> None:
         """Say, once, which rank has not come where others wait for all."""
-        idle = [rank for rank, heartbeat in heartbeats.items() if heartbeat.stage == IDLE]
         seconds = self._late.seconds(bool(waiting and idle), now)
-        if waiting and idle and seconds >= _LATE_S and self.sees_all and not self._has_named_late:
+        if waiting and idle and seconds >= _LATE_S and self._sees_all and not self._has_named_late:
             self._has_named_late = True
-            _note(
+            self._note(
                 f"{self.names[waiting[0]]} has waited {seconds:.0f} s for {self.names[idle[0]]}, which has "
                 "not called evaluate, or asked for the result, yet"
             )
-
-    def gone(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
-        """Ranks on this host whose process has ended, though they have not left."""
-        return [rank for rank in self._near if rank in heartbeats and self.names[rank].has_ended()]
-
-    def samples_done(self, heartbeats: Mapping[int, Heartbeat], run: int) -> int | None:
-        """On rank 0: the samples of a run that all ranks have done; None on the others."""
-        if not self.sees_all:
-            return None
-        if run != self._run:
-            self._run, self._done = run, {}
-        self._done.update(
-            {rank: heartbeat.done for rank, heartbeat in heartbeats.items() if heartbeat.run == run}
-        )
-        return sum(self._done.values())
-
-
-def _note(sentence: str) -> None:
-    say(f"dualeval: note: {sentence}")

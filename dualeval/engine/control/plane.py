@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name, OwnHeartbeats
+from dualeval.engine.control.ending import Ending, how_it_ended
+from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name, Work
 from dualeval.engine.control.meeting import VERDICT, Meetings, rank_0_reachable
-from dualeval.engine.control.monitor import Limits, Observer
+from dualeval.engine.control.monitor import Clock, Limits, Monitor
 from dualeval.engine.control.tally import Tally
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict
+from dualeval.engine.end.process import say
 from dualeval.engine.progress import Progress
-from dualeval.errors import DualevalError, LaunchError, PeerError, Stopped
+from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.world.network import at
 from dualeval.world.store import join_store, limit_for, pause_for, serve_store
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
@@ -35,7 +36,7 @@ from dualeval.world.waiting import CONNECTED, STARTED, waiting
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
-FORWARD_TIMEOUT_S = 1800.0
+_TIMEOUT_S, _FORWARD_TIMEOUT_S = 60.0, 1800.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _BEAT_EVERY_S = 0.5
 # mpirun leaves a second between SIGTERM and SIGKILL.
@@ -53,7 +54,7 @@ _CONNECTIONS = 2
 _RUNS_OF_AN_ATTEMPT = 1 << 20
 
 
-class ControlPlane:
+class ControlPlane(Ending):
     """One rank's view of the control plane; ``open_control_plane`` makes it.
 
     Every rank calls ``meet`` the same number of times, in the same order.
@@ -63,69 +64,28 @@ class ControlPlane:
         self,
         name: Name,
         rank_0: Name,
-        size: int,
-        store: TCPStore | None,
-        token: str,
+        meetings: Meetings | None,
+        limits: Limits,
         server: TCPStore | None = None,
-        timeout_s: float | None = None,
-        forward_timeout_s: float = FORWARD_TIMEOUT_S,
     ) -> None:
-        self.name = name
+        super().__init__(name, meetings)
         self.rank_0 = rank_0
-        self.timeout_s = timeout_s
-        # Both, as `monitor` takes them; None where nobody is watched.
-        self.limits: Limits | None = None
-        if timeout_s is not None:
-            self.limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
+        self.limits = limits
         # What this rank's main thread is at.
         self.progress = Progress()
         # Grows with every answer of the store to this rank's beats.
         self.answers = 0
-        # Set when another rank's failure or a stop has been heard of, for who watches.
-        self.news = threading.Event()
-        # Set on rank 0 when all ranks have reported that they have `saved`; on the others when rank 0 has
-        # written that down.
-        self.all_saved = threading.Event()
-        # Why all ranks end, as the store has decided; None as long as nothing is known of it here.
-        self.verdict: Verdict | None = None
-        # The failure that was heard of first, which may be this rank's alone: rank 0 is gone.
-        self.failure: PeerError | None = None
-        self.size = size
         self._server = server
-        self._own_heartbeats = OwnHeartbeats(self.progress)
-        self._meetings: Meetings | None = None
-        if store is not None:
-            self._meetings = Meetings(store, token, size, name, rank_0, str(self._own_heartbeats.look()))
+        self._work = Work()
         self._attempt = 0
         self._failed = 0
         self._runs = 0
         self._tally: Tally | None = None
-        self._stop: str | None = None
-        self._proposals: deque[Verdict] = deque()
-        self._saved: int | None = None
-        self._saved_by_all: dict[int, int] = {}
-        self._is_counted = False
-        self._look_after = 0.0
-        self._names: dict[int, Name] = {name.rank: name}
-        self._end_reported = threading.Event()
         self._left = False
         self._is_unreachable = False
-        self._wake = threading.Event()
-        # Beats that were sent, and who waits for the next one.
-        self._sent = threading.Condition()
-        self._closing = threading.Event()
+        self._end_reported = threading.Event()
+        self._look_after = 0.0
         self._beats: threading.Thread | None = None
-
-    def __enter__(self) -> ControlPlane:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self.leave()
-        else:
-            if not isinstance(error, PeerError):
-                self.fail(error)
-            self.leave(limit_for(self.size, _LEAVE_AFTER_FAILURE_S))
 
     # -- meeting and sharing out, on the main thread -----------------------------------------------
 
@@ -134,38 +94,20 @@ class ControlPlane:
         check = self.check if stoppable else self.raise_if_peer_failed
         if self._meetings is None:
             check()
-            return
-        with self.progress.inside("meet"):
-            if not self._meetings.meet(check, limit_s):
-                with rank_0_reachable(self.rank_0):
-                    held = Verdict.read(self._meetings.store.get(self._meetings.key(VERDICT)))
-                assert held is not None, "who ends a meeting has given the verdict before"
-                raise held.to_exception()
-
-    def names_of_absent(self) -> Callable[[], str]:
-        """On rank 0: what says which ranks have not come to the control plane, for another thread."""
-        assert self._meetings is not None
-        return self._meetings.names_of_absent()
-
-    def claim(self) -> int:
-        """Take the next number of the run that is counted, from 0; no other rank gets it."""
-        tally = self._counted()
-        if self._meetings is not None:
-            return self._meetings.claim(tally.number)
-        tally.claimed += 1
-        return tally.claimed - 1
+        else:
+            with self.progress.inside("meet"):
+                self._meetings.meet(check, limit_s)
 
     def check(self) -> None:
         """Raise PeerError or Stopped where the helper thread has heard of it; costs nothing otherwise."""
         self.raise_if_peer_failed()
-        if self._stop is not None:
-            raise Stopped(self._stop)
+        if self.stopping is not None:
+            raise Stopped(self.stopping)
 
     def is_stopping(self) -> bool:
         """Whether this rank knows that the run is to end; raises PeerError where another rank has failed."""
-        if self.failure is not None or self.verdict is not None:
-            self.raise_if_peer_failed()
-        return self._stop is not None
+        self.raise_if_peer_failed()
+        return self.stopping is not None
 
     def raise_if_peer_failed(self) -> None:
         """Raise PeerError where the helper thread has heard of another rank's failure."""
@@ -192,10 +134,18 @@ class ControlPlane:
 
     def end_attempt(self, *, went_well: bool) -> PeerError | None:
         """Wait, asleep, until every rank has come to the end of the attempt; the next one begins."""
+
+        def check() -> None:
+            # Not for the failure of the attempt itself.
+            if self.failure is not None:
+                raise self.failure
+            if self.stopping is not None and not went_well:
+                raise Stopped(self.stopping)
+
         held = self.verdict
         if self._meetings is not None:
             with self.progress.inside("meet"):
-                held = self._meetings.end_attempt(self._check_failure if went_well else self._check_for_good)
+                held = self._meetings.end_attempt(check)
         number, self._attempt = self._attempt, self._attempt + 1
         self._failed = 0
         self._runs = self._attempt * _RUNS_OF_AN_ATTEMPT
@@ -206,16 +156,6 @@ class ControlPlane:
         if held.kind == "stop" and went_well:
             return None
         raise held.to_exception()
-
-    def _check_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def _check_for_good(self) -> None:
-        """As ``check``, but for the failure of an attempt."""
-        self._check_failure()
-        if self._stop is not None:
-            raise Stopped(self._stop)
 
     def fails_everywhere(self, error: Exception) -> bool:
         """Whether what has failed here fails on all ranks, in the midst of collectives of all.
@@ -229,48 +169,12 @@ class ControlPlane:
         with self.progress.inside("meet"):
             name = f"failed/{self._attempt}.{self._failed}"
             limit_s = limit_for(self.size, _FAILED_EVERYWHERE_WITHIN_S)
-            if meetings.all_come(name, limit_s, self._check_failure):
+            if meetings.all_come(name, limit_s, self.raise_if_peer_failed):
                 return True
         self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
         return False
 
-    # -- failures and stops, from any thread -------------------------------------------------------
-
-    @property
-    def stopping(self) -> str | None:
-        """The name of the signal that has asked the run to end; None where none has."""
-        return self._stop
-
-    @property
-    def end_code(self) -> int | None:
-        """What rank 0 ends with, once it has said so."""
-        held = self.verdict
-        return held.exit_code if held is not None and held.kind == "end" else None
-
-    def stop(self, signal: str) -> None:
-        """Ask all ranks to end: this one knows at once, the others with their next beat."""
-        if self._stop is None:
-            self._stop = signal
-            self._propose(Verdict.stop(self.name.rank, signal))
-        self.news.set()
-
-    def saved(self, chunks: int) -> None:
-        """Report that this rank has saved what it had finished, and does nothing more."""
-        self._saved = chunks
-        self._saved_by_all[self.name.rank] = chunks
-        if self._beats is None:
-            self.all_saved.set()
-        self._wake.set()
-
-    def fail_to_save(self, problem: str) -> None:
-        """Report, in place of ``saved``, that this rank cannot save what it had."""
-        error = DualevalError(f"what was finished could not be saved: {problem}")
-        self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
-        self.all_saved.set()
-
-    def give_up(self, message: str, *, rank: int) -> None:
-        """Report that a rank has failed; the others hear of it with the next beat."""
-        self._conclude(Verdict.failure(rank, message))
+    # -- failures and the end ----------------------------------------------------------------------
 
     def report_end(self, code: int) -> None:
         """On rank 0: let the others end, whose end may have a launcher kill this rank at once."""
@@ -290,27 +194,6 @@ class ControlPlane:
         return (holds if holds.kind == "failure" else own).to_error()
 
     @property
-    def saved_by_all(self) -> int:
-        """On rank 0: number of chunks saved by the ranks that have reported so."""
-        return sum(self._saved_by_all.values())
-
-    @property
-    def missing(self) -> list[str]:
-        """On rank 0: the ranks that have not reported that they have saved what they had."""
-        return [
-            str(self._names.get(rank, f"rank {rank}"))
-            for rank in range(self.size)
-            if rank not in self._saved_by_all
-        ]
-
-    @property
-    def ended(self) -> str | None:
-        """On rank 0: what is said of a missing rank whose process, on this host, has ended."""
-        names = [name for rank, name in self._names.items() if rank not in self._saved_by_all]
-        gone = [name for name in names if name.space == self.name.space and name.has_ended()]
-        return _ended(gone[0]) if gone else None
-
-    @property
     def has_peers(self) -> bool:
         """Whether there are other ranks that this one has not left."""
         return self._meetings is not None and not self._left
@@ -323,43 +206,10 @@ class ControlPlane:
 
     def own_heartbeat(self) -> Heartbeat:
         """How far this rank is at this moment, as ``monitor.Judge`` takes it."""
-        return self._own_heartbeats.look(self._saved)
-
-    def _conclude(self, failure: Verdict) -> None:
-        # In this order: the helper thread ends once it has heard of a failure and has nothing to propose.
-        self._propose(failure)
-        self._hear_failure(failure.to_error())
-
-    def _propose(self, verdict: Verdict) -> None:
-        """Have the helper thread propose a verdict; a rank that is alone decides by itself."""
-        if self._meetings is not None:
-            self._proposals.append(verdict)
-            self._wake.set()
-        elif self.verdict is None or verdict.replaces(self.verdict):
-            self._hear(verdict)
-
-    def _hear_failure(self, failure: PeerError) -> None:
-        if self.failure is None:
-            self.failure = failure
-        self.news.set()
-        self._wake.set()
-
-    def _hear(self, verdict: Verdict) -> None:
-        """Take note of the verdict that holds."""
-        before = self.verdict
-        if verdict == before or (verdict.kind == "attempt" and before and not verdict.replaces(before)):
-            return
-        self.verdict = verdict
-        if verdict.kind == "stop":
-            self._stop = self._stop or verdict.message
-        elif verdict.kind == "attempt":
-            return  # the main thread looks for it
-        else:
-            # Nothing more of what is waited for will come.
-            self.all_saved.set()
-        if verdict.kind == "failure":
-            self._hear_failure(verdict.to_error())
-        self.news.set()
+        at, tally = self.progress.position, self._tally
+        run, done = (0, 0) if tally is None else (tally.number, tally.done)
+        work = self._work.count()
+        return Heartbeat(at.steps, work, self.answers, at.stage, at.chunk, self._saved, run, done)
 
     # -- counting samples --------------------------------------------------------------------------
 
@@ -369,27 +219,22 @@ class ControlPlane:
         self._tally = Tally(self._runs, show)
         self._wake.set()
 
+    def claim(self) -> int:
+        """Take the next number of the run that is counted, from 0; no other rank gets it."""
+        tally = self._counted()
+        if self._meetings is not None:
+            return self._meetings.claim(tally.number)
+        return next(tally.claims)
+
     def add_done(self, samples: int) -> None:
         """Count samples that this rank has finished; the next beat reports them."""
-        tally = self._tally
-        assert tally is not None and not tally.is_over, "samples are counted between begin_run and end_run"
-        tally.done += samples
+        self._counted().done += samples
 
     def end_run(self) -> None:
-        """Count no longer, after one last beat."""
-        tally = self._tally
-        if tally is None or tally.is_over:
-            return
-        # Limited: the store may not answer any more.
-        limit = monotonic() + _LAST_BEAT_WITHIN_S
-        with self._sent:
-            wanted = self.answers + 2  # the next but one has begun after this moment
-            while self._beats is not None and self.answers < wanted and monotonic() < limit:
-                self._wake.set()
-                if not self._beats.is_alive():
-                    break
-                self._sent.wait(0.05)
-        tally.end()
+        """Count no longer; the next beats still report what was done."""
+        if self._tally is not None and not self._tally.is_over:
+            self._wake.set()
+            self._tally.end()
 
     def _counted(self) -> Tally:
         tally = self._tally
@@ -402,138 +247,112 @@ class ControlPlane:
         """Report this rank's heartbeats from here on."""
         assert self._meetings is not None
         client = self._meetings.store.clone()  # type: ignore[attr-defined]
-        self._closing = threading.Event()
         self._beats = threading.Thread(
             target=self._beat, args=(client, self._meetings), name="dualeval-beats", daemon=True
         )
         self._beats.start()
 
-    def _stop_beats(self) -> None:
-        if self._beats is not None:
-            self._closing.set()
-            self._wake.set()
-            # Limited: it may hang in a call to the store, and ends with the process.
-            self._beats.join(_LAST_BEAT_WITHIN_S)
-            self._beats = None
-
     def _beat_every_s(self, *, stopping: bool) -> float:
-        every = _BEAT_EVERY_S if self.timeout_s is None else min(_BEAT_EVERY_S, self.timeout_s / 6)
+        every = min(_BEAT_EVERY_S, self.limits.timeout_s / 6)
         return pause_for(self.size, _REQUESTS_A_BEAT, _BEAT_WHILE_STOPPING_S if stopping else every)
-
-    def _pause_s(self) -> float:
-        if self._counts_saved:
-            return _BEAT_WHILE_STOPPING_S  # it asks for a count, whatever the number of ranks
-        return self._beat_every_s(stopping=self._stop is not None)
 
     @property
     def _counts_saved(self) -> bool:
         """Whether this is rank 0, in a stop."""
-        return self.name.rank == 0 and self._stop is not None
+        return self.name.rank == 0 and self.stopping is not None
 
     def _beat(self, client: TCPStore, meetings: Meetings) -> None:
         """Report this rank's heartbeats, look for a verdict, and on rank 0 at the heartbeats of all."""
-        closing = self._closing
-        observer: Observer | None = None
+        # Twice, and a second: a busy machine is no reason to stop the clock, a stopped process is.
+        clock = Clock(most_s=2 * self._beat_every_s(stopping=False) + 1.0)
+        monitor: Monitor | None = None
         slept_s = 0.0
         while True:
-            pause_s, start = self._pause_s(), monotonic()
+            # In a stop, rank 0 asks for a count, whatever the number of ranks.
+            stopping = self.stopping is not None
+            pause_s = _BEAT_WHILE_STOPPING_S if self._counts_saved else self._beat_every_s(stopping=stopping)
+            start = monotonic()
             self._wake.wait(pause_s)
             slept_s = max(slept_s, monotonic() - start - pause_s)
             self._wake.clear()
-            ending = closing.is_set()
+            ending = self._left
             try:
                 with rank_0_reachable(self.rank_0):
-                    if observer is None:
-                        observer = self._observer(client, meetings)
-                    self._exchange(client, meetings, observer)
-            except PeerError as unreachable:
+                    if monitor is None:
+                        monitor = self._monitor(client, meetings, clock.now())
+                    if heartbeats := self._exchange(client, meetings, monitor):
+                        self._observe(monitor, heartbeats, clock.now())
+            except PeerError as error:
+                gone = error
                 self._is_unreachable = True
-                self._hear_failure(self._woken(slept_s) or unreachable)
+                if slept_s > self.limits.timeout_s:
+                    # Rank 0 has gone while this process was stopped itself.
+                    message = f"was stopped for {slept_s:.0f} s, and the other ranks have ended without it"
+                    gone = Verdict.failure(self.name.rank, f"{self.name} {message}").to_error()
+                self._hear_failure(gone)
                 self.all_saved.set()
                 return
             except Exception as error:
                 # Without this thread the others would take this rank for dead, a minute later.
                 self._hear_failure(Verdict.own_failure(self.name.rank, error, str(self.name)).to_error())
                 raise
-            with self._sent:
-                self.answers += 1
-                self._sent.notify_all()
+            self.answers += 1
             # When all is said: torch prints pages of frames where rank 0 has gone meanwhile.
-            heard = self.failure is not None and not self._proposals
-            is_needed = self.name.rank == 0 and self._stop is not None and not self._end_reported.is_set()
-            if ending or (heard and not is_needed):
+            heard = self.failure is not None and not self._outbox
+            if ending or (heard and not (self._counts_saved and not self._end_reported.is_set())):
                 return
 
-    def _woken(self, slept_s: float) -> PeerError | None:
-        """What is to be said where rank 0 has gone while this process was stopped itself."""
-        if self.timeout_s is None or slept_s <= self.timeout_s:
-            return None
-        message = f"was stopped for {slept_s:.0f} s, and the other ranks have ended without it"
-        return Verdict.failure(self.name.rank, f"{self.name} {message}").to_error()
-
-    def _exchange(self, client: TCPStore, meetings: Meetings, observer: Observer) -> None:
-        """One round with the store."""
-        while self._proposals:
-            verdict = self._proposals[0]
-            self._hear(meetings.propose(client, verdict))
-            self._proposals.popleft()
-            if verdict.kind == "end":
-                self._end_reported.set()
-        self._count_saved(client, meetings)
-        if self._counts_saved:
-            if monotonic() < self._look_after:
-                return
-            self._look_after = monotonic() + self._beat_every_s(stopping=True)
-        tally = self._tally
-        run, done = (0, 0) if tally is None else (tally.number, tally.done)
-        heartbeat = self._own_heartbeats.next(self._saved, run, done)
-        client.set(meetings.key(f"heartbeat/{self.name.rank}"), LEFT if self._left else str(heartbeat))
-        keys = meetings.keys("heartbeat") if observer.sees_all else [meetings.key("heartbeat/0")]
-        found, *texts = client.multi_get([meetings.key(VERDICT), *keys])
-        holds = Verdict.read(found)
-        if holds is not None:
-            self._hear(holds)
-        heartbeats = observer.read(texts)
-        if tally is not None:
-            tally.total = observer.samples_done(heartbeats, tally.number)
-        self._observe(observer, heartbeats)
-
-    def _count_saved(self, client: TCPStore, meetings: Meetings) -> None:
-        """Count this rank's chunks once; rank 0 looks whether all ranks have."""
-        ranks, chunks = meetings.key("saved-ranks"), meetings.key("saved-chunks")
-        if self._saved is not None and not self._is_counted:
-            self._is_counted = True
-            client.add(chunks, self._saved)
-            client.add(ranks, 1)
-        if self._counts_saved and not self.all_saved.is_set() and client.add(ranks, 0) == self.size:
-            # Whose they are is asked only where one is missing: by heartbeats, which come later.
-            self._saved_by_all = {**dict.fromkeys(range(self.size), 0), 0: client.add(chunks, 0)}
-            self.all_saved.set()
-
-    def _observer(self, client: TCPStore, meetings: Meetings) -> Observer:
-        """Whom this rank watches: rank 0 all of them, the others rank 0."""
-        if self.name.rank == 0:
+    def _monitor(self, client: TCPStore, meetings: Meetings, now: float) -> Monitor:
+        """What watches the ranks: on rank 0 all of them, on the others rank 0."""
+        sees_all = self.name.rank == 0
+        if sees_all:
             texts = client.multi_get(meetings.keys("name"))
             self._names = {name.rank: name for name in (Name(**json.loads(text)) for text in texts)}
-        names = self._names if self.name.rank == 0 else {0: self.rank_0}
-        return Observer(self.name, names, self.limits, self._beat_every_s(stopping=False))
+        names = self._names if sees_all else {0: self.rank_0}
+        return Monitor(
+            names, self.limits, now, sees_all=sees_all, note=lambda text: say(f"dualeval: note: {text}")
+        )
 
-    def _observe(self, observer: Observer, heartbeats: dict[int, Heartbeat]) -> None:
-        gone: list[int] = []
+    def _exchange(self, client: TCPStore, meetings: Meetings, monitor: Monitor) -> dict[int, Heartbeat]:
+        """One round with the store; returns the heartbeats that it looked at, by rank."""
+        while self._outbox:
+            self._outbox.popleft()(client)
+        if self._counts_saved:
+            if not self.all_saved.is_set() and (chunks := meetings.saved_by_all(client)) is not None:
+                # Whose they are is asked only where one is missing: by heartbeats, which come later.
+                self._saved_by_all = {**dict.fromkeys(range(self.size), 0), 0: chunks}
+                self.all_saved.set()
+            if monotonic() < self._look_after:
+                return {}
+            self._look_after = monotonic() + self._beat_every_s(stopping=True)
+        own = self.own_heartbeat()
+        own = own._replace(stage=LEFT) if self._left else own
+        client.set(meetings.key(f"heartbeat/{self.name.rank}"), str(own))
+        keys = [meetings.key(f"heartbeat/{rank}") for rank in monitor.names]
+        verdict, *texts = client.multi_get([meetings.key(VERDICT), *keys])
+        if (holds := Verdict.read(verdict)) is not None:
+            self._hear(holds)
+        return dict(zip(monitor.names, map(Heartbeat.read, texts), strict=True))
+
+    def _observe(self, monitor: Monitor, heartbeats: dict[int, Heartbeat], now: float) -> None:
+        """Give a rank up that has ended without a word, or come to a standstill."""
+        gone: list[Name] = []
         if self.name.rank == 0:
+            if self._tally is not None:
+                self._tally.count(heartbeats)
             if not self.all_saved.is_set():
                 saved = {rank: heartbeat.saved for rank, heartbeat in heartbeats.items()}
-                self._saved_by_all.update({rank: count for rank, count in saved.items() if count is not None})
-            gone = [rank for rank in observer.gone(heartbeats) if rank not in self._saved_by_all]
+                self._saved_by_all |= {rank: count for rank, count in saved.items() if count is not None}
+            gone = self._gone([rank for rank, heartbeat in heartbeats.items() if heartbeat.stage == LEFT])
             if self._saved is not None and len(self._saved_by_all) + len(gone) >= self.size:
                 self.all_saved.set()
-        if self.failure is not None or self._stop is not None:
+        if self.failure is not None or self.stopping is not None:
             return
-        found = observer.look(heartbeats)
+        stuck = monitor.look(heartbeats, now)
         if gone:
-            self.give_up(_ended(observer.names[gone[0]]), rank=gone[0])
-        elif found is not None:
-            self.give_up(found[1], rank=found[0])
+            self.give_up(how_it_ended(gone[0]), rank=gone[0].rank)
+        elif stuck is not None:
+            self.give_up(stuck[1], rank=stuck[0])
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -553,7 +372,11 @@ class ControlPlane:
         """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
         self._left = True
         self.end_run()
-        self._stop_beats()
+        if self._beats is not None:
+            self._wake.set()
+            # Limited: it may hang in a call to the store, and ends with the process.
+            self._beats.join(_LAST_BEAT_WITHIN_S)
+            self._beats = None
         all_left, meetings = self._meetings is None, self._reachable
         self._meetings = None
         if meetings is not None:
@@ -563,12 +386,8 @@ class ControlPlane:
         return all_left
 
 
-def _ended(name: Name) -> str:
-    return f"{name} exited without a message: it was killed or crashed"
-
-
 def open_control_plane(
-    backend: Backend, timeout_s: float | None = None, *, forward_timeout_s: float = FORWARD_TIMEOUT_S
+    backend: Backend, timeout_s: float = _TIMEOUT_S, *, forward_timeout_s: float = _FORWARD_TIMEOUT_S
 ) -> ControlPlane:
     """Open the control plane of a run. A collective: every rank calls it.
 
@@ -576,9 +395,10 @@ def open_control_plane(
     takes the first that answers. Collectives of this backend count as progress from then on.
     """
     world = backend.world
-    own = Name.own(world.rank)
+    own = Name.of(world.rank)
+    limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
     if world.size == 1:
-        return ControlPlane(own, own, 1, None, "", None, timeout_s, forward_timeout_s)
+        return ControlPlane(own, own, None, limits)
     server = None
     payload: dict[str, Any] | None = None
     if world.is_main:
@@ -601,14 +421,14 @@ def open_control_plane(
     with waiting(world, f"rank 0's control plane at {where}", CONNECTED, each_node=True):
         store = join_store(payload["offer"], world.rank, "the control plane")
     rank_0 = Name(**payload["rank_0"])
-    control = ControlPlane(
-        own, rank_0, world.size, store, payload["token"], server, timeout_s, forward_timeout_s
-    )
+    meetings = Meetings(store, payload["token"], world.size, own, rank_0)
+    control = ControlPlane(own, rank_0, meetings, limits, server)
     backend.around_collective = lambda: control.progress.inside("collective")
-    missing = None if server is None else control.names_of_absent()
+    meetings.come(str(control.own_heartbeat()))
+    missing = None if server is None else meetings.names_of_absent()
     try:
         with waiting(world, f"all ranks at the control plane, {where}", STARTED, known=missing):
-            control.meet(limit_s=max(_FIRST_MEETING_WITHIN_S, timeout_s or 0.0))
+            control.meet(limit_s=max(_FIRST_MEETING_WITHIN_S, timeout_s))
     except PeerError as error:
         failure = control.fail(error)
         control.leave(_LEAVE_AFTER_FAILURE_S)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from dualeval.engine.control.heartbeat import Heartbeat
 
 _SHOW_EVERY_S = 0.5
 _LAST_SHOWN_WITHIN_S = 2.0
@@ -16,10 +19,10 @@ class Tally:
         self.number = number
         # This rank's samples so far.
         self.done = 0
-        # Chunks that were taken, where this rank is alone.
-        self.claimed = 0
-        # Samples of all ranks; None where no other rank's are known.
-        self.total: int | None = None
+        # Numbers of chunks, where this rank is alone.
+        self.claims = itertools.count()
+        # On rank 0: samples of each rank, as far as they are known.
+        self._done_by_all: dict[int, int] = {}
         # Whether it has come to its end; the last beats still report what was done.
         self.is_over = False
         self._show = show
@@ -29,12 +32,19 @@ class Tally:
             self._display = threading.Thread(target=self._keep_showing, name="dualeval-display", daemon=True)
             self._display.start()
 
+    def count(self, heartbeats: Mapping[int, Heartbeat]) -> None:
+        """On rank 0: take note of what all ranks have done."""
+        counts = {
+            rank: heartbeat.done for rank, heartbeat in heartbeats.items() if heartbeat.run == self.number
+        }
+        self._done_by_all = {**self._done_by_all, **counts}
+
     def _keep_showing(self) -> None:
         assert self._show is not None
         while True:
             is_last = self._ended.wait(_SHOW_EVERY_S)
             try:
-                self._show(self.done if self.total is None else self.total)
+                self._show(sum(self._done_by_all.values()) or self.done)
             except (OSError, ValueError):
                 return  # nobody reads it any more; the run goes on
             if is_last:

@@ -87,24 +87,20 @@ class Conclusion:
     def _end(self, error: BaseException | None) -> int:
         """Save what is finished, have all ranks know and one write down how it ends, say it."""
         control, code = self._control, None
-        is_told = control.failure is None and (
-            isinstance(error, Stopped | None) or control.stopping is not None
-        )
-        if is_told:
+        if control.failure is None and (isinstance(error, Stopped | None) or control.stopping is not None):
             # Whatever went wrong while ranks were ending: they were told to.
             if error is not None:
                 control.stop(text_of(error))
             code = self._stop()
-        failure = control.failure
-        met = failure if error is None or (is_told and failure is not None) else error
-        match code, failure:
-            case _ if self._is_late(failure if error is None else error):
-                return EXIT_DONE
-            case int(), None | PeerError(where=None):
-                return code
-            case _:
-                assert met is not None
-                return self._fail(met, by_watch=error is None)
+            met = control.failure or error
+        else:
+            met = control.failure if error is None else error
+        if self._is_late(control.failure if error is None else error):
+            return EXIT_DONE
+        if code is not None and (control.failure is None or control.failure.where is None):
+            return code
+        assert met is not None
+        return self._fail(met, by_watch=error is None)
 
     def of_attempt(self, error: Exception | None) -> PeerError | None:
         """End an attempt, from the main thread; every rank of the session calls it.
@@ -113,18 +109,18 @@ class Conclusion:
         The session goes on.
         """
         folder = self.watch.folder
+        own = None if isinstance(error, PeerError) else error
         if error is not None:
             close_displays()
             self._save(error)
-            if not isinstance(error, PeerError):
-                self._control.fail_attempt(error)
-                if self._is_owner:
-                    with _surviving("print the traceback"):
-                        say_traceback(error, whole=self._debug)
+        if own is not None:
+            self._control.fail_attempt(own)
+            if self._is_owner:
+                with _surviving("print the traceback"):
+                    say_traceback(own, whole=self._debug)
         failure = self._control.end_attempt(went_well=error is None)
         if failure is not None:
-            is_own = error is not None and not isinstance(error, PeerError)
-            if failure.rank == 0 or (is_own and error is not None and text_of(error) == text_of(failure)):
+            if failure.rank == 0 or (own is not None and text_of(own) == text_of(failure)):
                 # What rank 0 met as well is no matter of one rank.
                 failure.where = None
             if self._control.name.rank == 0:
@@ -221,26 +217,22 @@ class Conclusion:
         if self._is_owner and not isinstance(error, PeerError):
             with _surviving("print the traceback"):
                 say_traceback(error, whole=self._debug, is_first=first.rank == rank)
-        line, turn = spoken(first, rank), "says"
-        match by_watch, first.exit_code == EXIT_USAGE, rank:
-            case False, True, _:
-                # Of wrong usage one rank speaks; what rank 0 met as well is no matter of one rank.
-                everybodys = first.rank == 0 or text_of(first) == text_of(error)
-                line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
-                turn = "asks"
-            case (False, False, 0) | (True, True, 0):
-                turn = "asks"
-            case False, False, _ if first.rank != 0 or first.where is not None:
-                # Else rank 0 may be gone at any moment, and says nothing any more.
-                turn = "waits"
+        line, is_usage = spoken(first, rank), first.exit_code == EXIT_USAGE
+        if is_usage and not by_watch:
+            # Of wrong usage one rank speaks; what rank 0 met as well is no matter of one rank.
+            everybodys = first.rank == 0 or text_of(first) == text_of(error)
+            line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
+        asks = is_usage and rank == 0 if by_watch else is_usage or rank == 0
+        # Rank 0 may be gone at any moment, and says nothing any more.
+        waits = not (asks or by_watch or (first.rank == 0 and first.where is None))
+        if not asks:
+            self._say(line, by_watch=by_watch)
         answers: list[bool] = []
-        if turn != "asks":
-            self._say(line, by_watch=by_watch)
-        if turn != "says":
+        if asks or waits:
             do(lambda: answers.append(control.may_speak()))
-        if turn == "asks" and answers != [False]:
+        if asks and answers != [False]:
             self._say(line, by_watch=by_watch)
-        if by_watch or turn != "says":
+        if asks or waits or by_watch:
             # In time: the others cannot ask any more once the process of rank 0 has ended.
             do(control.has_spoken)
         if not by_watch:

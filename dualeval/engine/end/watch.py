@@ -24,7 +24,7 @@ from dualeval.engine.end.guardian import Guardian
 from dualeval.engine.end.process import end_process, error_stream, how_to_resume, say, spoken, try_for
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, Stopped, message_of
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, Stopped, message_of, with_type
 from dualeval.result import STATUS
 from dualeval.world.store import limit_for
 
@@ -81,10 +81,18 @@ class Watch:
         self._ends_process = ends_process
         self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
+        # Against the thread that writes them while the main thread closes the file.
+        self._of_stacks = threading.Lock()
         self._guardian: Guardian | None = None
-        if ends_process and (control.timeout_s is not None or not control.has_peers):
-            self._guardian = self._start_guardian()
-        self._arming = threading.Lock()
+        if ends_process:
+            try:
+                within_s = control.limits.timeout_s + _NO_PYTHON_S
+                self._guardian = Guardian(str(control.name), within_s, error_stream())
+            except OSError as error:
+                raise DualevalError(
+                    f"cannot start the process that ends this one where it hangs: {with_type(error)}. Allow "
+                    "more processes (ulimit -u)."
+                ) from error
         self._interrupting = threading.Lock()
         self._in_evaluation = False
         self._was_interrupted = False
@@ -92,8 +100,6 @@ class Watch:
         self._is_over = threading.Event()
         self._finding = Finding("going")
         self._has_named = False
-        self._is_idle = False
-        self._is_armed = False
         self._thread = threading.Thread(target=self._run, name="dualeval-watch", daemon=True)
         self._thread.start()
         if stop is not None:
@@ -104,9 +110,9 @@ class Watch:
 
     def begin(self) -> None:
         """Say that an evaluation begins."""
-        self.is_done = self._is_idle = False
+        self.is_done = False
         if self._guardian is not None:
-            self._guardian.set_idle(idle=False)
+            self._guardian.tell(idle=False)
         with self._interrupting:
             self._in_evaluation = True
 
@@ -129,30 +135,25 @@ class Watch:
         self.folder = folder
         if self._guardian is not None and not self._control.has_peers:
             resume = f"Type {how_to_resume(folder.path)}."
-            self._guardian.guard(folder.path / STATUS, folder.token, folder.stacks, resume)
-        if self._control.timeout_s is not None:
-            # Else they go to standard error: a full disk is met soon enough.
-            with suppress(OSError), self._arming:
-                folder.stacks.parent.mkdir(exist_ok=True)
-                self._stacks = folder.stacks.open("w")
-                if self._guardian is not None:
-                    self._guardian.write_stacks_to(self._stacks)
+            paths = str(folder.path / STATUS), folder.token, str(folder.stacks)
+            self._guardian.tell(guarded=[*paths, resume])
+        # Else they go to standard error: a full disk is met soon enough.
+        with suppress(OSError), self._of_stacks:
+            folder.stacks.parent.mkdir(exist_ok=True)
+            self._stacks = folder.stacks.open("w")
+            if self._guardian is not None:
+                self._guardian.write_stacks_to(self._stacks)
 
     def release(self, *, done: bool) -> None:
         """Say that there is nothing to be saved any more."""
         self.is_done = done and not self.more_follows
         self.recorder = self.folder = None
         if self._guardian is not None:
-            self._guardian.forget()
-        with self._arming:
+            self._guardian.tell(guarded=None)
+            self._guardian.write_stacks_to(error_stream())
+        with self._of_stacks, suppress(OSError):
             stacks, self._stacks = self._stacks, None
-            if stacks is None:
-                return
-            if self._guardian is not None:
-                self._guardian.write_stacks_to(error_stream())
-            # It may be armed for the file that is to be closed; the next look arms it anew.
-            self._disarm()
-            with suppress(OSError):
+            if stacks is not None:
                 stacks.close()
                 path = Path(stacks.name)
                 if path.stat().st_size == 0:
@@ -164,11 +165,8 @@ class Watch:
         It may take its time, also in C code that keeps Python's lock.
         """
         self.is_done = False
-        self._is_idle = True
         if self._guardian is not None:
-            self._guardian.set_idle(idle=True)
-        with self._arming:
-            self._disarm()
+            self._guardian.tell(idle=True)
 
     def main_concludes(self, code: int) -> None:
         """Say that the main thread concludes the run; after some seconds it is ended with that exit code."""
@@ -179,11 +177,9 @@ class Watch:
     def stop(self) -> None:
         """Stop watching: all ranks have left, and nothing is in hand."""
         self._is_over.set()
-        with self._arming:
-            self._disarm()
-            if self._guardian is not None:
-                self._guardian.leave()
         self._control.news.set()
+        if self._guardian is not None:
+            self._guardian.leave()
         if threading.current_thread() is not self._thread:
             self._thread.join(_LEAVE_S)
 
@@ -205,17 +201,18 @@ class Watch:
     def _watch(self) -> None:
         clock = Clock(most_s=2 * _LOOK_EVERY_S + 1.0)
         limits = self._control.limits
-        judge = None if limits is None else Judge(limits, clock.now())
+        judge = Judge(limits, clock.now())
         answered = Standstill(clock.now())
         while not self._heard():
             if self._is_over.is_set():
                 return
-            self._arm()
+            if self._guardian is not None:
+                self._guardian.beat()
             self._control.news.wait(_LOOK_EVERY_S)
             # Before the look at what is new: what comes after that sets it again.
             self._control.news.clear()
             now = clock.now()
-            if limits is not None and judge is not None and not self._heard():
+            if not self._heard():
                 self._finding = judge.look(self._control.own_heartbeat(), now)
                 self._judge(self._finding, answered.seconds(self._control.answers, now), limits.timeout_s)
         self._end()
@@ -255,41 +252,8 @@ class Watch:
 
     def _dump(self) -> None:
         # A stream without a descriptor (a notebook's) takes none.
-        with suppress(OSError, ValueError, RuntimeError, AttributeError), self._arming:
+        with suppress(OSError, ValueError, RuntimeError, AttributeError), self._of_stacks:
             faulthandler.dump_traceback(self._stacks or error_stream())
-
-    def _start_guardian(self) -> Guardian | None:
-        timeout_s = self._control.timeout_s
-        within_s = None if timeout_s is None else timeout_s + _NO_PYTHON_S
-        try:
-            return Guardian(str(self._control.name), within_s, error_stream())
-        except OSError:
-            return None  # no room for a further process: faulthandler's own timer serves
-
-    def _arm(self) -> None:
-        """Have stacks written and the process ended where this thread does not come back in time.
-
-        That is where C code holds the interpreter's lock.
-        """
-        timeout_s = self._control.timeout_s
-        if self._guardian is not None:
-            self._guardian.beat()
-        elif timeout_s is not None and self._ends_process:
-            with self._arming:
-                if not self._is_over.is_set() and not self._is_idle:
-                    self._dump_later(timeout_s + _NO_PYTHON_S)
-
-    def _dump_later(self, seconds: float) -> None:
-        file = self._stacks or error_stream()
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):
-            faulthandler.dump_traceback_later(seconds, exit=True, file=file)
-            self._is_armed = True
-
-    def _disarm(self) -> None:
-        # There is one timer in a process, which may be the caller's.
-        if self._is_armed:
-            self._is_armed = False
-            faulthandler.cancel_dump_traceback_later()
 
     def _end(self) -> None:
         """Give the main thread its time, and have the run concluded where that has not."""
@@ -300,13 +264,9 @@ class Watch:
         if not self._ends_process:
             self._interrupt_main()
             return
-        with self._arming:
-            if self._is_over.is_set():
-                return  # the main thread has concluded meanwhile, and left: nobody would disarm it
+        if self._guardian is not None:
             # Whatever hangs from here on, a full disk or a file server included.
-            self._dump_later(limit_for(self._control.size, _AT_LAST_S))
-            if self._guardian is not None:
-                self._guardian.ends()
+            self._guardian.tell(timeout_s=limit_for(self._control.size, _AT_LAST_S), idle=False)
         if self._control.failure is None and self.recorder is not None:
             # A launcher may leave a second between SIGTERM and SIGKILL.
             with suppress(OSError):

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ def launch_of(world: World) -> str | None:
     return f"{world.meeting.launch_id} {socket.gethostname()} {os.getppid()}{start}"
 
 
+@cache
 def _space() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

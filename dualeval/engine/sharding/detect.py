@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -94,7 +94,8 @@ def check_sharded(model: nn.Module, world: World) -> None:
             "full_state_dict=True) and load it into a plain copy."
         )
     units = is_sharded(model)
-    for name, placements in _divided(model):
+    for name, parameter in model.named_parameters():
+        placements = getattr(parameter, "placements", ())
         shards = [placement for placement in placements if not placement.is_replicate()]
         if shards and (not units or len(shards) > 1):
             raise UsageError(
@@ -103,13 +104,6 @@ def check_sharded(model: nn.Module, world: World) -> None:
                 "other ones here. Shard the model with torch.distributed.fsdp.fully_shard alone, or give a "
                 "model that is whole on each rank."
             )
-
-
-def _divided(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, parameter in model.named_parameters():
-        placements = getattr(parameter, "placements", None)
-        if placements is not None:
-            yield name, placements
 
 
 def _names(value: object) -> set[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +60,8 @@ class Gathers:
         self._world = backend.world
         # Whether the last forward came to its end: no other rank waits in it for this one.
         self.is_complete = False
-        self._handles: list[Any] = []
+        # What takes the watching back.
+        self._undo: list[Callable[[], None]] = []
         self._units: dict[str, Any] = {}
         # The calls of the first forward, which are the same on all ranks.
         self._first: list[_Call] = []
@@ -80,35 +81,37 @@ class Gathers:
             self._watch(name, module)
         if self._units and "" not in self._units:
             hook = self._model.register_forward_pre_hook(self._begin_call, prepend=True, with_kwargs=True)
-            self._handles.append(hook)
+            self._undo.append(hook.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         self._units.clear()
         self._first.clear()
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        begin = partial(self._begin, name)
-        if not any(map(is_of_fsdp, module._forward_pre_hooks.values())):
-            self._handles.append(_WatchedState(module, begin, self._end))
-            return
-        before = module.register_forward_pre_hook(begin, with_kwargs=True)
-        after = module.register_forward_pre_hook(self._end, with_kwargs=True)
-        self._handles += [before, after]
-        # Directly around FSDP's own: what other hooks do is no gather.
-        hooks = module._forward_pre_hooks
-        others = [number for number in hooks if number not in (before.id, after.id)]
-        for number in others:
-            if is_of_fsdp(hooks[number]):
-                place = others.index(number)
-                others[place : place + 1] = [before.id, number, after.id]
-                break
-        ordered = [(number, hooks[number]) for number in others]
-        hooks.clear()
-        hooks.update(ordered)
+    def _watch(self, name: str, module: Any) -> None:
+        """Put what begins and ends a gather around FSDP's own function: what other hooks do is no gather."""
+        state, hooks = module._get_fsdp_state(), module._forward_pre_hooks
+        number = next((number for number, hook in hooks.items() if is_of_fsdp(hook)), None)
+        # Without a hook the unit gathers in its forward itself: one would change what it computes.
+        gather = state._pre_forward if number is None else hooks[number]
+
+        @wraps(gather)
+        def watched(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._begin(name, module, args, kwargs)
+            gathered = gather(module, args, kwargs)
+            self._gathered = None
+            self._progress.step(self._before.stage, self._before.chunk)
+            return gathered
+
+        if number is None:
+            state._pre_forward = watched
+            self._undo.append(partial(delattr, state, "_pre_forward"))
+        else:
+            hooks[number] = watched
+            self._undo.append(partial(hooks.__setitem__, number, gather))
 
     # -- calls of the model --------------------------------------------------------------------------------
 
@@ -161,7 +164,7 @@ class Gathers:
 
     def _join_gathers_left(self) -> bool:
         """After a forward that has raised, take part in the gathers that the other ranks still do."""
-        knows = bool(self._handles) and not self._is_first and self._gathered is None
+        knows = self._units and not self._is_first and self._gathered is None
         if not knows or not all(map(_gathers_at_its_call, self._units.values())):
             return False
         try:
@@ -205,10 +208,6 @@ class Gathers:
             raise UsageError(_other_order(f"this one calls {_shown(name)}", f"the first one {wanted}"))
         self._seen.append(name)
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._gathered = None
-        self._progress.step(self._before.stage, self._before.chunk)
-
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around one forward of the task, which calls the model once or more often."""
@@ -217,9 +216,9 @@ class Gathers:
         self._seen.clear()
         before = _lengths_of_records(self._units.values())
         try:
-            with reads_refused(owned=self._owned) if self._handles else nullcontext():
+            with reads_refused(owned=self._owned) if self._units else nullcontext():
                 yield
-                if self._handles:
+                if self._units:
                     self._check_end_of_call()
                     self._fill_in()
         except (BackendError, PeerError):
@@ -228,7 +227,7 @@ class Gathers:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._units.values())
                 self.is_complete = self._join_gathers_left()
-                if self._handles and not self.is_complete:
+                if self._units and not self.is_complete:
                     self._control.fails_everywhere(error)
                 raise
             said = text_of(error).strip().rstrip(".") or type(error).__name__
@@ -242,31 +241,6 @@ class Gathers:
             _cut(before)
         self._is_first = False
         self.is_complete = True
-
-
-class _WatchedState:
-    """Watches a unit that gathers in its forward itself: a hook would change what it computes."""
-
-    def __init__(
-        self,
-        module: Any,
-        begin: Callable[[nn.Module, Any, Any], None],
-        end: Callable[[nn.Module, Any, Any], None],
-    ) -> None:
-        self._state = module._get_fsdp_state()
-        gather = self._state._pre_forward
-
-        def watched(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            begin(module, args, kwargs)
-            gathered = gather(module, args, kwargs)
-            end(module, args, kwargs)
-            return gathered
-
-        self._state._pre_forward = watched
-
-    def remove(self) -> None:
-        """Watch it no longer."""
-        del self._state._pre_forward
 
 
 def _shown(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -14,12 +15,15 @@ from dualeval.engine.compute import is_compiled
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.tensors import rows_digest, tensor_digest
 from dualeval.engine.layouts import fixed_part
+from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.sharding.units import has_forward
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
+    from dualeval.engine.guest import Snapshot
+    from dualeval.tasks import Task
 
 # What is gathered at once for a digest, and what is read of a parameter to see that all ranks read the same.
 _PIECE_BYTES = 64 * 2**20
@@ -103,6 +107,33 @@ def check_device(offload: bool, device: torch.device) -> None:
             "offload keeps a rank's part of the model in host memory, and this run computes there (device "
             "cpu). Leave offload out."
         )
+
+
+def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None:
+    """Check that a model which is divided was made for this run: it cannot be put back as it was."""
+    if is_sharded(model):
+        raise UsageError(
+            "shard: the model is sharded already, where it is built (fully_shard), and is evaluated as it "
+            "is. Leave shard out."
+        )
+    if snapshot is None:
+        return
+    named = [value for held in vars(task).values() for value in _named_by(held)]
+    if snapshot.knows(model) or any(value is model for value in named):
+        raise UsageError(
+            f"shard divides the parameters of a model, and this {type(model).__name__} is the script's own: "
+            "it would be another one afterwards. Give a function that makes a model of its own, as "
+            "model=lambda: make_model(). Or shard it yourself (torch.distributed.fsdp.fully_shard), and "
+            "leave shard out."
+        )
+
+
+def _named_by(value: Any) -> list[Any]:
+    """What a function's body names outside of it."""
+    if not inspect.isfunction(value):
+        return []
+    named = inspect.getclosurevars(value)
+    return [*named.nonlocals.values(), *named.globals.values()]
 
 
 def _check_model(model: nn.Module) -> None:

@@ -26,25 +26,12 @@ _ONE_NUMBER = (
     "gathers it: each rank would read those of its own part. Read them in the forward of that unit, or of "
     "the whole parameter (parameter.full_tensor(), on all ranks)."
 )
-# What a rank knows without the others' rows.
-_ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "_version", "is_leaf", "data"),
-    *("is_quantized", "is_sparse", "is_meta", "is_cpu", "is_cuda", "is_nested", "requires_grad", "grad"),
-    *("retains_grad", "grad_fn", "_backward_hooks", "_base"),
-)
-_METHODS = (
-    *("dim", "size", "numel", "nelement", "is_floating_point", "is_complex", "is_signed", "stride", "detach"),
-    *("is_contiguous", "storage_offset", "element_size", "get_device", "is_inference", "requires_grad_"),
-    *("ndimension", "__len__", "__hash__", "__repr__", "__format__"),
-)
-_KNOWN = {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
-    *(getattr(Tensor, name) for name in _METHODS),
-    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_inference),
-    torch._has_compatible_shallow_copy_type,
-}
+# Another view of the same rows.
+_SAME = {Tensor.detach, Tensor.requires_grad_, Tensor.data.__get__}  # type: ignore[attr-defined]
 # They take only dtype and device of the tensor.
 _MADE_LIKE = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor}
+# They give numbers of the rows themselves, or compare them.
+_OF_VALUES = {torch.equal, Tensor.equal, Tensor.__dlpack__}
 _NUMBERS = {
     *(Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__),
     *(Tensor.__complex__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero),
@@ -59,15 +46,19 @@ def reads_refused(*, owned: bool) -> Iterator[None]:
     def checked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            caller = str(sys._getframe(1).f_globals.get("__name__"))
-            if func not in _KNOWN and not caller.startswith("torch.distributed"):
-                if owned and func in _MADE_LIKE and isinstance(args[0], DTensor):
+            if str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.distributed"):
+                return func(*args, **named)
+            if args and isinstance(args[0], DTensor):
+                if owned and func in _MADE_LIKE:
                     return func(args[0].to_local(), *args[1:], **named)
-                if owned:
-                    raise UsageError(f"--shard fsdp: {NOT_GATHERED}.")
-                if func in _NUMBERS and isinstance(args[0], DTensor) and _is_divided(args[0]):
-                    raise UsageError(_ONE_NUMBER)
-            return func(*args, **named)
+                if func in _NUMBERS and (owned or _is_divided(args[0])):
+                    raise UsageError(f"--shard fsdp: {NOT_GATHERED}." if owned else _ONE_NUMBER)
+            made = func(*args, **named)
+            parts = made if isinstance(made, tuple | list) else [made]
+            is_new = func not in _SAME and any(isinstance(part, DTensor) for part in parts)
+            if owned and (is_new or func in _OF_VALUES):
+                raise UsageError(f"--shard fsdp: {NOT_GATHERED}.")
+            return made
 
     kind: Any = DTensor
     before = vars(DTensor)["__torch_function__"]
