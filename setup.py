@@ -71,9 +71,10 @@ setup(
         "report": ["jinja2>=3.1", "matplotlib>=3.8"],
         "plots": ["matplotlib>=3.8"],
         "torchmetrics": ["torchmetrics>=1.4"],
-        "tensorboard": ["tensorboard>=2.16"],
-        "wandb": ["wandb>=0.19"],
-        "mlflow": ["mlflow-skinny>=2.16"],
+        # matplotlib: the picture of a confusion matrix.
+        "tensorboard": ["tensorboard>=2.16", "matplotlib>=3.8"],
+        "wandb": ["wandb>=0.19", "matplotlib>=3.8"],
+        "mlflow": ["mlflow-skinny>=2.16", "matplotlib>=3.8"],
         "dev": [
             "axe-playwright-python",
             "build",

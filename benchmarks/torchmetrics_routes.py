@@ -26,7 +26,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import is_of_rows
 from dualeval.metrics.torchmetrics import from_torchmetrics
 from dualeval.metrics.torchmetrics.library import find_class, torchmetrics
-from dualeval.metrics.torchmetrics.results import measured_of
+from dualeval.metrics.torchmetrics.routes import measured_of
 from dualeval.metrics.torchmetrics.states import State, StateKind, isolated, states_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "torchmetrics-routes.md"

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from time import monotonic, sleep
@@ -22,11 +22,11 @@ from PIL import Image
 import dualeval
 from dualeval import cli
 from dualeval.errors import DualevalError, UsageError
-from dualeval.report.loggers.confusions import confusions_of, figures_of
+from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
 from dualeval.report.loggers.log import log_result
-from dualeval.report.loggers.picture import Confusion, draw_confusion
-from dualeval.report.loggers.record import Record, record_of
-from dualeval.report.loggers.sending import send
+from dualeval.report.loggers.picture import draw_confusion
+from dualeval.report.loggers.record import record_of
+from dualeval.report.loggers.sending import send, written
 from dualeval.report.loggers.targets import check_installed, counted_from, targets_of
 from dualeval.result import Result, read_result
 from tests.conftest import BIN, ROOT, Launch
@@ -94,9 +94,8 @@ def test_a_record_has_metrics_intervals_classes_and_job(result: Result, run: Pat
     ):
         assert name in record.params
     assert not any(isinstance(value, dict) for value in record.params.values())
-    with Image.open(io.BytesIO(record.png("confusion_matrix"))) as picture:
+    with Image.open(io.BytesIO(record.pictures()["confusion_matrix"])) as picture:
         assert picture.format == "PNG"
-    assert Record.from_json(record.to_json()) == record
 
 
 def test_a_key_is_that_of_one_result_and_step(result: Result, run: Path) -> None:
@@ -135,6 +134,21 @@ def test_matrices_of_any_size_are_drawn(classes: int) -> None:
         colours = picture.convert("RGB").getcolors(1 << 24)
     assert colours is not None
     assert len(colours) > 10
+
+
+def test_without_matplotlib_the_rest_is_logged(
+    result: Result, run: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    content = {"result": json.loads(result.to_json()), "folder": str(run), "step": 2}
+    said = {}
+    for text in ("tensorboard:tb", "jsonl:log.jsonl"):
+        [target] = targets_of(text, 2)
+        said[target.kind] = written({**content, "target": asdict(target)})
+    assert "type pip install matplotlib" in said["tensorboard"]["lacks"]
+    assert said["jsonl"] == {"said": "a line in log.jsonl"}
+    assert tensorboard_run(offline / "tb").Tags()["images"] == []
+    assert tensorboard_run(offline / "tb").Scalars("top1")
 
 
 # -- where it goes -------------------------------------------------------------------------------------
@@ -208,7 +222,7 @@ def test_every_tracker_has_the_result_once(
         assert event.value == pytest.approx(record.scalars[name], rel=1e-6)
         assert (event.step, event.wall_time) == (0, record.time)
     [image] = events.Images("confusion_matrix")
-    assert image.encoded_image_string == record.png("confusion_matrix")
+    assert image.encoded_image_string == record.pictures()["confusion_matrix"]
     text = events.Tensors("job")[0].tensor_proto.string_val[0].decode()
     assert result.fingerprint in text
 
@@ -221,7 +235,7 @@ def test_every_tracker_has_the_result_once(
     assert row["top1"] == record.scalars["top1"]
     assert row["per_class/f1/1 Bee"] == record.scalars["per_class/f1/1 Bee"]
     picture = folder / "files" / row["confusion_matrix/path"]
-    with Image.open(picture) as there, Image.open(io.BytesIO(record.png("confusion_matrix"))) as made:
+    with Image.open(picture) as there, Image.open(io.BytesIO(record.pictures()["confusion_matrix"])) as made:
         assert there.tobytes() == made.tobytes()
 
     [tracked] = mlflow_runs("file:mlruns")
@@ -315,7 +329,11 @@ def test_a_record_that_cannot_be_made_costs_no_result(result: Result, offline: P
     odd = replace(result, metrics={"x_per_class": {"a": [1.0, 2.0], "b": [1.0]}}, folder=None)
     notes: list[str] = []
     log_result(odd, targets_of("jsonl:log.jsonl", None), None, notes.append)
-    assert re.search(r"its record cannot be made \(IndexError.*The result is complete", notes[0])
+    assert re.search(r"IndexError: .*The result is complete", notes[0])
+    log_result(
+        replace(odd, metrics={"x": float("nan")}), targets_of("jsonl:log.jsonl", None), 1, notes.append
+    )
+    assert re.search(r"not logged to jsonl:log.jsonl: ValueError: .*The result is complete", notes[1])
 
 
 def test_nothing_stays_where_the_waiting_process_is_killed(offline: Path, result: Result) -> None:
@@ -347,11 +365,12 @@ def test_a_server_that_does_not_answer_is_given_up(
     """Nothing of W&B stays behind either: the process that waits, and the service that it has started."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        environ = {**os.environ, "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address}
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", address)
         targets = targets_of("wandb:cifar", None)
         monkeypatch.setattr("dualeval.report.loggers.sending._QUIET_S", 0.5)
         notes: list[str] = []
-        [outcome] = send(record_of(result, run, None), targets, environ, 3.0, notes.append)
+        [outcome] = send(result, run, targets, None, 3.0, notes.append)
     assert re.match("still logging to wandb:cifar: it has not answered yet, and is given 3 s", notes[0])
     assert outcome.error == "no answer within 3 s"
 
@@ -419,9 +438,9 @@ def test_export_on_the_command_line(run: Path, offline: Path, capsys: pytest.Cap
 
     assert export(run, "--to", "jsonl:log.jsonl", "--step", "3") == "logged to jsonl: a line in log.jsonl\n"
     assert [line["step"] for line in lines_of(offline / "log.jsonl")] == [3]
-    with pytest.raises(UsageError, match="there is no folder nothing"):
+    with pytest.raises(UsageError, match=r"there is no nothing/result\.json: give the output"):
         export("nothing", "--to", "jsonl:log.jsonl")
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match=r"result\.json: give .* resumes where its own command is typed"):
         export(offline, "--to", "jsonl:log.jsonl")
     os.mkfifo("pipe")
     for odd in ("pipe", "/dev/zero", str(offline)):

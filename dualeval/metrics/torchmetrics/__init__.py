@@ -18,7 +18,7 @@ from dualeval.metrics.torchmetrics.arguments import Arguments, Columns, Parsed
 from dualeval.metrics.torchmetrics.library import torchmetrics, why_refused
 from dualeval.metrics.torchmetrics.routes import FromRows, InLedger
 from dualeval.metrics.torchmetrics.spelled import PREFIX, read, usual_columns
-from dualeval.metrics.torchmetrics.states import isolated, networks_in, states_of
+from dualeval.metrics.torchmetrics.states import is_metric, isolated, networks_in, states_of
 
 __all__ = ["PREFIX", "Parsed", "from_text", "from_torchmetrics"]
 
@@ -88,11 +88,10 @@ def _check(metric: Any) -> None:
         raise UsageError(
             f"{metric.__name__} is the class of a metric: give an object of it, {metric.__name__}(...)"
         )
-    is_metric = any(kind.__module__ == "torchmetrics.metric" for kind in type(metric).__mro__)
     why = why_refused(metric) if isinstance(metric, torch.nn.Module) else None
     if why:
         raise UsageError(why)
-    if not is_metric:
+    if not is_metric(metric):
         raise UsageError(
             f"{type(metric).__name__} is not a metric of TorchMetrics: expected an object such as "
             "torchmetrics.classification.MulticlassAUROC(num_classes=10), or the same as text"

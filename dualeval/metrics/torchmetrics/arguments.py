@@ -64,38 +64,27 @@ def _kind_of(column: Any) -> str:
 
 
 def _by_argument(columns: Columns, update: Any, name: str) -> tuple[list[Shape], dict[str, Shape]]:
-    parameters = list(inspect.signature(update).parameters.values())
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    takes = ", ".join(str(p) for p in parameters)
-    if isinstance(columns, (str, Parsed)):
-        columns = [columns]
-    if isinstance(columns, Mapping):
-        found = dict(columns)
-        unknown = [key for key in found if key not in [p.name for p in named]]
-        if unknown and not any_name:
-            raise UsageError(f"{name}: update has no argument {unknown[0]!r}; it takes ({takes})")
-    elif isinstance(columns, Sequence) and columns and any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return list(columns), {}  # of a wrapper, which passes them on
-    elif isinstance(columns, Sequence):
-        positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
-        if len(columns) > len(positional):
-            raise UsageError(
-                f"{name}: {len(columns)} columns for update({takes}). Give one for each argument, or a dict "
-                "of argument to column"
-            )
-        found = {p.name: shape for p, shape in zip(positional, columns, strict=False)}
-    else:
+    signature = inspect.signature(update)
+    given: Any = [columns] if isinstance(columns, (str, Parsed)) else columns
+    if not isinstance(given, (Sequence, Mapping)):
         raise UsageError(
             f"{name}: columns is a {type(columns).__name__}, expected names of columns in the order of "
-            f"update({takes}), or a dict of argument to column"
+            f"update{signature}, or a dict of argument to column"
         )
-    missing = [p.name for p in named if p.default is p.empty and p.name not in found]
-    if missing or not found:
+    try:
+        bound = signature.bind(**given) if isinstance(given, Mapping) else signature.bind(*given)
+        if not bound.arguments:
+            raise TypeError("there is none")
+    except TypeError as error:
         raise UsageError(
-            f"{name}: no column for {' and '.join(map(repr, missing)) or 'any argument'} of update({takes})"
-        )
-    return [], found
+            f"{name}: the columns {given!r} do not fit update{signature}: {error}. Give one for each "
+            "argument, or a dict of argument to column"
+        ) from error
+    if isinstance(given, Mapping):
+        return [], dict(given)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+        return list(given), {}  # of a wrapper, which passes them on
+    return [], dict(bound.arguments)
 
 
 def _check_shape(shape: Any, where: str) -> None:

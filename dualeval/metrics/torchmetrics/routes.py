@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualeval.errors import RefusedSamples, UsageError, text_of
+from dualeval.metrics.exact import NONFINITE_KINDS
 from dualeval.metrics.limbs import add_exactly, rounded_sums
-from dualeval.metrics.metric import Measured
+from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.torchmetrics.arguments import Arguments
-from dualeval.metrics.torchmetrics.results import measured_of
 from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
 
 # Rows of one update. Fixed: the bits of a metric that rounds within an update depend on it.
@@ -193,3 +195,53 @@ class FromRows(_Wrapped):
                 piece = range(start, min(start + _PIECE_ROWS, rows))
                 self._update(metric, columns, piece)
             return self._measured(metric)
+
+
+# -- from what a metric computes to plain values ---------------------------------------------------------
+
+
+def measured_of(name: str, computed: Any, *, prefix: bool, direction: str | None = None) -> Measured:
+    """A result as values: a number under the metric's name, a tensor as lists, a dict by its keys.
+
+    NaN and infinities become None, and are counted under ``nonfinite``; a warning says that the metric gave
+    them.
+    """
+    by_key = {name: computed}
+    if isinstance(computed, Mapping):
+        by_key = {f"{name}_{key}" if prefix else str(key): value for key, value in computed.items()}
+    values: dict[str, Value] = {}
+    nonfinite: dict[str, dict[str, int]] = {}
+    for key, value in by_key.items():
+        counts = dict.fromkeys(NONFINITE_KINDS, 0)
+        values[key] = _plain(name, value, counts)
+        if any(counts.values()):
+            nonfinite[key] = {kind: count for kind, count in counts.items() if count}
+    warnings = tuple(
+        f"{key} is not finite ({', '.join(f'{count} {kind}' for kind, count in counts.items())}): "
+        f"TorchMetrics' own {name} gives this for these samples"
+        for key, counts in nonfinite.items()
+    )
+    one_number = [key for key, value in values.items() if not isinstance(value, (list, dict, str))]
+    return Measured(
+        values=values,
+        nonfinite=nonfinite,
+        directions={} if direction is None else dict.fromkeys(one_number, direction),
+        warnings=warnings,
+    )
+
+
+def _plain(name: str, value: Any, counts: dict[str, int]) -> Value:
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        counts["nan" if math.isnan(value) else "pos_inf" if value > 0 else "neg_inf"] += 1
+        return None
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(name, part, counts) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, part, counts) for part in value]
+    raise UsageError(
+        f"{name} computes a {type(value).__name__}, expected numbers, texts, and lists and dicts of them"
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -20,6 +21,8 @@ from dualeval.metrics.torchmetrics.library import find_class
 
 PREFIX = "torchmetrics:"
 SYNTAX = "'torchmetrics:Class(argument=value)@preds=column,target=column as name'"
+# A class, with what is in its brackets; what stands behind @; and a name behind "as".
+_FORM = re.compile(r"([\w.\s]+(?:\(.*?\))?\s*)(?:@(.*?))?(?: as ([^'\"()\[\]{}@]+))?", re.DOTALL)
 
 # By argument of update: the columns that a task may have for it, the best first.
 _USUAL = {
@@ -35,9 +38,12 @@ _USUAL = {
 
 def read(text: str) -> tuple[Any, dict[str, Shape] | None, str | None]:
     """The metric that a text spells, its columns where it has any, and its name likewise."""
-    call, columns, name = _parts(text.removeprefix(PREFIX))
+    found = _FORM.fullmatch(text.removeprefix(PREFIX))
+    if found is None:
+        raise UsageError(f"{text!r} cannot be read, expected {SYNTAX}")
+    call, columns, name = found.groups()
     metric = _built(_parsed(call, text), text)
-    return metric, None if columns is None else _columns(columns, text), name
+    return metric, None if columns is None else _columns(columns, text), name and name.strip()
 
 
 def usual_columns(metric: Any, available: Collection[str] | None, text: str) -> dict[str, Shape]:
@@ -62,27 +68,6 @@ def usual_columns(metric: Any, available: Collection[str] | None, text: str) -> 
     return found
 
 
-def _parts(text: str) -> tuple[str, str | None, str | None]:
-    """What stands before @, behind it, and behind as."""
-    depth, quote, at, named = 0, "", -1, -1
-    for place, sign in enumerate(text):
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        elif sign in "([{":
-            depth += 1
-        elif sign in ")]}":
-            depth -= 1
-        elif depth == 0 and sign == "@" and at < 0:
-            at = place
-        elif depth == 0 and text.startswith(" as ", place):
-            named = place
-    name = text[named + 4 :].strip() if named >= 0 else None
-    rest = text[:named] if named >= 0 else text
-    return (rest[:at], rest[at + 1 :], name) if at >= 0 else (rest, None, name)
-
-
 def _parsed(source: str, text: str) -> ast.expr:
     try:
         return ast.parse(source.strip(), mode="eval").body
@@ -93,7 +78,7 @@ def _parsed(source: str, text: str) -> ast.expr:
 def _built(node: ast.expr, text: str) -> Any:
     """A metric of ``Class`` or ``Class(...)``."""
     call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
-    kind = find_class(_dotted(call.func, text))
+    kind = find_class(ast.unparse(call.func))
     for keyword in call.keywords:
         if keyword.arg is None:
             raise UsageError(
@@ -105,14 +90,6 @@ def _built(node: ast.expr, text: str) -> Any:
         return kind(*positional, **named)
     except (TypeError, ValueError, ImportError, RuntimeError, LookupError) as error:
         raise UsageError(f"{text!r}: TorchMetrics cannot make this metric: {str(error).strip()}") from error
-
-
-def _dotted(node: ast.expr, text: str) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value, text)}.{node.attr}"
-    raise UsageError(f"{text!r} names no class, expected {SYNTAX}")
 
 
 def _value(node: ast.expr, text: str) -> Any:
@@ -136,9 +113,8 @@ def _value(node: ast.expr, text: str) -> Any:
 def _columns(source: str, text: str) -> dict[str, Shape]:
     call = _parsed(f"columns({source})", text)
     # What closes the bracket early is no call of columns any more.
-    is_call = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     if (
-        not (is_call and isinstance(call, ast.Call))
+        not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name))
         or call.args
         or not call.keywords
         or any(keyword.arg is None for keyword in call.keywords)

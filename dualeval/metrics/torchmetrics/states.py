@@ -19,17 +19,8 @@ from dualeval.metrics.limbs import DOUBLE_SUMS, FLOAT_SUMS, SumKind
 _MOST_WIDE = 4_096
 # What TorchMetrics' base class keeps besides states, and what torch does.
 _BASE = {
-    *(
-        "_update_count",
-        "_computed",
-        "_forward_cache",
-        "_cache",
-        "_is_synced",
-        "_update_signature",
-        "update",
-        "compute",
-    ),
-    *("_to_sync", "_should_unsync", "_enable_grad", "_dtype_convert"),
+    *("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_update_signature"),
+    *("_to_sync", "_should_unsync", "_enable_grad", "_dtype_convert", "update", "compute"),
 }
 
 
@@ -92,17 +83,16 @@ def fresh(pristine: Any) -> Any:
 
 def networks_in(metric: Any) -> list[str]:
     """Classes of modules with weights inside a metric, which would be evaluated within ``update``."""
-    kind = type_of_metrics(metric)
     return [
         type(part).__name__
         for part in metric.modules()
-        if not isinstance(part, kind) and (part._parameters or part._buffers)
+        if not is_metric(part) and (part._parameters or part._buffers)
     ]
 
 
-def type_of_metrics(metric: Any) -> type:
-    """TorchMetrics' ``Metric``, from which a metric's class is derived."""
-    return next(kind for kind in type(metric).__mro__ if kind.__module__ == "torchmetrics.metric")
+def is_metric(value: Any) -> bool:
+    """Whether a value's class is derived from TorchMetrics' ``Metric``."""
+    return any(kind.__module__ == "torchmetrics.metric" for kind in type(value).__mro__)
 
 
 def states_of(metric: Any) -> list[State] | None:

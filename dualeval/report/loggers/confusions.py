@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -10,16 +11,38 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.errors import DualevalError
-from dualeval.report.loggers.picture import Confusion
 from dualeval.result import PREDICTIONS
 
 if TYPE_CHECKING:
     from dualeval.result import Result
 
-_TARGET, _PREDICTION = "target", "prediction"
+_PAIR = ["target", "prediction"]
 # Whole numbers beyond are no classes of which a matrix could be drawn.
 _MOST_CLASSES = 100_000
 _PER_CLASS = "per_class"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confusion:
+    """How often each target was predicted as each class."""
+
+    # They are 0 to classes - 1.
+    classes: int
+    # Rows [target, prediction, count], of the pairs that occur; a prediction of -1 is none.
+    entries: Sequence[Sequence[int]]
+    # Of the classes, as far as they are known; empty where none is.
+    names: Sequence[str | None] = ()
+
+    def name(self, index: int) -> str:
+        """What a class is called: its name, or else its number."""
+        if index < 0:
+            return "NaN"
+        named = self.names[index] if index < len(self.names) else None
+        return str(index) if named is None else named
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Targets, predictions and counts, shape (entries, 3)."""
+        return np.array(self.entries, np.int64).reshape(-1, 3)
 
 
 def confusions_of(result: Result, folder: Path | None, names: Sequence[str | None]) -> dict[str, Confusion]:
@@ -47,8 +70,7 @@ def figures_of(result: Result, confusions: Mapping[str, Confusion]) -> dict[str,
                 found[name] = lists
     if not found:
         for name, confusion in confusions.items():
-            prefix = name.removesuffix("confusion_matrix")
-            found[f"{prefix}{_PER_CLASS}"] = _figures(confusion)
+            found[f"{name.removesuffix('confusion_matrix')}{_PER_CLASS}"] = _figures(confusion)
     return found
 
 
@@ -56,35 +78,24 @@ def is_confusion(value: Any) -> TypeGuard[dict[str, Any]]:
     """Whether a metric's value is a matrix as ``metrics.Confusion`` gives it."""
     if not isinstance(value, dict) or value.keys() != {"classes", "entries"}:
         return False
-    classes = value["classes"]
-    is_count = isinstance(classes, int) and not isinstance(classes, bool)
-    return is_count and 0 < classes <= _MOST_CLASSES and isinstance(value["entries"], list)
+    is_count = isinstance(value["classes"], int) and 0 < value["classes"] <= _MOST_CLASSES
+    return is_count and isinstance(value["entries"], list)
 
 
 def _figures(confusion: Confusion) -> dict[str, list[Any]]:
     """Precision, recall and F1 as ``metrics.PrecisionRecall`` defines them, and the counts."""
-    counts = confusion.counts()
-    right = _sums(counts[counts[:, 0] == counts[:, 1]], 0, confusion.classes)
-    support = _sums(counts, 0, confusion.classes)
-    predicted = _sums(counts[counts[:, 1] >= 0], 1, confusion.classes)
+    target, prediction, count = confusion.counts().T
+    # Sums as floats are exact up to 2**53.
+    support = np.bincount(target, count, confusion.classes)
+    right = np.bincount(target, count * (target == prediction), confusion.classes)
+    predicted = np.bincount(prediction + 1, count, confusion.classes + 1)[1:]
     return {
-        "precision": _shares(right, predicted),
-        "recall": _shares(right, support),
-        "f1": _shares(2 * right, predicted + support),
-        "support": support.tolist(),
-        "predicted": predicted.tolist(),
+        "precision": (right / np.maximum(predicted, 1)).tolist(),
+        "recall": (right / np.maximum(support, 1)).tolist(),
+        "f1": (2 * right / np.maximum(predicted + support, 1)).tolist(),
+        "support": support.astype(int).tolist(),
+        "predicted": predicted.astype(int).tolist(),
     }
-
-
-def _sums(counts: npt.NDArray[np.int64], column: int, classes: int) -> npt.NDArray[np.int64]:
-    sums = np.zeros(classes, np.int64)
-    np.add.at(sums, counts[:, column], counts[:, 2])
-    return sums
-
-
-def _shares(parts: npt.NDArray[np.int64], wholes: npt.NDArray[np.int64]) -> list[float]:
-    shares: list[float] = (parts / np.maximum(wholes, 1)).tolist()
-    return shares
 
 
 def _of_rows(path: Path, result: Result, names: Sequence[str | None]) -> Confusion | None:
@@ -93,26 +104,21 @@ def _of_rows(path: Path, result: Result, names: Sequence[str | None]) -> Confusi
     import pyarrow.parquet
 
     try:
-        schema = pyarrow.parquet.read_schema(path)
-        for name in (_TARGET, _PREDICTION):
-            if name not in schema.names or not pyarrow.types.is_integer(schema.field(name).type):
-                return None
-        found: dict[tuple[int, int], int] = {}
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=[_TARGET, _PREDICTION]):
-                columns = [batch.column(name).drop_null().to_numpy() for name in (_TARGET, _PREDICTION)]
-                pairs, counts = np.unique(np.stack(columns).astype(np.int64), axis=1, return_counts=True)
-                for target, prediction, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
-                    if target < 0:
-                        continue  # what a task leaves out, as -1 or -100
-                    found[target, prediction] = found.get((target, prediction), 0) + count
+            types = {field.name: field.type for field in file.schema_arrow}
+            if not all(name in types and pyarrow.types.is_integer(types[name]) for name in _PAIR):
+                return None
+            rows = file.read(_PAIR).drop_null()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DualevalError(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    pairs = rows.group_by(_PAIR).aggregate([(_PAIR[0], "count")]).to_pydict()
+    counted = zip(pairs["target"], pairs["prediction"], pairs["target_count"], strict=True)
+    # Without what a task leaves out, as -1 or -100.
+    entries = sorted([*entry] for entry in counted if entry[0] >= 0)
     given = result.job.get("num_classes")
-    largest = max((max(pair) for pair in found), default=-1)
-    least = min((prediction for _, prediction in found), default=0)
+    largest = max((max(target, prediction) for target, prediction, _ in entries), default=-1)
+    least = min((prediction for _, prediction, _ in entries), default=0)
     classes = max(largest + 1, len(names), given if isinstance(given, int) else 0)
-    if not found or least < -1 or classes > _MOST_CLASSES:
+    if not entries or least < -1 or classes > _MOST_CLASSES:
         return None
-    entries = [[target, prediction, count] for (target, prediction), count in sorted(found.items())]
     return Confusion(classes=classes, entries=entries, names=names)

@@ -13,7 +13,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from PIL import Image
 
-from dualeval.errors import DualevalError
 from dualeval.report.loggers.record import Record
 from dualeval.report.loggers.targets import Target
 
@@ -39,9 +38,8 @@ def write(record: Record, target: Target) -> str:
     identity = run.info.run_id
     step = record.step or 0
     folder = "" if record.step is None else f"step-{record.step}/"
-    for each in record.pictures:
-        picture = Image.open(io.BytesIO(record.png(each)))
-        client.log_image(identity, picture, artifact_file=f"{folder}{each}.png")
+    for each, png in record.pictures().items():
+        client.log_image(identity, Image.open(io.BytesIO(png)), artifact_file=f"{folder}{each}.png")
     for each, table in record.tables.items():
         client.log_dict(identity, {"columns": table.columns, "data": table.rows}, f"{folder}{each}.json")
     client.log_dict(identity, record.result, f"{folder}result.json")
@@ -64,20 +62,15 @@ def write(record: Record, target: Target) -> str:
 
 
 def _experiment(client: MlflowClient, name: str) -> str:
-    """The id of an experiment; two processes may make it at the same time."""
-    for _ in range(2):
-        found = client.get_experiment_by_name(name)
-        if found is not None:
-            return str(found.experiment_id)
+    """The id of an experiment."""
+    if (found := client.get_experiment_by_name(name)) is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-    raise DualevalError(
-        f"the experiment {name!r} of MLflow was deleted: restore it, or name another one by the variable "
-        "MLFLOW_EXPERIMENT_NAME"
-    )
+        except MlflowException:
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise  # such as of one that was deleted: MLflow says what to do
+    return str(found.experiment_id)  # of another process, if it was made meanwhile
 
 
 def _run(client: MlflowClient, experiment: str, record: Record, name: str | None) -> Run:

@@ -109,20 +109,21 @@ def check_installed(targets: Sequence[Target], option: str = "loggers") -> None:
                 f"{option} {target.text!r}: {target.where} is no regular file. Give a new file, or one that "
                 "has results, such as jsonl:results.jsonl."
             )
-        if target.kind in _OF_PACKAGES and not _is_there(target.kind):
+        if target.kind in _OF_PACKAGES and not is_installed(target.kind):
             raise UsageError(
                 f"{option} {target.text!r} needs the package {target.kind}, which is not installed here. "
                 f"Type: pip install 'dualeval[{target.kind}]'"
             )
         scheme = target.where.partition(":")[0].partition("+")[0]
-        if target.kind == "mlflow" and scheme in _DATABASES and not _is_there("sqlalchemy"):
+        if target.kind == "mlflow" and scheme in _DATABASES and not is_installed("sqlalchemy"):
             raise UsageError(
                 f"{option} {target.text!r}: a database needs all of MLflow, and mlflow-skinny is installed "
                 "here. Type: pip install mlflow"
             )
 
 
-def _is_there(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a package is installed here, without its import."""
     try:
         spec = importlib.util.find_spec(module)
     except ValueError:  # an import that failed before has left a module without a spec

@@ -10,16 +10,14 @@ from pathlib import Path
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dualeval.report.loggers.record import Record, Table
 from dualeval.report.loggers.targets import Target
 
-_RGB = 3
+_RGBA = 4
 
 
 def write(record: Record, target: Target) -> str:
@@ -47,17 +45,16 @@ def _values(record: Record) -> Iterator[Summary.Value]:
             summary_description="" if unit is None else f"unit: {unit}",
         )
         yield Summary.Value(tag=name, simple_value=number, metadata=metadata)
-    for name in record.pictures:
-        png = record.png(name)
+    for name, png in record.pictures().items():
         with Image.open(io.BytesIO(png)) as picture:
             width, height = picture.size
-        image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
+        image = Summary.Image(width=width, height=height, colorspace=_RGBA, encoded_image_string=png)
         yield Summary.Value(tag=name, image=image)
-    for name, table in record.tables.items():
-        yield _text(name, _markdown(table))
     job = Table(columns=["", ""], rows=[[name, value] for name, value in record.params.items()])
-    yield _text("job", _markdown(job))
-    yield _text("result.json", f"```json\n{json.dumps(record.result, indent=1, ensure_ascii=False)}\n```")
+    texts = {name: _markdown(table) for name, table in {**record.tables, "job": job}.items()}
+    texts["result.json"] = f"```json\n{json.dumps(record.result, indent=1, ensure_ascii=False)}\n```"
+    for name, text in texts.items():
+        yield from text_pb(name, text.encode("utf-8", "backslashreplace")).value
 
 
 def _job(record: Record) -> Summary:
@@ -69,17 +66,6 @@ def _job(record: Record) -> Summary:
     }
     found: Summary = hparams_pb(options, trial_id=record.key, start_time_secs=record.time)
     return found
-
-
-def _text(tag: str, text: str) -> Summary.Value:
-    # In a vector, as the text plugin has it.
-    tensor = TensorProto(
-        dtype=DT_STRING,
-        string_val=[text.encode("utf-8", "backslashreplace")],
-        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
-    )
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    return Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
 
 
 def _markdown(table: Table) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import wandb
 from PIL import Image
 
-from dualeval.report.loggers.record import Record
+from dualeval.report.loggers.record import JOB, Record
 from dualeval.report.loggers.targets import Target
 
 _INIT_WITHIN_S = 30.0
@@ -47,12 +48,12 @@ def write(record: Record, target: Target) -> str:
             x_disable_stats=True,
         ),
     )
-    run.config.update(  # type: ignore[no-untyped-call]
-        _config(record), allow_val_change=True
-    )
+    # The job nested, as in result.json, with what the numbers mean.
+    config = {name: record.result[name] for name in (*JOB, "intervals", "units", "directions", "warnings")}
+    run.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
     row: dict[str, Any] = dict(record.scalars)
-    for name in record.pictures:
-        row[name] = wandb.Image(Image.open(io.BytesIO(record.png(name))))
+    for name, png in record.pictures().items():
+        row[name] = wandb.Image(Image.open(io.BytesIO(png)))
     for name, table in record.tables.items():
         row[name] = wandb.Table(columns=[*table.columns], data=table.rows)
     # A step that is there already is not added again.
@@ -79,13 +80,9 @@ def _mode(environ: Mapping[str, str]) -> Any:
 
 def _in_netrc(environ: Mapping[str, str], host: str) -> bool:
     """Whether 'wandb login' has left a key for a host."""
-    given = environ.get("NETRC")
-    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        try:
-            if netrc(str(path)).authenticators(host) is not None:
-                return True
-        except (FileNotFoundError, NetrcParseError):
-            continue  # no such file, or one that wandb cannot read either
+    path = Path(environ.get("NETRC") or Path.home() / ".netrc")
+    with suppress(FileNotFoundError, NetrcParseError):  # no such file, or one that wandb cannot read either
+        return netrc(str(path)).authenticators(host) is not None
     return False
 
 
@@ -93,20 +90,3 @@ def _logged_before(identity: str, mark: str) -> Path | None:
     """The folder of an offline run that has the record."""
     root = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
     return next((path.parent for path in root.glob(f"offline-run-*-{identity}/{mark}")), None)
-
-
-def _config(record: Record) -> dict[str, Any]:
-    """The job as W&B shows it: nested, as in result.json, with what the numbers mean."""
-    keys: tuple[str, ...]
-    keys = ("job", "world", "device", "versions", "data", "weights", "part", "fingerprint", "metrics_digest")
-    keys += (
-        "samples_digest",
-        "homogeneous",
-        "deterministic",
-        "folder",
-        "finished_at",
-        "intervals",
-        "units",
-        "directions",
-    )
-    return {name: record.result[name] for name in (*keys, "warnings")}
