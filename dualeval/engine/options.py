@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -25,6 +25,7 @@ from dualeval.options.choices import (
     check_preparation,
     check_sharding,
 )
+from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.wording import did_you_mean
 
 _LEAST_TIMEOUT_S = 1.0
@@ -40,6 +41,7 @@ class NewFolder(enum.Enum):
 NEW_FOLDER: Final = NewFolder.NEW_FOLDER
 Out: TypeAlias = str | Path | Literal[NewFolder.NEW_FOLDER] | None
 _BOOL = "True or False"
+_ON_STALL = ("raise", "exit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,42 +201,64 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list | tuple | set | frozenset) and all(isinstance(name, str) for name in value)
 
 
-_OF_A_SESSION: dict[str, tuple[Callable[[object], bool], str]] = {
-    "backend": (_is_text, "the name of a backend, or None for the launcher's own"),
-    "launcher": (_is_text, "the name of a launcher, or None to find it out"),
-    "allow_shared_gpu": (_is_bool, _BOOL),
-    "mix_machines": (_is_bool, _BOOL),
-    "heartbeat_timeout": (_is_number, "seconds, as 60.0"),
-    "forward_timeout": (_is_number, "seconds, as 1800.0"),
-    "stop_signals": (_are_texts, "names of signals, as ('SIGTERM', 'SIGINT')"),
-    "debug": (_is_bool, _BOOL),
-    "on_stall": (_is_text, "'raise', 'exit' or None"),
-    "stop": (_is_call, "a function without arguments, or None"),
-    "note": (_is_call, "a function of a sentence, or None"),
-}
+def _of_kind(default: Any, fits: Callable[[object], bool], expected: str) -> Any:
+    return field(default=default, metadata={"fits": fits, "expected": expected})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """The options of a session, as ``Session`` describes them."""
+
+    backend: str | None = _of_kind(None, _is_text, "the name of a backend, or None for the launcher's own")
+    device: Any = None
+    launcher: str | None = _of_kind(None, _is_text, "the name of a launcher, or None to find it out")
+    allow_shared_gpu: bool = _of_kind(False, _is_bool, _BOOL)
+    mix_machines: bool = _of_kind(False, _is_bool, _BOOL)
+    heartbeat_timeout: float = _of_kind(60.0, _is_number, "seconds, as 60.0")
+    forward_timeout: float = _of_kind(1800.0, _is_number, "seconds, as 1800.0")
+    stop_signals: Sequence[str] = _of_kind(
+        DEFAULT_SIGNALS, _are_texts, "names of signals, as ('SIGTERM', 'SIGINT')"
+    )
+    on_stall: str | None = _of_kind(None, _is_text, "'raise', 'exit' or None")
+    debug: bool = _of_kind(False, _is_bool, _BOOL)
+    stop: Callable[[], bool | str] | None = _of_kind(  # noqa: RUF009 - a field
+        None, _is_call, "a function without arguments, or None"
+    )
+    note: Callable[[str], None] | None = _of_kind(  # noqa: RUF009 - likewise
+        None, _is_call, "a function of a sentence, or None"
+    )
+
+    def __post_init__(self) -> None:
+        check_session_options(vars(self))
+        check_timeout("heartbeat_timeout", self.heartbeat_timeout)
+        check_timeout("forward_timeout", self.forward_timeout)
+        if self.on_stall not in (*_ON_STALL, None):
+            raise UsageError(
+                f"on_stall={self.on_stall!r}: expected {' or '.join(map(repr, _ON_STALL))}, or None"
+            )
 
 
 def check_session_options(options: Mapping[str, Any]) -> None:
-    """Check that options of a session are of the kinds that they have to be."""
-    for name, value in options.items():
-        if name in _OF_A_SESSION:
-            fits, expected = _OF_A_SESSION[name]
-            check_kind(name, value, fits(value), expected)
+    """Check that options of a session, which may be among others, are of the kinds that they have to be."""
+    for option in fields(SessionOptions):
+        if option.name in options and option.metadata:
+            value = options[option.name]
+            check_kind(option.name, value, option.metadata["fits"](value), option.metadata["expected"])
 
 
 def run_options_of(options: Mapping[str, Any]) -> RunOptions:
     """Make ``RunOptions`` of options by name."""
-    known = [field.name for field in fields(RunOptions)]
+    known, of_session = ([each.name for each in fields(kind)] for kind in (RunOptions, SessionOptions))
     unknown = next((name for name in options if name not in known), None)
     if unknown is None:
         return RunOptions(**options)
-    if unknown in (*_OF_A_SESSION, "device"):
+    if unknown in of_session:
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
     if unknown == "nproc":
         raise UsageError("'nproc' is an option of dualeval.evaluate, which starts the ranks.")
     # Beside these, what Session.evaluate, ModelTask and evaluate take.
     known += ["loggers", "step", "model", "data", "metrics", "collate", "forward", "observe", "rows"]
-    known += [*_OF_A_SESSION, "device", "nproc"]
+    known += [*of_session, "nproc"]
     hint = did_you_mean(unknown, known) or f" There are {', '.join(known)}."
     raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
 

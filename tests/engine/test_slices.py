@@ -451,8 +451,8 @@ def test_bins_that_cut_nothing_cost_no_run() -> None:
     result = evaluate(ScannedTask(), None, batch_size=32, by=("scanner*is_female",), bins=(40, 60.5))
     assert result.slices == {} and "top1" in result.metrics
     assert result.warnings[-1] == (
-        "no slices: --bins 40,60.5 cuts columns of numbers, and none is named: scanner holds texts, is_female holds "
-        "true and false. Leave --bins out."
+        "no slices: --bins 40,60.5 cuts columns of numbers, and none is named: scanner holds texts, "
+        "is_female holds true and false. Leave --bins out."
     )
 
 
