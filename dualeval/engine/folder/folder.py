@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.end.process import try_for
-from dualeval.engine.folder.journal import JournalFile, read_again, read_journal_file
+from dualeval.engine.folder.journal import JournalFile, read_journal_file
 from dualeval.engine.folder.layout import (
     STACKS,
     check_file_names,
@@ -248,7 +248,9 @@ class RunFolder:
         files = []
         try:
             for file in previous.chunks.files:
-                files.append(read_again(file))
+                files.append(read_journal_file(file.path))
+                if files[-1].checksum != file.checksum:
+                    raise DualevalError(f"{file.path} is another file than at the start of the run")
                 step()
             for name in names:
                 files.append(read_journal_file(self.journal / name))

@@ -21,11 +21,9 @@ _TOKEN = "[0-9a-f]{8}"
 # What a task may call a file of its own.
 _TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
 # What this program calls the files in its journal; any other file there is somebody else's.
-_JOURNAL_FILE = re.compile(
-    rf"(?P<token>{_TOKEN})(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|\.run)"
-)
+_JOURNAL_FILE = re.compile(rf"{_TOKEN}(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|\.run)")
 # A rank that does not see rank 0's folder has a journal of its own.
-_OWN_JOURNAL = re.compile(rf"{JOURNAL}-[0-9]+-(?P<token>{_TOKEN})")
+_OWN_JOURNAL = re.compile(rf"{JOURNAL}-[0-9]+-{_TOKEN}")
 
 
 def journal_of(path: Path) -> Path:
@@ -119,13 +117,6 @@ def own_journals(path: Path) -> list[Path]:
 def journal_files(journal: Path) -> list[Path]:
     """The files of a journal that are this program's, whole and partial ones and probes."""
     return sorted(file for file in journal.glob("*") if _JOURNAL_FILE.fullmatch(file.name) and file.is_file())
-
-
-def token_of(path: Path) -> str:
-    """Whose a file of ``journal_files`` or a folder of ``own_journals`` is."""
-    matched = _JOURNAL_FILE.fullmatch(path.name) or _OWN_JOURNAL.fullmatch(path.name)
-    assert matched is not None, path
-    return matched["token"]
 
 
 def is_whole(file: Path) -> bool:

@@ -23,7 +23,6 @@ from dualeval.engine.folder.layout import (
     own_journals,
     partial_files,
     probe_of,
-    token_of,
 )
 from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
@@ -178,11 +177,12 @@ def remove_leftovers(path: Path, token: str) -> None:
 def remove_own_journals(path: Path, token: str, now: float) -> None:
     """Remove the journals that killed ranks without a shared folder have left on this disk."""
     for folder in own_journals(path):
-        if token_of(folder) == token:
+        own = folder.name.rpartition("-")[2]
+        if own == token:
             continue
         files = journal_files(folder)
         idle_s = now - max(_changed(entry) for entry in (folder, *files))
-        process = _process_of(probe_of(folder, token_of(folder)))
+        process = _process_of(probe_of(folder, own))
         is_known = process is not None and process.is_here
         if (process is not None and process.has_ended) or (not is_known and idle_s > _OWN_JOURNAL_KEPT_S):
             for file in files:
