@@ -80,7 +80,9 @@ def data_columns_of(
     if not names:
         return None, [] if options.keep else notes
     # The types of a data set of the user's own show when all values have been read, once.
-    read = dataset.columns if isinstance(kept, KeptColumns) else _whole(dataset, names, options, step).of
+    read: Any = getattr(dataset, "columns", None)
+    if not isinstance(kept, KeptColumns):
+        read = _whole(dataset, names, options, step).of
     return DataColumns(names=names, read=read), [] if options.keep else notes
 
 
