@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.end.signals import numbers_of
+from dualeval.engine.joining import refusing
 from dualeval.engine.options import check_session_options
-from dualeval.engine.session import Session, refusing
+from dualeval.engine.session import Session
 from dualeval.errors import UsageError
 from dualeval.process_start import DEFAULT_SIGNALS
 

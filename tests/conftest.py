@@ -229,8 +229,8 @@ def no_leaks() -> Iterator[None]:
     children = set(_children())
     threads = set(threading.enumerate())
     yield
-    if engine := sys.modules.get("dualeval.engine.session"):
-        engine._noted_by_callers.clear()  # each test is a script of its own
+    if joining := sys.modules.get("dualeval.engine.joining"):
+        joining._noted_by_callers.clear()  # each test is a script of its own
     problems = []
     changed = {name for name, _ in variables.items() ^ _variables().items()}
     if changed:

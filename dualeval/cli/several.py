@@ -23,7 +23,7 @@ from dualeval.result import JOB, RESULT, STATUS, json_text, sha256_of_json
 from dualeval.whole_files import write_text
 
 if TYPE_CHECKING:
-    from dualeval.engine.folder.lease import KeptLease
+    from dualeval.engine.folder.lease import Lease
     from dualeval.engine.session import Session
     from dualeval.options.job import Job
     from dualeval.report.loggers.targets import Target
@@ -134,7 +134,7 @@ class Models:
 
     # -- the folder --------------------------------------------------------------------------------
 
-    def _begin(self, session: Session) -> tuple[Path, list[Candidate], KeptLease | None]:
+    def _begin(self, session: Session) -> tuple[Path, list[Candidate], Lease | None]:
         """Have rank 0 look for the models and take the folder; all ranks get the same."""
         message: dict[str, Any] | None = None
         lease = None
@@ -219,9 +219,9 @@ class Models:
             say(f"dualeval: note: standard output cannot be written ({problem.strerror}); see {folder}")
 
 
-def _taken(folder: Path, session: Session) -> KeptLease:
+def _taken(folder: Path, session: Session) -> Lease:
     """Make the folder, and keep other runs of several models out of it."""
-    from dualeval.engine.folder.lease import KeptLease, Lease
+    from dualeval.engine.folder.lease import Lease
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,9 +235,8 @@ def _taken(folder: Path, session: Session) -> KeptLease:
     # Of tables that a killed run has begun; no other run writes here now.
     for partial_table in (file for name in TABLES for file in folder.glob(f"{name}.*.partial")):
         partial_table.unlink(missing_ok=True)
-    kept = KeptLease(lease, folder.is_dir)
-    kept.call_when_lost(lambda reason: session.control.give_up(reason, rank=session.world.rank))
-    return kept
+    lease.call_when_lost(lambda reason: session.control.give_up(reason, rank=session.world.rank))
+    return lease
 
 
 def _launch_there(folder: Path) -> str | None:

@@ -66,7 +66,6 @@ def slice_run(
         bins=bins or (),
         metrics=metrics,
         cluster=cluster or result.clusters.get("column"),
-        is_strict=True,
     )
     found = slicing.of_rows(result, rows, keys)
     for note in (*notes, *found.warnings[len(result.warnings) :]):

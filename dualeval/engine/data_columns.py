@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,13 @@ from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import HuggingFaceSamples
 from dualeval.errors import UsageError
-from dualeval.further_columns import MOST_EXACT, NOT_NAMED, KeptColumns
+from dualeval.further_columns import NOT_NAMED, FurtherColumns, KeptColumns
 from dualeval.options.choices import NO_COLUMN, columns_of_groups
 from dualeval.tasks import Dataset, Task
 from dualeval.wording import did_you_mean
 
 _OF_FILES = ("id", "index", EVALUATED)
 _AT_ONCE = 1 << 14
-_ONE_TYPE = (
-    'Expected one type for all samples: of numbers with gaps floats, with nan for a gap; of texts "" for one.'
-)
-# How types are called.
-_TEXTS, _BOOLS, _WHOLE, _NUMBERS = "texts", "true and false", "whole numbers", "numbers with decimals or gaps"
-# By numpy's kind of a value.
-_KEPT_AS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +31,22 @@ class DataColumns:
     """The columns of the data that the rows of a run keep."""
 
     names: tuple[str, ...]
-    dataset: Dataset
-    # By name, the type that all values together have; a batch without a gap may look like another one.
-    kinds: dict[str, str] = field(default_factory=dict)
+    # Gives those of consecutive samples, each of the type that all its values together have.
+    read: Callable[[range], Mapping[str, Any]]
 
     def of(self, samples: range) -> dict[str, Column]:
         """The columns of consecutive samples."""
-        found = read(self.dataset, samples)
-        if absent := [name for name in self.names if name not in found]:
-            raise UsageError(
-                f"columns(indices) of {_kind(self.dataset)} gives no {absent[0]!r} for samples "
-                f"{samples.start} to {samples.stop - 1}: give the same columns for all samples"
-            )
-        return {name: _as_kind(found[name], self.kinds.get(name)) for name in self.names}
+        found = self.read(samples)
+        return {
+            name: Text(found[name]) if isinstance(found[name], list) else torch.from_numpy(found[name])
+            for name in self.names
+        }
 
     def digests(self, count: int, step: Callable[[], None]) -> dict[str, str]:
-        """sha256, in hex, over the values of the first ``count`` samples, by column; checks their types."""
+        """sha256, in hex, over the values of the first ``count`` samples, by column."""
         hashes = {name: hashlib.sha256() for name in self.names}
         for first in range(0, count, _AT_ONCE):
-            samples = range(first, min(first + _AT_ONCE, count))
-            found = DataColumns(names=self.names, dataset=self.dataset).of(samples)
-            for name, column in found.items():
-                if (kind := _kind_of(column)) != self.kinds.setdefault(name, kind):
-                    raise UsageError(
-                        f"{_kind(self.dataset)}.columns(indices): the column {name!r} holds "
-                        f"{self.kinds[name]} for the first samples, and {kind} for samples "
-                        f"{samples.start} to {samples.stop - 1}. {_ONE_TYPE}"
-                    )
+            for name, column in self.of(range(first, min(first + _AT_ONCE, count))).items():
                 hashes[name].update(described(column).encode())
                 for part in parts_of(column):
                     hashes[name].update(np.ascontiguousarray(part.numpy()).data)
@@ -73,7 +55,7 @@ class DataColumns:
 
 
 def data_columns_of(
-    task: Task, dataset: Dataset, options: RunOptions, taken: Collection[str]
+    task: Task, dataset: Dataset, options: RunOptions, taken: Collection[str], step: Callable[[], None]
 ) -> tuple[DataColumns | None, list[str]]:
     """Choose the columns of the data that are kept beside those ``taken``; and what is to be said of it."""
     asked = [name for name in options.keep if name != NO_COLUMN]
@@ -81,7 +63,7 @@ def data_columns_of(
     whole: Any = getattr(dataset, "whole", dataset)
     if isinstance(whole, HuggingFaceSamples):
         whole.read_columns((*options.keep, *also) if options.keep else ())
-    there = read(dataset, range(min(1, len(dataset)))) if callable(getattr(dataset, "columns", None)) else {}
+    there = _read(dataset, range(min(1, len(dataset)))) if callable(getattr(dataset, "columns", None)) else {}
     kept = getattr(whole, "kept", None)
     left_out = kept.left_out if isinstance(kept, KeptColumns) else {}
     if not there and not left_out and not asked:
@@ -95,12 +77,16 @@ def data_columns_of(
     notes = [
         f"the column {name} of the data is not kept: {why}" for name, why in {**left_out, **said}.items()
     ]
-    return DataColumns(names=names, dataset=dataset) if names else None, [] if options.keep else notes
+    if not names:
+        return None, [] if options.keep else notes
+    # The types of a data set of the user's own show when all values have been read, once.
+    read: Any = getattr(dataset, "columns", None)
+    if not isinstance(kept, KeptColumns):
+        read = _whole(dataset, names, options, step).of
+    return DataColumns(names=names, read=read), [] if options.keep else notes
 
 
-def _check(
-    name: str, there: Mapping[str, Column], left_out: Mapping[str, str], taken: Collection[str]
-) -> None:
+def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], taken: Collection[str]) -> None:
     if (why := left_out.get(name, NOT_NAMED)) != NOT_NAMED:
         # Of a task that was made in Python without the name.
         hint = f"Give keep=({name!r},) to the task, too" if why.startswith("it has") else "Leave it out"
@@ -122,68 +108,49 @@ def _names_of_texts(task: Task, rows: Collection[str]) -> tuple[str, ...]:
     return ()
 
 
-def read(dataset: Dataset, samples: range) -> dict[str, Column]:
-    """What a data set says of some of its samples, as columns."""
+def _whole(
+    dataset: Dataset, names: Sequence[str], options: RunOptions, step: Callable[[], None]
+) -> KeptColumns:
+    """Columns of all samples that are evaluated, by the rules for those of tables."""
+    count = len(dataset) if options.limit is None else min(options.limit, len(dataset))
+    further = FurtherColumns(names, keep=names)
+    for first in range(0, count, _AT_ONCE):
+        samples = range(first, min(first + _AT_ONCE, count))
+        found = _read(dataset, samples)
+        if absent := [name for name in names if name not in found]:
+            raise UsageError(
+                f"columns(indices) of {_kind(dataset)} gives no {absent[0]!r} for samples {first} to "
+                f"{samples.stop - 1}: give the same columns for all samples"
+            )
+        further.take(found)
+        step()
+    kept = further.kept()
+    for name, why in kept.left_out.items():
+        raise UsageError(f"{_kind(dataset)}.columns(indices): the column {name!r} cannot be kept: {why}")
+    return kept
+
+
+def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
+    """What a data set says of some of its samples, as Python's values by column."""
     found = dataset.columns(samples)  # type: ignore[attr-defined]
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise UsageError(
             f"{_kind(dataset)}.columns(indices) returned {type(found).__name__}, expected a dict of values "
             "by column, one a sample. Mend it, or give it another name."
         )
-    return {name: _column(dataset, name, values, len(samples)) for name, values in found.items()}
-
-
-def _column(dataset: Dataset, name: str, values: Any, count: int) -> Column:
-    with suppress(TypeError, ValueError):  # lists of different lengths, for example
-        array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-        if array.shape == (count,):
-            if array.dtype.kind == "O" or not isinstance(values, (np.ndarray, Tensor)):
-                _check_types(dataset, name, values)
-            if array.dtype.kind in _KEPT_AS:
-                return torch.from_numpy(array.astype(_KEPT_AS[array.dtype.kind]))
-            plain = array.tolist()
-            if any(isinstance(value, str) for value in plain):
-                return Text(["" if value is None else value for value in plain])
-            return torch.tensor([np.nan if value is None else value for value in plain], dtype=torch.float64)
-    raise UsageError(
-        f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__} for "
-        f"{count} samples, expected one text, number or bool a sample, in a list, array or tensor"
-    )
-
-
-def _kind_of(column: Column) -> str:
-    if not isinstance(column, Tensor):
-        return _TEXTS
-    return {torch.bool: _BOOLS, torch.int64: _WHOLE}.get(column.dtype, _NUMBERS)
-
-
-def _as_kind(column: Column, kind: str | None) -> Column:
-    """A batch's column as the whole one is: one without a gap, or of gaps alone, may look like another."""
-    if kind == _NUMBERS and isinstance(column, Tensor):
-        return column.to(torch.float64)
-    if kind == _TEXTS and isinstance(column, Tensor) and bool(column.isnan().all()):
-        return Text([""] * len(column))
-    return column
-
-
-def _check_types(dataset: Dataset, name: str, values: Any) -> None:
-    """Check that a list, or an array of objects, holds values of one type, and gaps."""
-    types = {type(value) for value in values if value is not None}
-    named = {
-        "text" if issubclass(each, str) else "bool" if issubclass(each, (bool, np.bool_)) else "number"
-        for each in types
-    }
-    if len(named) > 1:
-        raise UsageError(
-            f"{_kind(dataset)}.columns(indices): the column {name!r} holds values of several types: "
-            f"{', '.join(sorted(each.__name__ for each in types))}. {_ONE_TYPE}"
-        )
-    has_gap = any(value is None for value in values)
-    if has_gap and any(isinstance(value, int) and abs(value) > MOST_EXACT for value in values):
-        raise UsageError(
-            f"{_kind(dataset)}.columns(indices): the column {name!r} holds whole numbers beyond 2**53 beside "
-            "None, for which float64 has no place. Give texts."
-        )
+    columns = {}
+    for name, values in found.items():
+        plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else values
+        if not isinstance(plain, Sequence) or isinstance(plain, str) or len(plain) != len(samples):
+            raise UsageError(
+                f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__} for "
+                f"{len(samples)} samples, expected one text, number or bool a sample, in a list, array or "
+                "tensor"
+            )
+        columns[name] = [
+            value.item() if isinstance(value, (np.generic, Tensor)) else value for value in plain
+        ]
+    return columns
 
 
 def _kind(dataset: Dataset) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -91,7 +92,8 @@ def evaluation_of(
     metrics, row_metrics = split_by_kind(chosen)
     cluster = options.cluster or task.cluster
     own = kept_columns(rows, metrics, row_metrics)
-    data, notes = data_columns_of(task, dataset, options, (*own, *task.on_request))
+    step = partial(run.control.progress.step, "setup")
+    data, notes = data_columns_of(task, dataset, options, (*own, *task.on_request), step)
     run.note_all(notes)
     columns = tuple(dict.fromkeys((*own, *(data.names if data else ()), *filter(None, [cluster]))))
     check_by(task, options.by, columns)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import chain
@@ -12,33 +12,39 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from dualeval.columns import Rows
 from dualeval.engine.clusters import columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import columns_of
 from dualeval.engine.description import describe
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.collecting import errors_of, gather_failures
+from dualeval.engine.folder.collecting import collect_files
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
-from dualeval.engine.folder.opening import PreviousRun
+from dualeval.engine.folder.opening import finished_result
+from dualeval.engine.folder.predictions import write_json_file, write_predictions
 from dualeval.engine.folder.stored_columns import RowsOfChunks
 from dualeval.engine.folder.windows import read_columns
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Loop, unwritable
 from dualeval.engine.machines import chunks_by_machine
-from dualeval.engine.measured import check_keys, fields_of_result, measured_from, plain
+from dualeval.engine.measured import check_keys, fields_of_result, plain
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.proving import Proven
 from dualeval.engine.reference import windows_of_chunks
 from dualeval.engine.replay import batches_of_predictions, metric_digests
-from dualeval.engine.slices import shared_slices, slicing_of
+from dualeval.engine.slices import slicing_of
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics import Measured
-from dualeval.metrics.clusters import ClusterIntervals
-from dualeval.result import Result
+from dualeval.result import PREDICTIONS, Result, checksum_of
 
 _NAMED_AT_MOST = 5
+# Fields of a result that rank 0 makes of what all ranks have counted, and of the rows.
+_NUMBERS = (
+    *("metrics", "intervals", "rough", "naive_intervals", "clusters", "nonfinite", "units", "directions"),
+    *("scores", "work", "whole_set_intervals", "slices", "reference", "warnings", "machines", "homogeneous"),
+)
 
 
 def finish(
@@ -72,7 +78,6 @@ class _Ended:
         self._loop = loop
         self._run = evaluation.run
         self._plan = evaluation.plan
-        self._task = evaluation.task
         self._dataset = evaluation.dataset
         self._facts = opened.facts
         self._previous = opened.previous
@@ -113,26 +118,31 @@ class _Ended:
             raise UsageError(
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
-        indices = gather_failures(self._backend, recorder.failed) if failed else []
-        with self._writable():
+        rows: Sequence[RowsOfChunks] = []
+        with self._writable(unless_done=True):
             rows = self._collected(reports)
-            failures = self._with_errors(indices, rows)
-        measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
-        measured += self._measured_by_rows(rows)
-        check_keys(measured)
-        clusters = self._clusters(rows, measured)
-        made = self._made(measured, clusters, reports, failures, evaluated, replay)
-        made = self._beside_reference(self._with_slices(made, rows), rows)
-        if self._folder is None or not self._is_main:
-            return made
+        failures = self._failures(rows) if failed else {}
+        made = self._without_numbers(reports, failures, evaluated, replay)
+        if not self._is_main:
+            return replace(made, **self._run.from_rank_0(None))
         with self._writable():
-            return self._written(self._folder, made, rows)
+            made = self._with_numbers(made, reports, rows)
+        self._run.from_rank_0({name: getattr(made, name) for name in _NUMBERS})
+        if self._folder is None:
+            return made
+        return self._written(self._folder, made, [file for file in rows if isinstance(file, JournalFile)])
 
     @contextmanager
-    def _writable(self) -> Iterator[None]:
+    def _writable(self, *, unless_done: bool = False) -> Iterator[None]:
+        """Say why the folder cannot be read or written any more."""
         try:
             yield
         except OSError as error:
+            # Without a lease a second run of this job may have come first, and removed what it had merged.
+            if unless_done and self._folder is not None:
+                with suppress(OSError, DualevalError):
+                    if finished_result(self._folder.path, self._facts["fingerprint"]) is not None:
+                        return
             raise unwritable(self._recorder, error) from error
 
     def _reduce(self, times: dict[str, float]) -> None:
@@ -149,151 +159,71 @@ class _Ended:
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
+        files = [report["files"] for report in reports]
         if isinstance(self._writer, MemoryWriter):
-            rounds = max(report["files"] for report in reports)
-            return self._writer.collect(self._backend, rounds, self._step)
+            return self._writer.collect(self._backend, max(files), self._step)
         assert self._folder is not None
-        self._folder.collect(self._backend, self._writer.written, reports, self._step)
+        apart = [rank for rank, report in enumerate(reports) if not report["shared"]]
+        if apart:
+            written = [] if self._folder.shared else self._writer.written
+            collect_files(
+                self._folder.journal, self._backend, written, apart, self._folder.prefix, self._step
+            )
         self._step()
-        if not self._is_main:
-            return []
-        fingerprint = self._facts["fingerprint"]
-        return self._folder.merged_files(self._previous, reports, fingerprint, self._step)
+        return self._folder.merged_files(self._previous, files, self._step) if self._is_main else []
 
-    def _with_errors(self, failed: Sequence[int], rows: Sequence[RowsOfChunks]) -> list[tuple[int, str]]:
-        """Index and error of each failed sample, in order; the errors on rank 0 alone. A collective."""
-        if not failed:
-            return []
+    def _failures(self, rows: Sequence[RowsOfChunks]) -> dict[int, str]:
+        """The error of each failed sample by its index, in order; empty but on rank 0. A collective."""
+        # Eight bytes each, without a text.
+        indices = self._backend.all_gather(torch.tensor(self._recorder.failed, dtype=torch.int64))
         if isinstance(self._writer, MemoryWriter):
             known = self._backend.gather_json(self._writer.failures) or []
         else:
             known = [file.failures for file in rows if isinstance(file, JournalFile)]
-        return errors_of(chain.from_iterable(known), failed)
+        errors = dict(chain.from_iterable(known))
+        return {index: errors.get(index, "") for index in torch.cat(indices).sort().values.tolist()}
 
-    def _measured_by_rows(self, rows: Sequence[RowsOfChunks]) -> list[Measured]:
-        """What rank 0 makes of all samples' rows, sent to every rank."""
-        metrics = self._evaluation.row_metrics
-        if not metrics:
-            return []
-        found: list[dict[str, Any]] | None = None
-        if self._is_main:
-            names = sorted({name for metric in metrics for name in metric.columns})
-            columns = self._columns(rows, names)
-            found = [
-                asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
-            ]
-        # JSON keeps every bit of a float.
-        return [measured_from(measured) for measured in self._run.from_rank_0(found)]
-
-    def _clusters(
-        self, rows: Sequence[RowsOfChunks], measured: Sequence[Measured]
-    ) -> ClusterIntervals | None:
-        """What rank 0 makes of samples that go together, sent to every rank; None where there are none."""
-        name = self._evaluation.cluster
-        if name is None:
-            return None
-        found: dict[str, Any] | None = None
-        if self._is_main:
-            columns = self._columns(rows, columns_wanted(name, measured, self._evaluation.kept))
-            found = asdict(find_clusters(name, measured, columns))
-        found = self._run.from_rank_0(found)
-        ends = {key: (low, high) for key, (low, high) in found["intervals"].items()}
-        return ClusterIntervals(**{**found, "intervals": ends, "warnings": tuple(found["warnings"])})
-
-    def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
-        """Columns of all evaluated samples, mapped from files where there is a folder; rank 0 calls it."""
-        folder = None if self._folder is None else self._folder.path
-        with self._writable():
-            return read_columns(rows, self._plan, names, folder, self._step)
-
-    def _with_slices(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
-        """The result with the metrics of each group that was asked for; a collective where any was."""
-        slicing = slicing_of(self._evaluation, self._step)
-        if slicing is None:
-            return result
-        found: Result | None = None
-        if self._is_main:
-            kept = self._evaluation.kept
-            windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
-            path = Path("the run") if self._folder is None else self._folder.path
-            try:
-                found = slicing.of_run(result, windows, kept, path)
-            except DualevalError as error:
-                # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
-                found = replace(result, warnings=[*result.warnings, f"no slices: {error}"])
-        return shared_slices(self._run, result, found)
-
-    def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
-        """The result with what the reference's rows say beside this run's; a collective where there is one.
-
-        The reference was readable before the first batch. If it is not any more, no batch is lost for it.
-        """
-        if self._run.options.reference is None:
-            return result
-        found: dict[str, Any] | None = None
-        reference, facts = self._opened.reference, self._opened.compared
-        if reference is not None:
-            assert facts is not None
-            kept = self._evaluation.kept
-            windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
-            try:
-                found = reference.compare(windows, self._dataset, facts, self._step)
-            except DualevalError as error:
-                found = reference.unreadable(error)
-        found = self._run.from_rank_0(found)
-        problem = found.get("problem")
-        said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
-        return replace(result, reference=found, warnings=[*result.warnings, *said])
-
-    def _made(
+    def _without_numbers(
         self,
-        measured: Sequence[Measured],
-        clusters: ClusterIntervals | None,
         reports: Sequence[dict[str, Any]],
-        failures: Sequence[tuple[int, str]],
+        failures: Mapping[int, str],
         evaluated: int,
         replay: str | None,
     ) -> Result:
-        """The result; the same on every rank, but for seconds before the loop and earlier runs' machines."""
-        facts, previous, run = self._facts, self._previous, self._run
-        plan, world, machine = self._plan, run.backend.world, facts["machine"]
+        """The result without what rank 0 makes; the same on every rank, but for seconds before the loop."""
+        facts, run, plan, world = self._facts, self._run, self._plan, self._run.backend.world
+        task, job, machine = self._evaluation.task, facts["job"], facts["machine"]
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
-        found = findings_of(self._task, self._dataset, plan.num_samples)
-        odd = {kind: ids for kind, ids in found.items() if ids}
+        found = findings_of(task, self._dataset, plan.num_samples)
         part = part_of(self._dataset, plan)
-        fields, said = with_clusters(fields_of_result(measured), self._evaluation.cluster, clusters)
-        remaining = previous.chunks.remaining
+        remaining = self._previous.chunks.remaining
         looked = [report["unlike"] for report in reports if report["unlike"] is not None]
-        machines = chunks_by_machine(
-            [
-                *((file.machine, len(file.chunks)) for file in previous.chunks.files),
-                *zip(facts["machines"], (report["chunks"] for report in reports), strict=True),
-            ]
-        )
         return Result(
-            **fields,
-            whole_set_intervals=whole_set_intervals(part, evaluated, fields),
+            metrics={},
+            intervals={},
+            nonfinite={},
+            homogeneous=True,
             part=part,
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
-            failed=[{"id": self._dataset.id(index), "error": error} for index, error in failures],
+            failed=[{"id": self._dataset.id(index), "error": error} for index, error in failures.items()],
             chunks={
                 "total": plan.num_chunks,
                 "evaluated_now": len(remaining),
                 "resumed": plan.num_chunks - len(remaining),
             },
-            job={**run.job, **self._task.options()},
-            description=describe(self._task, part, plan, facts["job"], facts["fingerprint"]),
-            labels=dict(self._task.labels_used()),
+            job={**run.job, **task.options()},
+            description=describe(task, part, plan, job, facts["fingerprint"]),
+            labels=dict(task.labels_used()),
             fingerprint=facts["fingerprint"],
             samples_digest=facts["samples_digest"],
             data={
-                "fingerprint": facts["job"]["data"],
-                "contents": facts["job"]["contents"],
+                "fingerprint": job["data"],
+                "contents": job["contents"],
                 "samples": part["of"],
-                "findings": odd,
+                "findings": {kind: ids for kind, ids in found.items() if ids},
             },
-            weights=facts["job"]["weights"],
+            weights=job["weights"],
             versions=machine["versions"],
             world={
                 "size": world.size,
@@ -302,8 +232,6 @@ class _Ended:
                 "backend": run.backend.name,
             },
             device={key: machine[key] for key in ("device", "model", "cpu_capability", "bits")},
-            homogeneous=len(machines) == 1,
-            machines=[dict(kind) for kind in machines],
             deterministic=not any(looked) if looked else None,
             finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             replay=replay,
@@ -314,74 +242,132 @@ class _Ended:
                 "ranks": [report["times"] for report in reports],
             },
             samples_per_s=plan.samples_in(remaining) / evaluate_s,
-            work={name: count for each in measured for name, count in each.work.items()},
             warnings=[
                 *warnings_of(part),
-                *previous.notes,
+                *self._previous.notes,
                 *next(filter(None, looked), []),
                 *dict.fromkeys(sentence for report in reports for sentence in report["warnings"]),
-                *_warnings(measured, said, len(failures), odd, len(machines)),
             ],
             folder=None if self._folder is None else str(self._folder.path),
         )
 
-    def _written(self, folder: RunFolder, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
-        """Write the result and what lies beside it; rank 0 calls it."""
-        files = [file for file in rows if isinstance(file, JournalFile)]
-        return folder.write(
-            _compared_with_replaced(result, self._previous),
-            self._plan,
-            self._task,
-            self._dataset,
-            self._evaluation.kept,
-            () if self._evaluation.added is None else self._evaluation.added.names,
-            self._previous,
-            files,
-            self._metric_digests,
-            step=self._step,
+    def _with_numbers(
+        self, result: Result, reports: Sequence[dict[str, Any]], rows: Sequence[RowsOfChunks]
+    ) -> Result:
+        """The result with its metrics, and what else rank 0 makes of counts and rows."""
+        cluster, row_metrics = self._evaluation.cluster, self._evaluation.row_metrics
+        measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
+        if row_metrics:
+            columns = self._columns(rows, sorted({name for metric in row_metrics for name in metric.columns}))
+            measured += [
+                plain(metric.name, metric.compute(columns_of(metric, columns))) for metric in row_metrics
+            ]
+        check_keys(measured)
+        clusters = None
+        if cluster is not None:
+            wanted = columns_wanted(cluster, measured, self._evaluation.kept)
+            clusters = find_clusters(cluster, measured, self._columns(rows, wanted))
+        fields, said = with_clusters(fields_of_result(measured), cluster, clusters)
+        machines = chunks_by_machine(
+            [
+                *((file.machine, len(file.chunks)) for file in self._previous.chunks.files),
+                *zip(self._facts["machines"], (report["chunks"] for report in reports), strict=True),
+            ]
+        )
+        result = replace(
+            result,
+            **fields,
+            whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
+            work={name: count for part in measured for name, count in part.work.items()},
+            machines=[dict(kind) for kind in machines],
+            homogeneous=len(machines) == 1,
+        )
+        own = [sentence for part in measured for sentence in part.warnings]
+        result = replace(result, warnings=[*result.warnings, *_warnings(result, [*own, *said])])
+        return self._beside_reference(self._with_slices(result, rows), rows)
+
+    def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
+        """Columns of all evaluated samples, mapped from files where there is a folder."""
+        folder = None if self._folder is None else self._folder.path
+        return read_columns(rows, self._plan, names, folder, self._step)
+
+    def _with_slices(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
+        """The result with the metrics of each group that was asked for."""
+        slicing, kept = slicing_of(self._evaluation, self._step), self._evaluation.kept
+        if slicing is None:
+            return result
+        windows = windows_of_chunks(rows, self._plan, self._evaluation.task, self._dataset, kept)
+        try:
+            return slicing.of_run(result, windows, kept, Path(result.folder or "the run"))
+        except DualevalError as error:
+            # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
+            return replace(result, warnings=[*result.warnings, f"no slices: {error}"])
+
+    def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
+        """The result with what the reference's rows say beside this run's.
+
+        The reference was readable before the first batch. If it is not any more, no batch is lost for it.
+        """
+        reference, facts = self._opened.reference, self._opened.compared
+        if reference is None:
+            return result
+        assert facts is not None
+        windows = windows_of_chunks(
+            rows, self._plan, self._evaluation.task, self._dataset, self._evaluation.kept
+        )
+        try:
+            found = reference.compare(windows, self._dataset, facts, self._step)
+        except DualevalError as error:
+            found = reference.unreadable(error)
+        problem = found.get("problem")
+        said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
+        return replace(result, reference=found, warnings=[*result.warnings, *said])
+
+    def _written(self, folder: RunFolder, result: Result, files: Sequence[JournalFile]) -> Result:
+        """Write predictions.parquet, result.json and, last, status.json; rank 0 calls it.
+
+        Then the journal has served. There is none to write from where a second run has come first.
+        """
+        folder.check()
+        with self._writable(unless_done=True):
+            if files:
+                result = self._with_files(folder.path, result, files)
+                # That took minutes, perhaps, and this process may have been stopped meanwhile.
+                folder.check()
+                folder.write(result)
+        with self._writable():
+            folder.finish(self._previous, [file.path for file in files])
+        return result
+
+    def _with_files(self, path: Path, result: Result, files: Sequence[JournalFile]) -> Result:
+        """Write the rows, and what else lies beside the result, which has their checksums."""
+        of, plan, dataset, step = self._evaluation, self._plan, self._dataset, self._step
+        of_data = () if of.added is None else of.added.names
+        write_predictions(path / PREDICTIONS, files, plan, of.task, dataset, of.kept, of_data, step)
+        for name, column in of.task.exports.items():
+            write_json_file(path / name, files, plan, of.task, dataset, of.kept, column, step)
+        # What the metrics make of the first batch that a later run compares.
+        stored = next(batches_of_predictions(path / PREDICTIONS, plan, result.fingerprint), None)
+        digests = {} if stored is None else metric_digests(of.metrics, of.row_metrics, stored.columns)
+        names = (PREDICTIONS, *of.task.exports)
+        return replace(
+            result, files={name: checksum_of(path / name, step) for name in names}, metric_digests=digests
         )
 
-    def _metric_digests(self, path: Path, fingerprint: str) -> dict[str, str]:
-        """What the metrics make of the first batch that a later run compares, by their names."""
-        stored = next(batches_of_predictions(path, self._plan, fingerprint), None)
-        if stored is None:
-            return {}
-        return metric_digests(self._evaluation.metrics, self._evaluation.row_metrics, stored.columns)
 
-
-def _compared_with_replaced(result: Result, previous: PreviousRun) -> Result:
-    """Warn where all was evaluated again, on a machine of the same bits, and came to other metrics."""
-    if previous.replaced is None or not result.homogeneous:
-        return result
-    digest, bits = previous.replaced
-    if result.device.get("bits") != bits or result.metrics_digest == digest:
-        return result
-    warning = (
-        f"the result that was there before its files were damaged had metrics_digest {digest}, and this one "
-        f"has {result.metrics_digest}: something that the job's identity does not name has changed since"
-    )
-    return replace(result, warnings=[*result.warnings, warning])
-
-
-def _warnings(
-    measured: Sequence[Measured],
-    said: Sequence[str],
-    failed: int,
-    odd: Mapping[str, Sequence[str]],
-    machines: int,
-) -> Iterator[str]:
+def _warnings(result: Result, of_metrics: Sequence[str]) -> Iterator[str]:
+    """What a reader of the numbers should know of them."""
+    failed, machines = result.samples["failed"], len(result.machines)
     if failed:
         if failed == 1:
             yield "1 sample could not be read and is in no metric; result.json lists it"
         else:
             yield f"{failed:,} samples could not be read and are in no metric; result.json lists them"
-    for kind, ids in odd.items():
+    for kind, ids in result.data["findings"].items():
         more = ", ..." if len(ids) > _NAMED_AT_MOST else ""
         named = ", ".join(ids[:_NAMED_AT_MOST])
         yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
-    for part in measured:
-        yield from part.warnings
-    yield from said
+    yield from of_metrics
     if machines > 1:
         yield (
             f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "

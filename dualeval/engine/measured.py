@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualeval.errors import UsageError
 from dualeval.metrics import DIRECTIONS, Measured
-from dualeval.metrics.scores import Score, score_from
+from dualeval.metrics.scores import Score
 
 # Fields of ``Measured`` and of ``Result``.
 _SAID_BY_KEY = ("intervals", "rough", "nonfinite", "units", "directions", "scores")
@@ -73,12 +73,6 @@ def rough_warnings(rough: Mapping[str, str]) -> list[str]:
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
-
-
-def measured_from(content: Mapping[str, Any]) -> Measured:
-    """What a metric says, of what ``asdict`` made of it and JSON took along."""
-    scores = {key: score_from(score) for key, score in content["scores"].items()}
-    return Measured(**{**content, "scores": scores})
 
 
 def check_keys(measured: Iterable[Measured]) -> None:

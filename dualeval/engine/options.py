@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -25,6 +25,7 @@ from dualeval.options.choices import (
     check_preparation,
     check_sharding,
 )
+from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.wording import did_you_mean
 
 _LEAST_TIMEOUT_S = 1.0
@@ -39,7 +40,51 @@ class NewFolder(enum.Enum):
 
 NEW_FOLDER: Final = NewFolder.NEW_FOLDER
 Out: TypeAlias = str | Path | Literal[NewFolder.NEW_FOLDER] | None
-_BOOL = "True or False"
+_ON_STALL = ("raise", "exit")
+
+
+def _is_path_or_none(value: object) -> bool:
+    # Path("") is the folder of the script's caller.
+    return value is None or (isinstance(value, str | Path) and value != "")
+
+
+def _is_out(value: object) -> bool:
+    return isinstance(value, NewFolder) or _is_path_or_none(value)
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_name(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value != "")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_call(value: object) -> bool:
+    return value is None or callable(value)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple | set | frozenset) and all(isinstance(name, str) for name in value)
+
+
+def of_kind(default: Any, fits: Callable[[object], bool], expected: str) -> Any:
+    """A field of options whose value has to be of a kind; a bool of its default's needs none."""
+    return field(default=default, metadata={"fits": fits, "expected": expected})
+
+
+def _check_kinds(kind: type[RunOptions | SessionOptions], options: Mapping[str, Any]) -> None:
+    for option in fields(kind):
+        if option.name in options:
+            name, value, of = option.name, options[option.name], option.metadata
+            if isinstance(option.default, bool):
+                check_kind(name, value, isinstance(value, bool), "True or False")
+            elif of:
+                check_kind(name, value, of["fits"](value), of["expected"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +93,12 @@ class RunOptions:
 
     # Folder for result.json and the rest, the same path on every rank; a run of the same job that was begun
     # there is gone on with. `NEW_FOLDER` makes a new one, None writes nothing at all.
-    out: Out = None
+    out: Out = of_kind(
+        None, _is_out, f"a path, None (nothing is written) or dualeval.NEW_FOLDER ({NEW_FOLDER.value})"
+    )
     batch_size: int = 64
     # Names of metrics: of the task's own, or those of installed packages; empty for the task's.
-    metric: Sequence[str] = ()
+    metric: Sequence[str] = of_kind((), _are_texts, "names of metrics, as ('loss', 'top1')")
     # Evaluate only the first samples; None for all.
     limit: int | None = None
     # Evaluate only so many samples, drawn by their ids: those with the smallest sha256 of seed and id, in
@@ -61,11 +108,11 @@ class RunOptions:
     seed: int | None = None
     # A column whose equal entries mark samples that are not independent, such as questions on one text; the
     # intervals allow for that. None: the task's own, which most have not.
-    cluster: str | None = None
+    cluster: str | None = of_kind(None, _is_name, "the name of a column, or None")
     # Columns of the data that the rows keep; empty for all small ones, ("none",) for none.
-    keep: Sequence[str] = ()
+    keep: Sequence[str] = of_kind((), _are_texts, "names of columns, as ('patient', 'scanner')")
     # Columns by whose values the metrics are computed again, each a name or a cross of names ("scanner*sex").
-    by: Sequence[str] = ()
+    by: Sequence[str] = of_kind((), _are_texts, "columns, as ('scanner', 'scanner*sex')")
     # Where columns of numbers are cut for that; else into quartiles.
     bins: Sequence[float] = ()
     # One of `choices.PRECISIONS`.
@@ -108,17 +155,14 @@ class RunOptions:
     lease: bool = True
     # The folder of a finished run over the same samples; the result says how the predictions differ from its.
     # None compares with nothing.
-    reference: str | Path | None = None
+    reference: str | Path | None = of_kind(None, _is_path_or_none, "the folder of a finished run, or None")
 
     def __post_init__(self) -> None:
+        _check_kinds(RunOptions, vars(self))
         if self.batch_size is None:
             raise UsageError("batch_size: expected a whole number, found None")
         check_count("batch_size", self.batch_size, 1)
-        check_kind("metric", self.metric, _are_texts(self.metric), "names of metrics, as ('loss', 'top1')")
         check_part(limit=self.limit, sample=self.sample, seed=self.seed)
-        check_kind("cluster", self.cluster, _is_name(self.cluster), "the name of a column, or None")
-        check_kind("keep", self.keep, _are_texts(self.keep), "names of columns, as ('patient', 'scanner')")
-        check_kind("by", self.by, _are_texts(self.by), "columns, as ('scanner', 'scanner*sex')")
         check_groups(self.by, self.bins)
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)
@@ -129,32 +173,17 @@ class RunOptions:
             check_choice("shard", self.shard, SHARDINGS)
         check_choice("on_error", self.on_error, ON_ERROR)
         check_choice("schedule", self.schedule, SCHEDULES)
-        for name in (option.name for option in fields(self) if isinstance(option.default, bool)):
-            check_kind(name, getattr(self, name), _is_bool(getattr(self, name)), _BOOL)
         check_preparation(
             precision=self.precision,
             keep_batchnorm_fp32=self.keep_batchnorm_fp32,
             optimize=self.optimize,
         )
         check_sharding(shard=self.shard, offload=self.offload, optimize=self.optimize, schedule=self.schedule)
-        check_kind(
-            "out",
-            self.out,
-            # Path("") is the folder of the script's caller.
-            self.out is None or isinstance(self.out, NewFolder) or _is_path(self.out),
-            f"a path, None (nothing is written) or dualeval.NEW_FOLDER ({NEW_FOLDER.value})",
-        )
         if self.path is not None:
             # It imports torch, and the names of this module are wanted without.
             from dualeval.engine.folder.layout import check_path
 
             check_path(self.path)
-        check_kind(
-            "reference",
-            self.reference,
-            self.reference is None or _is_path(self.reference),
-            "the folder of a finished run, or None",
-        )
         if self.reference and self.path is not None and Path(self.reference).resolve() == self.path.resolve():
             raise UsageError(
                 f"reference and out are both {self.path}: a run is compared with another one. Give another "
@@ -171,70 +200,53 @@ class RunOptions:
         return None if self.out is None or isinstance(self.out, NewFolder) else Path(self.out)
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | Path) and value != ""
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """The options of a session, as ``Session`` describes them."""
 
+    backend: str | None = of_kind(None, _is_text, "the name of a backend, or None for the launcher's own")
+    device: Any = None
+    launcher: str | None = of_kind(None, _is_text, "the name of a launcher, or None to find it out")
+    allow_shared_gpu: bool = False
+    mix_machines: bool = False
+    heartbeat_timeout: float = of_kind(60.0, _is_number, "seconds, as 60.0")
+    forward_timeout: float = of_kind(1800.0, _is_number, "seconds, as 1800.0")
+    stop_signals: Sequence[str] = of_kind(
+        DEFAULT_SIGNALS, _are_texts, "names of signals, as ('SIGTERM', 'SIGINT')"
+    )
+    on_stall: str | None = of_kind(None, _is_text, "'raise', 'exit' or None")
+    debug: bool = False
+    stop: Callable[[], bool | str] | None = of_kind(None, _is_call, "a function without arguments, or None")
+    note: Callable[[str], None] | None = of_kind(None, _is_call, "a function of a sentence, or None")
 
-def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_name(value: object) -> bool:
-    return value is None or (isinstance(value, str) and value != "")
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_call(value: object) -> bool:
-    return value is None or callable(value)
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list | tuple | set | frozenset) and all(isinstance(name, str) for name in value)
-
-
-_OF_A_SESSION: dict[str, tuple[Callable[[object], bool], str]] = {
-    "backend": (_is_text, "the name of a backend, or None for the launcher's own"),
-    "launcher": (_is_text, "the name of a launcher, or None to find it out"),
-    "allow_shared_gpu": (_is_bool, _BOOL),
-    "mix_machines": (_is_bool, _BOOL),
-    "heartbeat_timeout": (_is_number, "seconds, as 60.0"),
-    "forward_timeout": (_is_number, "seconds, as 1800.0"),
-    "stop_signals": (_are_texts, "names of signals, as ('SIGTERM', 'SIGINT')"),
-    "debug": (_is_bool, _BOOL),
-    "on_stall": (_is_text, "'raise', 'exit' or None"),
-    "stop": (_is_call, "a function without arguments, or None"),
-    "note": (_is_call, "a function of a sentence, or None"),
-}
+    def __post_init__(self) -> None:
+        check_session_options(vars(self))
+        check_timeout("heartbeat_timeout", self.heartbeat_timeout)
+        check_timeout("forward_timeout", self.forward_timeout)
+        if self.on_stall not in (*_ON_STALL, None):
+            raise UsageError(
+                f"on_stall={self.on_stall!r}: expected {' or '.join(map(repr, _ON_STALL))}, or None"
+            )
 
 
 def check_session_options(options: Mapping[str, Any]) -> None:
-    """Check that options of a session are of the kinds that they have to be."""
-    for name, value in options.items():
-        if name in _OF_A_SESSION:
-            fits, expected = _OF_A_SESSION[name]
-            check_kind(name, value, fits(value), expected)
+    """Check that options of a session, which may be among others, are of the kinds that they have to be."""
+    _check_kinds(SessionOptions, options)
 
 
 def run_options_of(options: Mapping[str, Any]) -> RunOptions:
     """Make ``RunOptions`` of options by name."""
-    known = [field.name for field in fields(RunOptions)]
+    known, of_session = ([each.name for each in fields(kind)] for kind in (RunOptions, SessionOptions))
     unknown = next((name for name in options if name not in known), None)
     if unknown is None:
         return RunOptions(**options)
-    if unknown in (*_OF_A_SESSION, "device"):
+    if unknown in of_session:
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
     if unknown == "nproc":
         raise UsageError("'nproc' is an option of dualeval.evaluate, which starts the ranks.")
     # Beside these, what Session.evaluate, ModelTask and evaluate take.
     known += ["loggers", "step", "model", "data", "metrics", "collate", "forward", "observe", "rows"]
-    known += [*_OF_A_SESSION, "device", "nproc"]
+    known += [*of_session, "nproc"]
     hint = did_you_mean(unknown, known) or f" There are {', '.join(known)}."
     raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
 

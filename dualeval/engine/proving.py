@@ -14,7 +14,7 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of
 from dualeval.engine.reference import windows_of_file
-from dualeval.engine.slices import shared_slices, slicing_of
+from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.result import PREDICTIONS, Result
 
@@ -109,11 +109,12 @@ def _sliced(evaluation: Evaluation, opened: Opened, result: Result) -> Result:
     slicing = slicing_of(evaluation, partial(run.control.progress.step, "setup"))
     if slicing is None:
         return result
-    found: Result | None = None
+    own: dict[str, Any] | None = None
     if run.backend.world.is_main:
         assert opened.folder is not None
         found = slicing.of_rows(result, StoredRows(opened.folder.path / PREDICTIONS))
-    return shared_slices(run, result, found)
+        own = {"slices": found.slices, "warnings": found.warnings}
+    return replace(result, **run.from_rank_0(own))
 
 
 def _compare_finished(evaluation: Evaluation, opened: Opened) -> dict[str, Any] | None:

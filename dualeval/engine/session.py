@@ -7,30 +7,16 @@ or the watch where the main thread does not come back.
 from __future__ import annotations
 
 import gc
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
-from dualeval.engine.end.process import conclude_quietly, install_hook, note_outer_hook, remove_hook, say
-from dualeval.engine.end.signals import Signals
-from dualeval.engine.options import check_session_options, check_timeout, run_options_of
-from dualeval.errors import (
-    EXIT_DONE,
-    BackendError,
-    DualevalError,
-    LibraryError,
-    PeerError,
-    Stopped,
-    UsageError,
-    text_of,
-)
-from dualeval.own_code import wants_debug
-from dualeval.process_start import DEFAULT_SIGNALS, may_print
+from dualeval.engine.end.process import conclude_quietly, say
+from dualeval.engine.joining import Joined
+from dualeval.engine.options import SessionOptions, run_options_of
+from dualeval.errors import EXIT_DONE, BackendError, DualevalError, PeerError, Stopped, UsageError, text_of
+from dualeval.process_start import DEFAULT_SIGNALS
 
 if TYPE_CHECKING:
     import torch
@@ -49,33 +35,6 @@ if TYPE_CHECKING:
     from dualeval.world import World
 
 _T = TypeVar("_T")
-
-ON_STALL = ("raise", "exit")
-# srun loses words that it has not handed on when it ends the step. horovodrun ends rank 0, which may come
-# later, when another rank has exited.
-_LAST_WORDS_S, _BEFORE_RANK_0_S = 0.5, 3.0
-
-# By what has joined the ranks of a guest's caller, torch's group or the module of Horovod; or by the script.
-_noted_by_callers: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-
-# By session, the thread that has opened it.
-_opened: dict[int, int] = {}
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """End a script whose input is refused before its session begins as one whose input is refused in it."""
-    from dualeval.backends import group_of_caller
-
-    try:
-        yield
-    except UsageError as error:
-        if group_of_caller() is None:
-            install_hook()
-            if may_print(os.environ):
-                say(f"dualeval: error: {text_of(error)}")
-            conclude_quietly(error, error.exit_code)
-        raise
 
 
 class Session:
@@ -134,64 +93,66 @@ class Session:
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        check_session_options(locals())
-        check_timeout("heartbeat_timeout", heartbeat_timeout)
-        check_timeout("forward_timeout", forward_timeout)
-        if on_stall is not None and on_stall not in ON_STALL:
-            raise UsageError(f"on_stall={on_stall!r}: expected {' or '.join(map(repr, ON_STALL))}, or None")
         self.exit_code = EXIT_DONE
-        self.is_owner = True
-        self.cores = 1
-        self._backend_name = backend
-        self._wanted_device = None if device is None else str(device)
-        self._launcher = launcher
-        self._allow_shared_gpu = allow_shared_gpu
-        self._mix_machines = mix_machines
-        self._heartbeat_timeout = heartbeat_timeout
-        self._forward_timeout = forward_timeout
-        self._stop_signals = tuple(stop_signals)
-        self._on_stall = on_stall
-        self._debug = debug
-        self._stop = stop
-        self._note = note
-        self._noted: set[str] = set()
-        self._backend: Backend | None = None
-        self._control: ControlPlane | None = None
-        self._conclusion: Conclusion | None = None
-        self._signals: Signals | None = None
         self.is_concluded = False
+        self._options = SessionOptions(
+            backend=backend,
+            device=device,
+            launcher=launcher,
+            allow_shared_gpu=allow_shared_gpu,
+            mix_machines=mix_machines,
+            heartbeat_timeout=heartbeat_timeout,
+            forward_timeout=forward_timeout,
+            stop_signals=stop_signals,
+            on_stall=on_stall,
+            debug=debug,
+            stop=stop,
+            note=note,
+        )
+        # From `open` on.
+        self._joined: Joined | None = None
         self._is_closed = False
-        self._is_joining = False
         self._is_attempt = False
         self._loop: OwnLoop | None = None
-        self._threads: int | None = None
 
     @property
     def backend(self) -> Backend:
         """How the ranks reduce and gather; raises UsageError where the session is not open."""
-        if self._backend is None:
+        if self._joined is None or self._joined.backend is None:
             raise UsageError(
                 "this session is not open: write 'with dualeval.Session() as session:' around its use"
             )
-        return self._backend
+        return self._joined.backend
 
     @property
     def control(self) -> ControlPlane:
         """Where the ranks meet; likewise."""
         _ = self.backend
-        assert self._control is not None
-        return self._control
-
-    @property
-    def _watch(self) -> Watch:
-        _ = self.control
-        assert self._conclusion is not None
-        return self._conclusion.watch
+        assert self._joined is not None and self._joined.control is not None
+        return self._joined.control
 
     @property
     def world(self) -> World:
         """This process's place among the ranks; likewise."""
         return self.backend.world
+
+    @property
+    def is_owner(self) -> bool:
+        return self._joined is None or self._joined.is_owner
+
+    @property
+    def cores(self) -> int:
+        return 1 if self._joined is None else self._joined.cores
+
+    @property
+    def _conclusion(self) -> Conclusion:
+        _ = self.control
+        assert self._joined is not None and self._joined.conclusion is not None
+        return self._joined.conclusion
+
+    @property
+    def _watch(self) -> Watch:
+        return self._conclusion.watch
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -206,104 +167,19 @@ class Session:
             UsageError, LaunchError: the launcher, the backend or the device is not what it has to be.
             BackendError: the group could not be joined.
         """
-        from dualeval.backends import group_of_caller
-
-        if self._is_closed or self._backend is not None:
+        if self._joined is not None:
             raise UsageError("this session was opened before: make another one, dualeval.Session(...)")
-        if _opened and threading.get_ident() not in _opened.values():
-            raise UsageError(
-                "another session is open in another thread of this process: settings, signals and ranks are "
-                "the process's. Evaluate in one thread at a time"
-            )
-        _opened[id(self)] = threading.get_ident()
-        caller = group_of_caller()
-        self.is_owner = caller is None
-        if self.is_owner:
-            # Before any library has a thread: what is blocked then is blocked in all of them.
-            self._signals = Signals(self._stop_signals)
-            install_hook()
-        world = None
+        self._joined = Joined(self._options)
         try:
-            world = self._find_world(caller)
-            self._join(caller, world)
+            self._joined.join()
         except BaseException as error:
-            self._fail_to_open(error, world)
+            if self._joined.conclusion is not None:
+                self.conclude(error)
+            elif self.is_owner and isinstance(error, DualevalError):
+                self._joined.say_failure(error)
+                self.exit_code, self.is_concluded = error.exit_code, True
+            self._close(failed=True)
             raise
-
-    def _find_world(self, caller: str | None) -> World:
-        from dualeval.backends import world_of_caller
-        from dualeval.launch import examine
-
-        detection = examine(os.environ, self._launcher)
-        if caller is not None:
-            return world_of_caller(caller, detection.world)
-        return detection.place
-
-    def _join(self, caller: str | None, world: World) -> None:
-        import torch
-
-        from dualeval.backends import choose_backend, connect
-        from dualeval.engine.control.plane import open_control_plane
-        from dualeval.engine.end.conclusion import Conclusion
-        from dualeval.world.devices import check_name, take_cores, take_device
-
-        name = self._backend_name or caller
-        choose_backend(name, world)
-        check_name(self._wanted_device)
-        self._is_joining = True
-        self._backend = connect(name, world)
-        if caller is not None or self._note is None:
-            # A training has a session an epoch: as long as its ranks are joined, each note is for it once.
-            library = sys.modules["horovod.torch" if caller == "horovod" else "__main__"]
-            joined = torch.distributed.group.WORLD if caller == "torch" else library
-            self._noted = _noted_by_callers.setdefault(joined, set())
-        if self.is_owner:
-            note_outer_hook()
-        self._control = open_control_plane(
-            self._backend, self._heartbeat_timeout, forward_timeout_s=self._forward_timeout
-        )
-        ends_process = self._on_stall == "exit" or (self.is_owner and self._on_stall is None)
-        self._conclusion = Conclusion(
-            self._control,
-            is_owner=self.is_owner,
-            ends_process=ends_process,
-            debug=self._debug or wants_debug(os.environ),
-            stop=self._stop,
-        )
-        if self._signals is not None:
-            self._signals.call(self._control.stop)
-        before = torch.get_num_threads()
-        self.cores = take_cores(self._backend, sets_threads=self.is_owner)
-        self._threads = before if self.is_owner else None
-        take_device(
-            self._backend,
-            self._wanted_device,
-            allow_shared_gpu=self._allow_shared_gpu,
-            mix_machines=self._mix_machines,
-        )
-
-    def _fail_to_open(self, error: BaseException, world: World | None) -> None:
-        """Say what is wrong, where there is no way yet to tell the other ranks."""
-        if self._conclusion is not None:
-            self.conclude(error)
-        elif self.is_owner and isinstance(error, DualevalError):
-            self.exit_code = error.exit_code
-            alone = world is None or world.size == 1
-            where = "" if alone or world is None else f" (on rank {world.rank})"
-            # Before the ranks are joined all are told the same by what they were given; what a library lacks
-            # is alike on a node; and anything else may be this rank's alone.
-            if isinstance(error, LibraryError):
-                speaks = world is None or world.local_rank == 0
-            else:
-                speaks = self._is_joining or world is None or world.is_main
-                where = where if self._is_joining else ""
-            if speaks:
-                say(f"dualeval: error: {text_of(error)}{where}")
-            if not alone:
-                sleep(_LAST_WORDS_S if speaks else _BEFORE_RANK_0_S)
-            conclude_quietly(error, error.exit_code)
-            self.is_concluded = True
-        self._close(failed=True)
 
     # -- evaluating --------------------------------------------------------------------------------
 
@@ -421,7 +297,6 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run.
         """
         self._check_usable()
-        assert self._conclusion is not None
         self._conclusion.progress = progress
         self._watch.more_follows = not last
         self._watch.begin()
@@ -571,11 +446,12 @@ class Session:
 
     def note(self, sentence: str) -> None:
         """Pass a sentence for people on, once a session, or a script; called on rank 0."""
-        if sentence in self._noted:
+        noted = set() if self._joined is None else self._joined.noted
+        if sentence in noted:
             return
-        self._noted.add(sentence)
-        if self._note is not None:
-            self._note(sentence)
+        noted.add(sentence)
+        if self._options.note is not None:
+            self._options.note(sentence)
         else:
             say(f"dualeval: note: {sentence}")
 
@@ -608,7 +484,6 @@ class Session:
         said once. A second call gives the same code.
         """
         if not self.is_concluded:
-            assert self._conclusion is not None
             self.exit_code = self._conclusion.conclude(error)
             self.is_concluded = True
             if self.is_owner:
@@ -635,48 +510,6 @@ class Session:
 
     def _close(self, *, failed: bool) -> None:
         """Leave the ranks; a second call does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        _opened.pop(id(self), None)
-        failure: DualevalError | None = None
-        if self._control is not None and not failed:
-            self._control.progress.step("end")
-            failure = self._leave(self._control)
-        try:
-            if self._backend is not None:
-                self._backend.close(failed=failed or failure is not None)
-        except BackendError as error:
-            failure = error
-        if self._conclusion is not None:
-            if failure is not None and self._conclusion.watch.is_done:
-                # All ranks have met since: none of them has more to do.
-                say(
-                    f"dualeval: note: the result is complete, but not all ranks left with rank "
-                    f"{self.world.rank}: one was killed, suspended or cut off"
-                )
-                failure = None
-            self._conclusion.watch.stop()
-        if self._signals is not None:
-            self._signals.close()
-        if self._threads is not None:
-            import torch
-
-            torch.set_num_threads(self._threads)
-        if self.is_owner and not self.is_concluded:
-            remove_hook()
-        if failure is not None:
-            raise failure
-
-    def _leave(self, control: ControlPlane) -> DualevalError | None:
-        """Leave in order; returns what is wrong where other ranks do not."""
-        try:
-            all_left = control.leave(together=True)
-        except PeerError as failure:
-            return failure
-        if all_left:
-            return None
-        return DualevalError(
-            f"rank {self.world.rank} has left the session, and other ranks have not: every rank has to "
-            "evaluate the same, and to ask for the result"
-        )
+        if not self._is_closed and self._joined is not None:
+            self._is_closed = True
+            self._joined.leave(failed=failed, is_concluded=self.is_concluded)

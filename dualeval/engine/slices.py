@@ -21,10 +21,9 @@ from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.folder.windows import WINDOW_ROWS
 from dualeval.engine.measured import fields_of_result
 from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute, temporary
-from dualeval.engine.run_state import Run
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError, text_of
-from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts
+from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts, Values
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
 from dualeval.metrics.scores import score_from
 from dualeval.options.choices import columns_of_groups, shown_bins
@@ -74,7 +73,7 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     names = columns_of_groups([by])
     cut = _cut(names, keys) if bins else ()
     groups = (_of_column(name, keys[name], bins if name in cut else ()) for name in names)
-    found = reduce(_crossed, map(_quoted, groups) if len(names) > 1 else groups)
+    found = reduce(_crossed, groups)
     if len(found.labels) > _MOST_GROUPS:
         raise UsageError(
             f"--by {by}: there are {len(found.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
@@ -165,18 +164,14 @@ def _shown(value: float) -> str:
 
 
 def _of_texts(name: str, texts: Sequence[str | None]) -> Groups:
-    known: dict[str | None, int] = {}
-    numbers = np.array([known.setdefault(text, len(known)) for text in texts], np.int64)
-    values = sorted(text for text in known if text is not None) + [None] * (None in known)
-    order = np.empty(len(known), np.int64)
-    order[[known[value] for value in values]] = np.arange(len(known))
-    labels = [_MISSING if value is None else _label_of(value) for value in values]
-    return _present(name, order[numbers], values, labels)
-
-
-def _label_of(text: str) -> str:
-    """A text, in quotes where it would be taken for a group that is none of a text."""
-    return f'"{text}"' if text.strip('"') in (_MISSING, _EMPTY) else text or _EMPTY
+    distinct = {*texts}
+    values = [*sorted(text for text in distinct if text is not None), *({None} & distinct)]
+    places = {value: place for place, value in enumerate(values)}
+    return Groups(
+        places=np.array([places[text] for text in texts], np.int64),
+        values=[{name: value} for value in values],
+        labels=[_MISSING if value is None else value or _EMPTY for value in values],
+    )
 
 
 def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str]) -> Groups:
@@ -187,11 +182,6 @@ def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str
         values=[{name: values[place]} for place in present],
         labels=[labels[place] for place in present],
     )
-
-
-def _quoted(groups: Groups) -> Groups:
-    """The same with names in quotes that would be taken for those of a cross."""
-    return replace(groups, labels=[f'"{label}"' if " * " in label else label for label in groups.labels])
 
 
 def _crossed(one: Groups, other: Groups) -> Groups:
@@ -245,8 +235,6 @@ class Slicing:
     metrics: Sequence[Metric | RowMetric]
     # The column of samples that go together; None where there is none.
     cluster: str | None = None
-    # Whether bins that cut nothing are refused; else a warning says so.
-    is_strict: bool = False
     # Called with every window and group.
     step: Callable[[], None] = lambda: None
 
@@ -326,8 +314,7 @@ class Slicing:
             of_columns = {name: columns[name] for name in columns_of_groups(self.by) if name not in keys}
             found = {**keys, **{name: _keys(name, rows) for name, rows in of_columns.items()}}
             kinds = {name: kind_of_keys(values) for name, values in found.items()}
-            unused = bins_without_use(self.by, self.bins, kinds)
-            if unused is not None and self.is_strict:
+            if (unused := bins_without_use(self.by, self.bins, kinds)) is not None:
                 raise UsageError(unused)
             for by in dict.fromkeys(self.by):
                 groups = groups_of(by, found, self.bins)
@@ -336,14 +323,10 @@ class Slicing:
                     self._group(_Chosen(path, columns, places), value, label, len(places))
                     for value, label, places in members
                 ]
-        without = [
-            metric.name
-            for metric in self.metrics
-            if metric not in self._sliced and metric.name in result.metrics
-        ]
-        said = f"no slices of {', '.join(without)}: what they read is not kept, or they take whole batches"
-        more = [*filter(None, [unused]), *([said] if without else [])]
-        return replace(result, slices=slices, warnings=[*result.warnings, *more])
+        unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
+        without = ", ".join(name for name in unsliced if name in result.metrics)
+        said = f"no slices of {without}: what they read is not kept, or they take whole batches"
+        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
 
     def _group(self, rows: _Chosen, value: Mapping[str, Any], label: str, samples: int) -> dict[str, Any]:
         self.step()
@@ -385,39 +368,22 @@ def slicing_of(evaluation: Evaluation, step: Callable[[], None]) -> Slicing | No
     )
 
 
-def shared_slices(run: Run, result: Result, found: Result | None) -> Result:
-    """Every rank's result with the slices that rank 0 has found; a collective."""
-    own = (
-        None
-        if found is None
-        else {"slices": found.slices, "warnings": found.warnings[len(result.warnings) :]}
-    )
-    shared = run.from_rank_0(own)
-    return replace(result, slices=shared["slices"], warnings=[*result.warnings, *shared["warnings"]])
-
-
 def keys_by_id(columns: KeptColumns, places: npt.NDArray[np.int64]) -> dict[str, Keys]:
     """Columns of a table, taken at these places of it; a missing value where that is negative."""
-    found: dict[str, Keys] = {}
+    return {name: _taken(values, places) for name, values in columns.values.items()}
+
+
+def _taken(values: Values, places: npt.NDArray[np.int64]) -> Keys:
     is_there = places >= 0
-    for name, values in columns.values.items():
-        if not isinstance(values, Texts) and (is_there.all() or _has_room(values)):
-            found[name] = values[places] if is_there.all() else np.where(is_there, values[places], np.nan)
-            continue
-        own = values.places if isinstance(values, Texts) else values
-        texts = values.distinct if isinstance(values, Texts) else None
-        found[name] = [
-            None if place < 0 else str(own[place]).lower() if texts is None else texts[own[place]]
-            for place in places.tolist()
-        ]
-    return found
-
-
-def _has_room(values: npt.NDArray[Any]) -> bool:
-    """Whether float64 has room for all values, and for a missing one."""
-    if values.dtype.kind == "i" and len(values):
-        return bool(values.min() >= -MOST_EXACT and values.max() <= MOST_EXACT)
-    return values.dtype.kind == "f"
+    if isinstance(values, Texts):
+        numbers = np.where(is_there, values.places[places], -1)
+        return [None if number < 0 else values.distinct[number] for number in numbers.tolist()]
+    if is_there.all():
+        return values[places]
+    if values.dtype.kind == "f" or (values.dtype.kind == "i" and np.abs(values).max() <= MOST_EXACT):
+        return np.where(is_there, values[places], np.nan)
+    # float64, which has a missing value, has no place for all of them.
+    return [None if place < 0 else str(values[place]).lower() for place in places.tolist()]
 
 
 def _keys(name: str, rows: Rows) -> Keys:

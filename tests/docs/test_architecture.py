@@ -66,8 +66,11 @@ ALLOWED = {
     "wording": set(),
     "assets": set(),
 }
-# What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.
-SESSION = {"backends", "world.devices", "launch", "report.loggers", "report.page"}
+# What joins the rooms: a session joins the ranks, whatever backend and launcher, and shows the result.
+JOINS = {
+    PACKAGE / "engine" / "joining.py": {"backends", "world.devices", "launch"},
+    PACKAGE / "engine" / "session.py": {"report.loggers", "report.page"},
+}
 # Of tasks, the engine knows the protocol alone.
 ENGINE_TASK_NAMES = {"Task", "Dataset"}
 
@@ -124,9 +127,7 @@ def test_imports_go_down(path: Path) -> None:
             continue
         inner = module.removeprefix("dualeval.")
         top = inner.split(".")[0]
-        allowed = allowed_to(path)
-        if path == PACKAGE / "engine" / "session.py":
-            allowed |= SESSION
+        allowed = allowed_to(path) | JOINS.get(path, set())
         assert {*names_above(inner)} & allowed, f"{path} imports {module}"
         if room == "engine" and top == "tasks":
             assert inner == "tasks", f"{path} names an implementation of a task: {module}"

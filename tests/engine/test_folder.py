@@ -102,10 +102,13 @@ def test_a_renewal_that_fails_is_tried_again(opened: RunFolder, lost: list[str])
     assert goes_on(opened, lost)
 
 
-def test_a_lease_that_was_removed_is_written_anew(opened: RunFolder, lost: list[str]) -> None:
+def test_a_lease_that_was_removed_goes_to_who_comes_next(opened: RunFolder, lost: list[str]) -> None:
     (opened.path / "lease.json").unlink()
-    assert goes_on(opened, lost)
-    assert read_status(opened.path) is not None
+    sleep(0.05)
+    assert not lost
+    take_over(opened.path)
+    await_that(lambda: lost)
+    assert "another run has taken over" in lost[0]
 
 
 @pytest.mark.parametrize("there", ["its lease", "its status alone"])
@@ -130,49 +133,35 @@ def test_another_run_that_has_taken_over_is_told_once(opened: RunFolder, lost: l
     assert status is not None and (status.run, status.state) == ("89abcdef", "running")
 
 
-def test_a_folder_that_is_gone_is_said_to_be(opened: RunFolder, lost: list[str]) -> None:
-    moved = opened.path.rename(opened.path.with_name("moved"))
-    await_that(lambda: lost)
-    assert lost == [lease_module.gone(opened.path)]
-    moved.rename(opened.path)
-
-
-def test_a_folder_that_was_replaced_is_left_alone(opened: RunFolder, lost: list[str]) -> None:
-    opened.path.rename(opened.path.with_name("moved"))
-    opened.path.mkdir()
-    await_that(lambda: lost)
-    assert lost == [lease_module.gone(opened.path)]
-    assert "was emptied or replaced" in lost[0]
-    opened.note_end(DualevalError(lost[0]))
-    opened.close()
-    assert list(opened.path.iterdir()) == []
-
-
-def test_a_folder_that_is_away_for_a_moment_ends_nothing(
-    opened: RunFolder, lost: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("new", [True, False], ids=["replaced", "gone"])
+def test_a_folder_that_is_not_there_any_more_ends_nothing_but_a_write(
+    opened: RunFolder, lost: list[str], new: bool
 ) -> None:
-    monkeypatch.setattr(lease_module, "_GONE_AFTER", 10**6)
-    kept = opened._lease
-    assert kept is not None
     moved = opened.path.rename(opened.path.with_name("moved"))
-    await_that(lambda: kept._renewals_without_folder > 1)
+    if new:
+        opened.path.mkdir()
+    with pytest.raises(DualevalError) as said:
+        opened.check()
+    assert str(said.value) == lease_module.gone(opened.path)
+    opened.note_end(said.value)
+    if new:
+        assert list(opened.path.iterdir()) == []
+        opened.path.rmdir()
     moved.rename(opened.path)
     assert goes_on(opened, lost)
 
 
 def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
     take_over(opened.path)
-    previous = PreviousRun.from_message(opened.to_message(none_yet(), PLAN), PLAN)
-    result: Any = None
-    task = TinyTask(8)
     with pytest.raises(DualevalError, match="another run has taken over"):
-        opened.write(result, PLAN, task, task.dataset(), (), (), previous, [], lambda path, name: {})
+        opened.check()
 
 
 def test_a_run_that_was_stopped_while_it_wrote_looks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dualeval.engine.folder import folder, predictions
+    from dualeval.engine import finish
+    from dualeval.engine.folder import predictions
 
     write = predictions.write_predictions
 
@@ -180,14 +169,10 @@ def test_a_run_that_was_stopped_while_it_wrote_looks_again(
         write(path, *arguments)
         take_over(tmp_path)
 
-    monkeypatch.setattr(folder, "write_predictions", taken_over_meanwhile)
+    monkeypatch.setattr(finish, "write_predictions", taken_over_meanwhile)
     with pytest.raises(DualevalError, match="another run has taken over"):
         evaluate(TinyTask(8), tmp_path, batch_size=8)
     assert not (tmp_path / "result.json").exists()
-
-
-def none_yet() -> PreviousRun:
-    return PreviousRun(chunks=FinishedChunks(files=(), remaining=(0, 1), left_out=()))
 
 
 def test_closing_waits_for_no_disk_that_hangs(opened: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,11 +248,11 @@ NO_PROCESS = 2**22 + 1
 @pytest.mark.parametrize(
     ("pid", "age_s", "stays"),
     [
-        (NO_PROCESS, 60.0, []),
-        (NO_PROCESS, 0.0, [0, 4]),
-        (os.getpid(), 60.0, [0, 1, 2, 3]),
-        (None, 60.0, [2, 3]),
-        (None, 7200.0, []),
+        (NO_PROCESS, 60.0, [1]),
+        (NO_PROCESS, 0.0, [0, 1, 4]),
+        (os.getpid(), 60.0, [1, 2, 3]),
+        (None, 60.0, [1, 2, 3]),
+        (None, 7200.0, [1]),
         (None, 0.0, [0, 1, 2, 3, 4]),
     ],
     ids=["killed", "killed just now", "runs", "elsewhere", "elsewhere, long ago", "elsewhere, just now"],

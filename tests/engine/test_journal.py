@@ -9,7 +9,7 @@ import torch
 
 from dualeval.columns import values_of
 from dualeval.engine.folder import collecting
-from dualeval.engine.folder.collecting import collect_files, errors_of
+from dualeval.engine.folder.collecting import collect_files
 from dualeval.engine.folder.journal import (
     JournalWriter,
     read_journal,
@@ -92,11 +92,6 @@ def test_errors_of_failed_samples_are_in_their_file(path: Path) -> None:
     [written] = writer.written
     file = read_journal_file(written)
     assert (file.failed, file.failures) == (2, tuple(failures))
-    assert errors_of([*file.failures, *read_journal_file(path).failures], [3, 5, 7]) == [
-        failures[1],
-        (5, ""),
-        failures[0],
-    ]
 
 
 def test_a_file_of_another_division_into_chunks_is_left_out(path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine import recorder
+from dualeval.engine import finish, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import folder, opening
 from dualeval.engine.ledger import Ledger
@@ -114,7 +114,7 @@ def test_it_goes_on_again_and_again(tmp_path: Path, wanted: str) -> None:
 def test_all_was_finished_but_the_end(tmp_path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "write_predictions", lambda *_: 1 / 0)
+        patch.setattr(finish, "write_predictions", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             go_on(out)
     task = TinyTask(SAMPLES)
@@ -218,7 +218,7 @@ def test_a_damaged_job_beside_another_jobs_result_is_refused(tmp_path: Path) -> 
     go_on(tmp_path / "out")
     (tmp_path / "out/job.json").write_text("{")
     before = (tmp_path / "out/result.json").read_bytes()
-    with pytest.raises(UsageError, match=r"the result of another job, and its job\.json is damaged"):
+    with pytest.raises(UsageError, match=r"holds the result of another job\. Give another --out, or --fresh"):
         evaluate(TinyTask(SAMPLES), tmp_path / "out", batch_size=BATCH + 1)
     assert (tmp_path / "out/result.json").read_bytes() == before
 

@@ -156,18 +156,14 @@ def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: st
             "Odd.columns\\(indices\\) returned list, expected a dict of values by column",
         ),
         (lambda indices: {"a": [1]}, "the column 'a' is a list for 64 samples, expected one text"),
-        (lambda indices: {"a": [[1, 2]] * len(indices)}, "the column 'a' is a list for 1 samples"),
-        (lambda indices: {"a": [object()] * len(indices)}, "the column 'a' is a list for 1 samples"),
         (
-            lambda indices: {"a": [1 if at < 64 else None for at in indices]},
-            r"Odd.columns\(indices\): the column 'a' holds whole numbers for the first samples, and numbers "
-            "with decimals or gaps for samples 64 to 69. Expected one type",
+            lambda indices: {"a": [[1, 2]] * len(indices)},
+            "'a' cannot be kept: it holds values of the type list",
         ),
         (
-            lambda indices: {"a": ["x", 1, None, True][: len(indices)] * max(1, len(indices) // 4)},
-            r"Odd.columns\(indices\): the column 'a' holds values of several types: bool, int, str. Expec",
+            lambda indices: {"a": [object()] * len(indices)},
+            "'a' cannot be kept: it holds values of the type object",
         ),
-        (lambda indices: {"a": ([2**53 + 1, None] * len(indices))[: len(indices)]}, "beyond 2.* Give texts"),
         (lambda indices: {"a" if 0 in indices else "b": [1.0] * len(indices)}, "gives no 'a' for samples 64"),
     ],
 )
@@ -193,6 +189,7 @@ def test_a_gap_in_a_later_batch(tmp_path: Path) -> None:
                 "mixed": [at + 0.5 if at == 50 else at for at in indices],
                 "flag": [None if at == 50 else at % 2 == 0 for at in indices],
                 "text": [None if at > 30 else "x" for at in indices],
+                "any": [at if at % 2 else np.float32(at) if at > 40 else "x" for at in indices],
             }
 
     task = TinyTask(70)
@@ -201,7 +198,8 @@ def test_a_gap_in_a_later_batch(tmp_path: Path) -> None:
     found = rows(tmp_path / "out")
     assert found["whole"][49] == 49.0 and math.isnan(found["whole"][50])
     assert found["mixed"][49:51] == [49.0, 50.5] and found["text"][30:32] == ["x", ""]
-    assert found["flag"][:2] == [1.0, 0.0] and math.isnan(found["flag"][50])
+    assert [found["flag"][at] for at in (48, 49, 50)] == ["True", "False", ""]
+    assert [found["any"][at] for at in (40, 41, 42)] == ["x", "41", "42.0"]
 
 
 def test_a_changed_value_is_another_job(tmp_path: Path) -> None:
@@ -330,15 +328,7 @@ def test_groups_of_each_kind_of_column() -> None:
     large = [2**53 + 1, 2**53, 10**15 + 1, 10**15]
     assert labels(np.array(large)) == [(str(value), 1) for value in sorted(large)]
     assert labels(np.arange(13) + 2**53)[0] == ("<9007199254740995", 3)
-    # Texts that look like the names of other groups, and digits that nobody needs.
-    texts = ["", None, "(empty)", "(missing)", '"(empty)"']
-    assert {label for label, _ in labels(texts)} == {
-        "(empty)",
-        "(missing)",
-        '"(empty)"',
-        '"(missing)"',
-        '""(empty)""',
-    }
+    # Digits that nobody needs.
     assert [label for label, _ in labels(ages / 7)] == [
         "<3.57143",
         "3.57143 to <7.14286",
@@ -365,11 +355,6 @@ def test_bins_cut_a_cross() -> None:
     assert groups_of("sex*grade", keys, (1,)).labels == ["f * <1", "f * 1 or more", "m * <1", "m * 1 or more"]
     keys = {"a": grades, "b": grades}
     assert groups_of("a*b", keys, (1,)).labels == ["<1 * <1", "1 or more * 1 or more"]
-
-
-def test_a_cross_has_no_two_groups_of_one_name() -> None:
-    found = groups_of("a*b", {"a": ["x * y", "x"], "b": ["z", "y * z"]})
-    assert sorted(found.labels) == ['"x * y" * z', 'x * "y * z"']
 
 
 def test_rows_that_a_table_lacks() -> None:
@@ -462,10 +447,10 @@ def test_clusters_inside_of_groups(tmp_path: Path) -> None:
 
 def test_bins_that_cut_nothing_cost_no_run() -> None:
     result = evaluate(ScannedTask(), None, batch_size=32, by=("scanner*is_female",), bins=(40, 60.5))
-    assert len(result.slices["scanner*is_female"]) == 6
+    assert result.slices == {} and "top1" in result.metrics
     assert result.warnings[-1] == (
-        "--bins 40,60.5 cuts columns of numbers, and none is named: scanner holds texts, is_female holds "
-        "true and false. Leave --bins out."
+        "no slices: --bins 40,60.5 cuts columns of numbers, and none is named: scanner holds texts, "
+        "is_female holds true and false. Leave --bins out."
     )
 
 

@@ -1,8 +1,8 @@
-"""What ranks send after the loop: which samples failed, and journal files that rank 0 does not see."""
+"""What ranks send after the loop: journal files that rank 0 does not see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,6 @@ if TYPE_CHECKING:
 # Bytes that rank 0 takes at a time of files that it does not see, from all ranks together.
 _PIECES_BYTES = 16 << 20
 _LEAST_PIECE_BYTES = 64 << 10
-
-
-def gather_failures(backend: Backend, own: Sequence[int]) -> list[int]:
-    """The indices of all ranks' failed samples, in order, on every rank: eight bytes each, without a text."""
-    return torch.cat(backend.all_gather(torch.tensor(own, dtype=torch.int64))).sort().values.tolist()
-
-
-def errors_of(failures: Iterable[tuple[int, str]], failed: Sequence[int]) -> list[tuple[int, str]]:
-    """Index and error of each failed sample, in order."""
-    errors = dict(failures)
-    return [(index, errors.get(index, "")) for index in failed]
 
 
 def collect_files(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dualeval.engine.end.process import try_for
-from dualeval.engine.folder.collecting import collect_files
-from dualeval.engine.folder.journal import JournalFile, read_again, read_journal_file
+from dualeval.engine.folder.journal import JournalFile, read_journal_file
 from dualeval.engine.folder.layout import (
     STACKS,
     check_file_names,
@@ -23,16 +22,13 @@ from dualeval.engine.folder.layout import (
     fingerprint_there,
     journal_of,
     own_journal,
-    prefix_of,
     probe_of,
-    stack_of,
     writable,
 )
-from dualeval.engine.folder.lease import KeptLease, Lease, gone
+from dualeval.engine.folder.lease import Lease, gone
 from dualeval.engine.folder.opening import (
     PreviousRun,
     begins_anew,
-    finished_result,
     named_launch,
     own_process,
     read_previous,
@@ -40,16 +36,11 @@ from dualeval.engine.folder.opening import (
     remove_leftovers,
     remove_own_journals,
 )
-from dualeval.engine.folder.predictions import write_json_file, write_predictions
 from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of, text_of
-from dualeval.result import JOB, PREDICTIONS, RESULT, Result, Status, checksum_of, read_status
+from dualeval.result import JOB, RESULT, Result, Status, read_status
 from dualeval.whole_files import write_text
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
-    from dualeval.tasks import Dataset, Task
 
 # A file system that hangs holds up nobody's end for longer.
 _CLOSE_WITHIN_S = 3.0
@@ -66,7 +57,7 @@ class RunFolder:
         self._rank = rank
         self._launch: str | None = None
         self._fingerprint: str | None = None  # None until the folder says whose it is
-        self._lease: KeptLease | None = None
+        self._lease: Lease | None = None
         self._closing = threading.Event()
         # What this process has written of an end that is under way.
         self._provisional: Status | None = None
@@ -109,14 +100,13 @@ class RunFolder:
                 journal_of(path).mkdir(exist_ok=True)
                 _write_probe(journal_of(path), token)
                 folder = cls(path, token, rank=0)
-            folder._launch = named_launch(facts["launches"])
-            folder._lease = None if held is None else KeptLease(held, folder._is_own)
+            folder._lease, folder._launch = held, named_launch(facts["launches"])
             return folder, folder._begin(plan, facts, fresh, mix_machines, step)
         except BaseException:
             if folder is not None:
                 folder.close()
             elif held is not None:
-                held.release()
+                held.close()
             if is_new:
                 remove_if_empty(journal_of(path))
                 remove_if_empty(path)
@@ -139,15 +129,14 @@ class RunFolder:
         if self._lease is not None:
             with writable(self.path):
                 remove_leftovers(self.path, self.token)
-        previous = read_previous(self.path, plan, facts, mix_machines, step)
-        previous = replace(previous, stale=tuple(file for file in previous.stale if file != self._probe))
+        previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
         with writable(self.path):
             if previous.finished is None:
                 named = {name: facts[name] for name in _IN_JOB}
                 write_text(self.path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
                 self._status("running").write(self.path)
             else:
-                self._finish(previous)
+                self.finish(previous)
         self._fingerprint = facts["fingerprint"]
         return previous
 
@@ -200,11 +189,11 @@ class RunFolder:
     @property
     def stacks(self) -> Path:
         """Where this rank writes its stacks, should it hang."""
-        return stack_of(self.path, self._rank)
+        return self.path / STACKS / f"rank-{self._rank:05d}.txt"
 
     def prefix(self, rank: int) -> str:
         """The start of the names of a rank's journal files."""
-        return prefix_of(self.token, rank)
+        return f"{self.token}-{rank:05d}"
 
     def _status(self, state: str, **said: Any) -> Status:
         return Status(state=state, launch_id=self._launch, run=self.token, process=own_process(), **said)
@@ -239,105 +228,50 @@ class RunFolder:
                     status.write(self.path)
                     self._provisional = status if provisional else None
 
-    def collect(
-        self,
-        backend: Backend,
-        written: Sequence[Path],
-        reports: Sequence[dict[str, Any]],
-        step: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Bring the journal files of ranks that do not share the folder to rank 0.
-
-        A collective where any rank does not share; nothing otherwise.
-        """
-        apart = [rank for rank, report in enumerate(reports) if not report["shared"]]
-        if apart:
-            collect_files(self.journal, backend, [] if self.shared else written, apart, self.prefix, step)
-
     def merged_files(
-        self,
-        previous: PreviousRun,
-        reports: Sequence[dict[str, Any]],
-        fingerprint: str,
-        step: Callable[[], None] = lambda: None,
+        self, previous: PreviousRun, counts: Sequence[int], step: Callable[[], None] = lambda: None
     ) -> list[JournalFile]:
-        """Check all journal files that the result is made of, those of earlier runs once more."""
+        """Check the journal files of the result: ``counts`` of each rank's, and earlier runs' once more."""
+        # By name: a list of the folder may be seconds old where it is on NFS.
+        names = [
+            file_name(self.prefix(rank), number)
+            for rank, count in enumerate(counts)
+            for number in range(count)
+        ]
         files = []
         try:
             for file in previous.chunks.files:
-                files.append(read_again(file))
+                files.append(read_journal_file(file.path))
+                if files[-1].checksum != file.checksum:
+                    raise DualevalError(f"{file.path} is another file than at the start of the run")
                 step()
-            for path in self._own_files(reports):
-                files.append(read_journal_file(path))
+            for name in names:
+                files.append(read_journal_file(self.journal / name))
                 step()
         except DualevalError as error:
             raise DualevalError(
                 f"{error}. Type the same command again: only the chunks of that file are evaluated again."
             ) from error
-        except OSError:
-            # Without a lease a second run of this job may have come first, and removed what it had merged.
-            if finished_result(self.path, fingerprint) is None:
-                raise
-            return []
         return files
 
-    def write(
-        self,
-        result: Result,
-        plan: EvalPlan,
-        task: Task,
-        dataset: Dataset,
-        kept: Sequence[str],
-        of_data: Collection[str],
-        previous: PreviousRun,
-        files: Sequence[JournalFile],
-        digests: Callable[[Path, str], dict[str, str]],
-        step: Callable[[], None] = lambda: None,
-    ) -> Result:
-        """Write predictions.parquet, result.json and, last, status.json; then the journal has served."""
-        self._check_lease()
-        try:
-            if files:
-                write_predictions(self.path / PREDICTIONS, files, plan, task, dataset, kept, of_data, step)
-                for name, column in task.exports.items():
-                    write_json_file(self.path / name, files, plan, task, dataset, kept, column, step)
-                names = (PREDICTIONS, *task.exports)
-                result = replace(
-                    result,
-                    files={name: checksum_of(self.path / name, step) for name in names},
-                    metric_digests=digests(self.path / PREDICTIONS, result.fingerprint),
-                )
-                # That took minutes, perhaps, and this process may have been stopped meanwhile.
-                self._check_lease()
-                write_text(self.path / RESULT, result.to_json())
-        except OSError:
-            # As in merged_files, a moment later.
-            if finished_result(self.path, result.fingerprint) is None:
-                raise
-        self._finish(previous, [file.path for file in files])
-        return result
-
-    def _check_lease(self) -> None:
+    def check(self) -> None:
+        """Check that the folder is still there, and this run's."""
         reason = None if self._lease is None else self._lease.renew()
         if reason is None and not self._is_own():
             reason = gone(self.path)
         if reason is not None:
             raise DualevalError(reason)
 
-    def _finish(self, previous: PreviousRun, files: Sequence[Path] = ()) -> None:
+    def write(self, result: Result) -> None:
+        """Write result.json, when all that lies beside it is there."""
+        write_text(self.path / RESULT, result.to_json())
+
+    def finish(self, previous: PreviousRun, files: Sequence[Path] = ()) -> None:
         """Say that the result is there, and remove what has served to make it."""
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
-        for file in (*files, *previous.stale, *(file.path for file in previous.chunks.files)):
+        for file in (*files, *previous.stale):
             file.unlink(missing_ok=True)
-
-    def _own_files(self, reports: Sequence[dict[str, Any]]) -> list[Path]:
-        # By name: a list of the folder may be seconds old where it is on NFS.
-        return [
-            self.journal / file_name(self.prefix(rank), number)
-            for rank, report in enumerate(reports)
-            for number in range(report["files"])
-        ]
 
     def close(self, limit_s: float = _CLOSE_WITHIN_S) -> None:
         """Remove what shows that this run is at work; a second call does nothing."""

@@ -239,11 +239,3 @@ def _reason_to_leave_out(
     if len(again):
         return f"{file.path} holds chunk {again[0]}, which another file holds already"
     return None
-
-
-def read_again(file: JournalFile) -> JournalFile:
-    """Check a file once more, from its first to its last byte."""
-    again = read_journal_file(file.path)
-    if again.checksum != file.checksum:
-        raise DualevalError(f"{file.path} is another file than at the start of the run")
-    return again

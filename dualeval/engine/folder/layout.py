@@ -21,11 +21,9 @@ _TOKEN = "[0-9a-f]{8}"
 # What a task may call a file of its own.
 _TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
 # What this program calls the files in its journal; any other file there is somebody else's.
-_JOURNAL_FILE = re.compile(
-    rf"(?P<token>{_TOKEN})(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(?P<partial>\.partial)?|(?P<probe>\.run))"
-)
+_JOURNAL_FILE = re.compile(rf"{_TOKEN}(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|\.run)")
 # A rank that does not see rank 0's folder has a journal of its own.
-_OWN_JOURNAL = re.compile(rf"{JOURNAL}-[0-9]+-(?P<token>{_TOKEN})")
+_OWN_JOURNAL = re.compile(rf"{JOURNAL}-[0-9]+-{_TOKEN}")
 
 
 def journal_of(path: Path) -> Path:
@@ -42,16 +40,6 @@ def own_journal(path: Path, rank: int, token: str) -> Path:
 def probe_of(journal: Path, token: str) -> Path:
     """The file that shows other ranks that they see this journal, and other runs which process writes it."""
     return journal / f"{token}.run"
-
-
-def stack_of(path: Path, rank: int) -> Path:
-    """Where a rank writes its stacks, should it hang."""
-    return path / STACKS / f"rank-{rank:05d}.txt"
-
-
-def prefix_of(token: str, rank: int) -> str:
-    """The start of the names of a rank's journal files."""
-    return f"{token}-{rank:05d}"
 
 
 def file_name(prefix: str, number: int) -> str:
@@ -114,10 +102,11 @@ def files_of_a_run(path: Path) -> list[Path]:
 
 
 def partial_files(path: Path) -> list[Path]:
-    """The files that runs have begun to write, outside of the journal; the lease's among them."""
+    """The files that runs have begun to write; the lease's among them."""
     names = "|".join(map(re.escape, _names(_files_of_its_task(path))))
-    name = re.compile(rf"({names})\.{_TOKEN}\.partial|{re.escape(LEASE)}\.({_TOKEN}|turn)")
-    return sorted(file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file())
+    name = re.compile(rf"({names})\.{_TOKEN}\.partial|{re.escape(LEASE)}\.{_TOKEN}")
+    found = [file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file()]
+    return sorted([*found, *(file for file in journal_files(journal_of(path)) if file.suffix == ".partial")])
 
 
 def own_journals(path: Path) -> list[Path]:
@@ -128,13 +117,6 @@ def own_journals(path: Path) -> list[Path]:
 def journal_files(journal: Path) -> list[Path]:
     """The files of a journal that are this program's, whole and partial ones and probes."""
     return sorted(file for file in journal.glob("*") if _JOURNAL_FILE.fullmatch(file.name) and file.is_file())
-
-
-def token_of(path: Path) -> str:
-    """Whose a file of ``journal_files`` or a folder of ``own_journals`` is."""
-    matched = _JOURNAL_FILE.fullmatch(path.name) or _OWN_JOURNAL.fullmatch(path.name)
-    assert matched is not None, path
-    return matched["token"]
 
 
 def is_whole(file: Path) -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import errno
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from dualeval.engine.differences import differences, layout_hint, listing, struc
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
     LEASE,
-    files_of_a_run,
     fingerprint_there,
     is_whole,
     journal_files,
@@ -26,7 +23,6 @@ from dualeval.engine.folder.layout import (
     own_journals,
     partial_files,
     probe_of,
-    token_of,
 )
 from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
@@ -61,8 +57,6 @@ class PreviousRun:
     chunks: FinishedChunks
     # The result, where an earlier run came to its end.
     finished: Result | None = None
-    # Its metrics_digest and bits, where a file beside it is damaged, and all is evaluated again.
-    replaced: tuple[str, str | None] | None = None
     # Files that killed runs have left, to be removed at the end.
     stale: tuple[Path, ...] = ()
     # Sentences for people.
@@ -73,14 +67,14 @@ class PreviousRun:
         remaining = np.zeros(plan.num_chunks, np.bool_)
         remaining[list(self.chunks.remaining)] = True
         return {
-            "remaining": base64.b64encode(zlib.compress(np.packbits(remaining).tobytes())).decode("ascii"),
+            "remaining": base64.b64encode(np.packbits(remaining).tobytes()).decode("ascii"),
             "finished": None if self.finished is None else json.loads(self.finished.to_json()),
         }
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], plan: EvalPlan) -> PreviousRun:
         """What ``to_message`` made plain, less the files, which are rank 0's."""
-        bits = np.frombuffer(zlib.decompress(base64.b64decode(message["remaining"])), np.uint8)
+        bits = np.frombuffer(base64.b64decode(message["remaining"]), np.uint8)
         remaining = np.flatnonzero(np.unpackbits(bits, count=plan.num_chunks)).tolist()
         finished = message["finished"]
         return cls(
@@ -134,57 +128,48 @@ def read_previous(
     facts: Mapping[str, Any],
     mix_machines: bool,
     step: Callable[[], None],
+    *,
+    kept: Path,
 ) -> PreviousRun:
-    """Find out what a folder holds, and whether this job may go on there; rank 0 calls it."""
+    """Find out what a folder holds beside the file ``kept``, and whether this job may go on there."""
     notes = []
     try:
         _check_same_job(path, facts)
+    except UsageError:
+        raise
     except DualevalError as error:
-        if isinstance(error, UsageError):
-            raise
         notes.append(f"{error}; it is written again")
     status = read_status(path)
-    finished = replaced = None
+    finished = None
     try:
         finished = finished_result(path, facts["fingerprint"])
         if finished is not None:
             _check_files(path, finished, step)
         elif status is not None and status.state == "done":
             notes.append(f"{path / RESULT} is missing; all samples are evaluated again")
+    except UsageError:
+        raise
     except DualevalError as error:
-        if finished is not None and finished.homogeneous:
-            replaced = (finished.metrics_digest, finished.device.get("bits"))
         finished = None
         notes.append(f"{error}; all samples are evaluated again")
     journal = journal_of(path)
     chunks = read_journal(journal, plan, facts["fingerprint"], step)
-    stale = tuple(file for file in journal_files(journal) if file not in chunks.foreign)
+    stale = tuple(file for file in journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
     parts = [file.machine for file in chunks.files] if finished is None else finished.machines
     check_kinds_of_parts(path, parts, facts["machine"], mix=mix_machines)
-    return PreviousRun(chunks=chunks, finished=finished, replaced=replaced, stale=stale, notes=tuple(notes))
+    return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 
 def remove_leftovers(path: Path, token: str) -> None:
-    """Remove what killed runs have left half done; for who holds the folder's lease.
+    """Remove what killed runs have left half written; for who holds the folder's lease.
 
-    Nothing goes that belongs to a process which is known to run. Partial files go where nobody has written
-    into them for a while: ranks on other hosts may outlive rank 0, whose process the probe names.
+    Only where nobody has written into it for a while: ranks on other hosts may outlive rank 0.
     """
-    journal = journal_of(path)
     # The disk's clock, which may be another host's.
     now = (path / LEASE).stat().st_mtime
     for file in partial_files(path):
         if now - _changed(file) > TAKE_OVER_AFTER_S:
-            file.unlink(missing_ok=True)
-    for file in journal_files(journal):
-        if is_whole(file) or token_of(file) == token:
-            continue
-        probe = probe_of(journal, token_of(file))
-        process, is_idle = _process_of(probe), now - _changed(file) > TAKE_OVER_AFTER_S
-        is_known = process is not None and process.is_here
-        has_ended = process is not None and process.has_ended
-        if (is_idle and not is_known) or (has_ended and (is_idle or file == probe)):
             file.unlink(missing_ok=True)
     remove_own_journals(path, token, now)
 
@@ -192,11 +177,12 @@ def remove_leftovers(path: Path, token: str) -> None:
 def remove_own_journals(path: Path, token: str, now: float) -> None:
     """Remove the journals that killed ranks without a shared folder have left on this disk."""
     for folder in own_journals(path):
-        if token_of(folder) == token:
+        own = folder.name.rpartition("-")[2]
+        if own == token:
             continue
         files = journal_files(folder)
         idle_s = now - max(_changed(entry) for entry in (folder, *files))
-        process = _process_of(probe_of(folder, token_of(folder)))
+        process = _process_of(probe_of(folder, own))
         is_known = process is not None and process.is_here
         if (process is not None and process.has_ended) or (not is_known and idle_s > _OWN_JOURNAL_KEPT_S):
             for file in files:
@@ -231,21 +217,19 @@ def remove_if_empty(folder: Path) -> None:
 
 def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     """Check that a folder holds no run, or one of this job."""
+    old = [name for name in (RESULT, PREDICTIONS, STATUS) if (path / name).exists()]
     try:
-        there = json.loads((path / JOB).read_text("utf-8"))
-        kept = {"job": there["job"]}
+        kept = {"job": json.loads((path / JOB).read_text("utf-8"))["job"]}
     except FileNotFoundError:
         if (path / MODELS).exists():
             raise UsageError(
                 f"{path} holds a run of several models ({MODELS}). Give another --out; the result of each of "
                 "them is in its own folder there."
             ) from None
-        old = [file for file in files_of_a_run(path) if file.name != JOB]
-        if any(file.name in (RESULT, STATUS, PREDICTIONS) for file in old) and not _is_only_a_failure(
-            path, old
-        ):
+        # A run writes how it has failed also where its folder was emptied.
+        if old and (old != [STATUS] or read_status(path) is None):
             raise UsageError(
-                f"{path} holds an earlier run ({old[0].name}), but no {JOB} that says of which job. Give "
+                f"{path} holds an earlier run ({old[0]}), but no {JOB} that says of which job. Give "
                 "another --out, or --fresh to remove that run and start over."
             ) from None
         foreign = [name for name in facts["files"] if (path / name).exists()]
@@ -256,18 +240,9 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             ) from None
         return
     except (ValueError, KeyError, TypeError) as error:
-        work = [*filter(is_whole, journal_files(journal_of(path))), path / RESULT, path / PREDICTIONS]
-        if not any(file.exists() for file in work):
+        if not old and not any(map(is_whole, journal_files(journal_of(path)))):
             raise UsageError(
                 f"{path / JOB} is not a run's: it would be overwritten. Give another --out."
-            ) from error
-        finished = None
-        with suppress(DualevalError, FileNotFoundError):
-            finished = read_result(path / RESULT).fingerprint
-        if finished not in (None, facts["fingerprint"]):
-            raise UsageError(
-                f"{path} holds the result of another job, and its {JOB} is damaged. Give another --out, or "
-                "--fresh to remove that job's files and start over."
             ) from error
         raise DualevalError(f"{path / JOB} is damaged ({type(error).__name__}: {error})") from error
     # As JSON has them: a tuple comes back as a list.
@@ -279,13 +254,6 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
             f"and start over.{layout_hint(differing)}{structure_hint(differing)}"
         )
-
-
-def _is_only_a_failure(path: Path, files: Sequence[Path]) -> bool:
-    """Whether a run has left nothing but the status that it failed, as where its folder was emptied."""
-    status = read_status(path)
-    left = [file for file in files if file.parent != journal_of(path) or is_whole(file)]
-    return left == [path / STATUS] and status is not None and status.state == "failed"
 
 
 def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
@@ -313,4 +281,9 @@ def finished_result(path: Path, fingerprint: str) -> Result | None:
         result = read_result(path / RESULT)
     except FileNotFoundError:
         return None
-    return result if result.fingerprint == fingerprint else None
+    if result.fingerprint != fingerprint:
+        raise UsageError(
+            f"{path} holds the result of another job. Give another --out, or --fresh to remove that job's "
+            "files and start over."
+        )
+    return result
