@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualeval.engine.identity.attributes import ignored_by, is_incidental, reading
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.identity.plain import has_path, is_device, short_hex
+from dualeval.engine.identity.plain import has_path, is_device, name_of, short_hex
 from dualeval.engine.identity.source import has_source, is_own, names_in
 from dualeval.engine.sharding.detect import class_of
 
@@ -47,7 +47,7 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
         ordered = sorted(pairs, key=itemgetter(0))
         read = reading().value
         kept = {name: read(name, value) for name, value in ordered if not _is_left_out(name, left_out)}
-        name = f"{item.__module__}.{item.__qualname__}"
+        name = name_of(item).decode()
         while kept and name in found:  # classes that one function has made, or lambdas of one place
             name += "'"
         if kept:
