@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
+import PIL
+import PIL.Image
 import pytest
-import yaml
 
 from dualeval import own_code
 from dualeval.engine.identity import source
@@ -339,7 +340,7 @@ def test_installed_is_what_a_distribution_owns(
 
 
 def test_what_is_installed_here() -> None:
-    for module, name in ((json, "python"), (numpy, "numpy-"), (yaml, "pyyaml-"), (own_code, None)):
+    for module, name in ((json, "python"), (numpy, "numpy-"), (PIL, "pillow-"), (own_code, None)):
         library = own_code.library_of(Path(str(module.__file__)))
         assert library is None if name is None else str(library).lower().startswith(name)
 
@@ -355,9 +356,9 @@ def test_all_files_of_dualeval_that_count_are_there() -> None:
 
 def test_a_library_counts_with_its_version() -> None:
     hasher = Hasher()
-    hasher.digest(yaml.SafeLoader)
+    hasher.digest(PIL.Image.Image)
     libraries = source.source_fingerprints(hasher.met, {})["libraries"]
-    assert libraries["pyyaml"].startswith(f"{yaml.__version__} ")
+    assert libraries["pillow"].startswith(f"{PIL.__version__} ")
 
 
 def test_a_folder_of_another_version_of_dualeval_says_so(

@@ -64,7 +64,11 @@ def job_identity(
     """What of a job follows from task, data set and model."""
     hasher = model.hasher
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
-    named = [*task.sources(), *_functions(measures)]
+    # What else than their classes has source that decides, as task and metrics say it.
+    named = [
+        *task.sources(),
+        *(item for each in measures if hasattr(each, "sources") for item in each.sources()),
+    ]
     objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules, *measures]
     return {
         "task": task.name,
@@ -129,11 +133,6 @@ def _holds_values(value: Any) -> bool:
     if is_dataclass(value) and not isinstance(value, type):
         return all(_holds_values(getattr(value, field.name, None)) for field in fields(value))
     return value is None or (isinstance(value, _VALUES) and not isinstance(value, (np.memmap, nn.Module)))
-
-
-def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:
-    """What else than their classes has source that decides what metrics give, as they say it."""
-    return [item for metric in metrics if hasattr(metric, "sources") for item in metric.sources()]
 
 
 def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:

@@ -92,7 +92,6 @@ class Hasher:
         self._known = {id(value): name for name, value in reversed(self._objects.items())}
         # Those of both readings.
         self._done: tuple[dict[int, tuple[Any, bytes]], dict[int, tuple[Any, bytes]]] = ({}, {})
-        self._contents: dict[int, tuple[Any, bytes]] = {}
         # While one value is hashed: gives the digests of those that it holds.
         self._asked: Callable[[Any], bytes] | None = None
 
@@ -149,20 +148,11 @@ class Hasher:
         for kinds, rule in self._rules:
             if issubclass(own, kinds):
                 exact = own in _EXACT or issubclass(own, type)
-                return (
-                    rule(self, value) if exact else self._with_attributes(value, self._content(value, rule))
-                )
+                content = rule(self, value)
+                return content if exact else self._with_attributes(value, content)
         if issubclass(own, BY_TYPE_ALONE):
             return sha256_of("type", name_of(own))
         return self._with_attributes(value, b"")
-
-    def _content(self, value: Any, rule: Callable[[Any, Any], bytes]) -> bytes:
-        """The digest that a rule gives; a large array is hashed once, also where it is part of a cycle."""
-        if not issubclass(type(value), np.ndarray) or value.dtype.hasobject:
-            return rule(self, value)
-        if id(value) not in self._contents:
-            self._contents[id(value)] = (value, rule(self, value))
-        return self._contents[id(value)][1]
 
     # -- what holds other values -----------------------------------------------------------------------
 

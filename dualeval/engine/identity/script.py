@@ -47,7 +47,7 @@ def used_of_script(text: str, used: Iterable[str], *, is_main: bool) -> tuple[st
 
 def _is_needed(statement: ast.stmt, names: set[str], own: set[str]) -> bool:
     bound = {*_bound(statement)}
-    if bound & {*names, "*"} or getattr(statement, "decorator_list", ()):
+    if bound & {*names, "*"} or _decorators(statement):
         return True
     if isinstance(statement, ast.ClassDef):
         return bool(names & own & {name for base in statement.bases for name in _names(base)})
@@ -92,7 +92,11 @@ def _written_into(statement: ast.stmt) -> Iterator[str]:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    return min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", ()))])
+    return min([statement.lineno, *(each.lineno for each in _decorators(statement))])
+
+
+def _decorators(statement: ast.stmt) -> list[ast.expr]:
+    return statement.decorator_list if isinstance(statement, _DEFINITIONS) else []
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

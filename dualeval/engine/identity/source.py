@@ -7,7 +7,7 @@ import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -30,7 +30,7 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _COMPILED = (*EXTENSION_SUFFIXES, ".pyc")
-_EVERYTHING = "*"  # as a name that is used of a module
+_EVERYTHING = frozenset("*")  # as the names that are used of a module
 
 
 class _Source:
@@ -133,7 +133,7 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def source_fingerprints(
-    used: Mapping[str, Container[str]], code: Mapping[str, list[bytes]]
+    used: Mapping[str, Set[str]], code: Mapping[str, list[bytes]]
 ) -> dict[str, dict[str, str]]:
     """Hashes of the user's modules of which some names are used, and of libraries; with more code of each."""
     parts = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
@@ -182,7 +182,7 @@ def _own_digest() -> bytes:
     )
 
 
-def _reached(used: Mapping[str, Container[str]]) -> dict[str, str]:
+def _reached(used: Mapping[str, Set[str]]) -> dict[str, str]:
     """What counts of the text of the user's modules: of those that are used, and all that these reach.
 
     That are those that they import, at the start or in a function, and those that define what their globals
@@ -194,10 +194,10 @@ def _reached(used: Mapping[str, Container[str]]) -> dict[str, str]:
     while waiting:
         name, names = waiting.pop()
         text = _source(name).text if _is_own_module(name) else None
-        if text is None or name in whole or (name in texts and _EVERYTHING not in names):
+        if text is None or name in whole or (name in texts and not names >= _EVERYTHING):
             continue
         part = None
-        if _EVERYTHING not in names:
+        if not names >= _EVERYTHING:
             part = used_of_script(text, names, is_main=name == "__main__")
         texts[name], read = part or (text, _EVERYTHING)
         whole |= set() if part else {name}
