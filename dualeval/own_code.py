@@ -1,6 +1,6 @@
 """A user's own code: how it is found, and the lines of it that an error came through, for a traceback.
 
-Own code is what lies neither in this package nor among installed packages and the standard library.
+Own code is what belongs neither to this package nor to an installed distribution or the standard library.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import site
+import re
 import sys
 import sysconfig
 import traceback
@@ -29,6 +29,7 @@ _NAME = __name__.split(".")[0]
 _TYPED = ("<string>", "<stdin>", "<ipython-input", "<python-input")
 _CYTHON = (".pyx", ".pxi")
 _ATTRIBUTE = "_dualeval_own_code"
+_PYTHON = "python"
 
 
 def importable(folder: Path) -> None:
@@ -172,16 +173,39 @@ def _is_own(frame: FrameType) -> bool:
         return filename.startswith(_TYPED) and module.split(".")[0] != _NAME
     if filename.endswith(_CYTHON) and not Path(filename).exists():
         return False  # of a library: Cython names its sources by a path inside of their package
-    path = str(Path(filename).absolute())
-    if path.startswith(_PACKAGE) or f"{os.sep}site-packages{os.sep}" in path:
-        return False
-    return not path.startswith(_libraries())
+    path = Path(filename).absolute()
+    return not str(path).startswith(_PACKAGE) and library_of(path) is None
 
 
 @cache
-def _libraries() -> tuple[str, ...]:
-    """The folders of the standard library and of installed packages."""
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*site.getsitepackages(), str(Path(os.__file__).absolute().parent)]
-    return tuple({folder.rstrip(os.sep) + os.sep for folder in folders})
+def library_of(file: Path) -> str | None:
+    """The installed distribution that owns a file, as NAME-VERSION; "python"; None for the user's own.
+
+    Not by where it lies: a checkout may be on the path, a distribution may be installed anywhere (pip's
+    --target, conda, Spack), and the user's own file may lie among the installed ones.
+    """
+    on_path = {*map(Path, map(os.path.abspath, sys.path))}
+    for folder in on_path.intersection(file.parents):
+        owner = _owner(folder, file.relative_to(folder).parts[0].partition(".")[0])
+        if owner is not None:
+            return owner
+    for folder in {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}:
+        if file.is_relative_to(folder):
+            first = file.relative_to(folder).parts[0].partition(".")[0]
+            return _PYTHON if first in sys.stdlib_module_names else None
+    return None
+
+
+@cache
+def _owner(folder: Path, name: str) -> str | None:
+    """Which distribution in a folder has installed a top-level module or package, if any has."""
+    found = sorted([*folder.glob("*-*.dist-info"), *folder.glob("*-*.egg-info")])
+    # Most often it has the module's name; an editable install has no version in the name of its .egg-info.
+    found.sort(key=lambda path: path.name.partition("-")[0].lower() != name.lower())
+    installed = re.compile(rf"^{re.escape(name)}(?:[./]|$)", re.MULTILINE)
+    for path in found:
+        # Debian's have no RECORD.
+        listed = next((path / file for file in ("RECORD", "top_level.txt") if (path / file).is_file()), None)
+        if listed is not None and installed.search(listed.read_text("utf-8", "replace")):
+            return path.stem
+    return None

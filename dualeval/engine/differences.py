@@ -67,8 +67,12 @@ def layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
 
 
 def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on a difference in the model's structure or a class's constants; else empty."""
+    """A sentence on another dualeval, or a difference in the structure or a class's constants; else empty."""
     names = [name.removeprefix("job.") for name, _, _ in found]
+    if "source.dualeval" in names:
+        return (
+            " (source.dualeval is a hash of dualeval's own files: the other one has another version of it.)"
+        )
     if not any(name.startswith(("structure.", *_NAMED)) for name in names):
         return ""
     return (

@@ -130,6 +130,6 @@ def test_a_patched_library_is_another_kind(begun: Path, monkeypatch: pytest.Monk
         return {**real(*args), "libraries": {"torch": "0123"}}
 
     monkeypatch.setattr(agreement, "job_identity", patched)
-    with pytest.raises(UsageError, match=r"libraries\.torch: [0-9a-f]+ there, 0123 now"):
+    with pytest.raises(UsageError, match=r"libraries\.torch: \S+ [0-9a-f]{16} there, 0123 now"):
         go_on(begun)
     assert not go_on(begun, mix_machines=True).homogeneous

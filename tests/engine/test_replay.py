@@ -389,9 +389,11 @@ class Net(nn.Module):
 
 
 def test_a_changed_helper_is_noticed_from_the_command_line(launch: Launch, tmp_path: Path) -> None:
-    """Source and weights are the same: what the model imports is in no identity, and in every number."""
+    """By its source; what it reads from a file is in no identity, and in every number."""
     (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "helper.py").write_text("def scale(logits):\n    return 2.0 * logits\n")
+    helper = "def scale(logits):\n    return float(open('factor').read()) * logits\n"
+    (tmp_path / "helper.py").write_text(helper)
+    (tmp_path / "factor").write_text("2")
     command = [sys.executable, "-m", "dualeval", "run", "--model", "net:Net", "--weights", "random:0"]
     command += ["--data", str(ASSETS), "--mean", "0.5", "--std", "0.5", "--limit", "640", "--out", "out"]
 
@@ -402,7 +404,11 @@ def test_a_changed_helper_is_noticed_from_the_command_line(launch: Launch, tmp_p
     again = run().ok()
     assert again.stdout.startswith("Finished before at 20")
     assert "; batches of it were evaluated again and have the same bits." in again.stdout.splitlines()[0]
-    (tmp_path / "helper.py").write_text("def scale(logits):\n    return 3.0 * logits\n")
+    (tmp_path / "helper.py").write_text(helper + "# another")
+    changed = run()
+    assert changed.returncode == 2 and "job.source.helper: " in changed.stderr
+    (tmp_path / "helper.py").write_text(helper)
+    (tmp_path / "factor").write_text("3")
     changed = run()
     assert changed.returncode == 2
     assert "sample t10k-" in changed.stderr

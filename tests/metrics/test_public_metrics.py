@@ -289,12 +289,12 @@ def test_the_module_of_a_function_is_part_of_the_job() -> None:
         rows = Rows(function, ["target", "prediction"])
         identity[function] = job_identity(task, task.dataset(), ModelIdentity.of(model), [], [rows], 8)
     without = job_identity(task, task.dataset(), ModelIdentity.of(model), [], [], 8)
-    assert "sklearn" not in without["libraries"]
-    assert "sklearn" in identity[r2_score]["libraries"]
+    assert "scikit_learn" not in without["libraries"]
+    assert "scikit_learn" in identity[r2_score]["libraries"]
     assert __name__ not in without["source"]
     assert __name__ in identity[largest_error]["source"]
     partials = [found for function, found in identity.items() if isinstance(function, functools.partial)]
-    assert all("sklearn" in found["libraries"] for found in partials)
+    assert all("scikit_learn" in found["libraries"] for found in partials)
 
 
 @pytest.mark.parametrize("columns", ["preds=a, target=b) + 1 #", "preds=a) #", "preds=a).x("])

@@ -27,8 +27,8 @@ from dualeval.engine.identity.model import (
     model_fingerprint,
     structure_fingerprint,
 )
-from dualeval.engine.identity.plain import short_hex
-from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
+from dualeval.engine.identity.plain import name_of, short_hex
+from dualeval.engine.identity.source import has_source, source_fingerprints
 from dualeval.engine.sharding.detect import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -64,7 +64,11 @@ def job_identity(
     """What of a job follows from task, data set and model."""
     hasher = model.hasher
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
-    named = [*task.sources(), *_functions(measures)]
+    # What else than their classes has source that decides, as task and metrics say it.
+    named = [
+        *task.sources(),
+        *(item for each in measures if hasattr(each, "sources") for item in each.sources()),
+    ]
     objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules, *measures]
     return {
         "task": task.name,
@@ -91,19 +95,19 @@ def _sources(
     objects: Sequence[object], named: Sequence[Any], hasher: ModelHasher
 ) -> dict[str, dict[str, str]]:
     """Hashes of the source of objects, of what a task names, and of all that the model's structure holds."""
-    code: dict[str, list[bytes]] = defaultdict(list)
+    code = defaultdict[str, list[bytes]](list)
     for kind in {kind: None for item in objects for kind in class_of(item).__mro__}:
+        digest = hasher.digest(kind)  # it notes the module, too
         if not has_source(kind):
-            code[kind.__module__].append(hasher.digest(kind))
+            code[kind.__module__].append(digest)
     for item in named:
-        if not isinstance(item, (ModuleType, FunctionType, type)):
-            # One with values of its own, such as a partial: whoever made its class, they are of the job.
-            code[_OBJECTS].append(hasher.digest(item))
+        digest = hasher.digest(item)
+        if isinstance(item, (FunctionType, type)):
+            code[item.__module__ or "builtins"].append(digest)
         elif not isinstance(item, ModuleType):
-            code[item.__module__ or "builtins"].append(hasher.digest(item))
-    # Whatever the order: a model may hold its modules in another one.
-    joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
-    return source_fingerprints({*modules_of([*objects, *named]), *hasher.modules}, joined)
+            # One with values of its own, such as a partial: whoever made its class, they are of the job.
+            code[_OBJECTS].append(digest)
+    return source_fingerprints(hasher.met, code)
 
 
 def task_attributes(task: Task) -> dict[str, Any]:
@@ -131,11 +135,6 @@ def _holds_values(value: Any) -> bool:
     return value is None or (isinstance(value, _VALUES) and not isinstance(value, (np.memmap, nn.Module)))
 
 
-def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:
-    """What else than their classes has source that decides what metrics give, as they say it."""
-    return [item for metric in metrics if hasattr(metric, "sources") for item in metric.sources()]
-
-
 def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for metric in metrics:
@@ -160,7 +159,7 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     if callable(own):
         return _as_json(own(), f"metric {metric.name!r}")
     hasher = ModelHasher()
-    named = f"{type(metric).__module__}.{type(metric).__qualname__}"
+    named = name_of(type(metric)).decode()
     if isinstance(metric, nn.Module):
         return {"class": named, "state": short_hex(hasher.digest(metric))}
     attributes = sorted(attributes_of(metric).items())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from types import CodeType, FunctionType
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualeval.engine.identity.attributes import ignored_by, is_incidental, reading
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.identity.plain import has_path, is_device, short_hex
+from dualeval.engine.identity.plain import has_path, is_device, name_of, short_hex
 from dualeval.engine.identity.source import has_source, is_own, names_in
 from dualeval.engine.sharding.detect import class_of
 
@@ -35,19 +35,21 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
     and what functions close over, where it is plain, a tensor, an array or a function. A name that the
     methods write to as a global is a counter, and left out.
     """
-    kinds = {kind: None for item in objects for kind in class_of(item).__mro__}
-    items: list[type | FunctionType] = list(kinds)
-    items += [function for function in map(_innermost, functions) if isinstance(function, FunctionType)]
+    items: dict[Any, None] = {kind: None for item in objects for kind in class_of(item).__mro__}
+    items |= dict.fromkeys(filter(_is_function, map(_innermost, functions)))
     found: dict[str, dict[str, Any]] = {}
     for item in items:
         if not is_own(item) or not has_source(item):
             continue
-        pairs = _read_by(item) if isinstance(item, type) else _constants_of([item])
-        left_out = ignored_by(item) if isinstance(item, type) else ()
-        ordered = sorted(pairs, key=itemgetter(0))
-        read = reading().value
-        kept = {name: read(name, value) for name, value in ordered if not _is_left_out(name, left_out)}
-        name = f"{item.__module__}.{item.__qualname__}"
+        is_class = isinstance(item, type)
+        pairs = sorted(_read_by(item) if is_class else _constants_of([item]), key=itemgetter(0))
+        left_out = ignored_by(item) if is_class else set()
+        kept = {
+            name: reading().value(name, value)
+            for name, value in pairs
+            if (own := name.rpartition(".")[2]) not in left_out and not is_incidental(own)
+        }
+        name = name_of(item).decode()
         while kept and name in found:  # classes that one function has made, or lambdas of one place
             name += "'"
         if kept:
@@ -69,15 +71,15 @@ def shown(value: Any, hasher: Hasher) -> Any:
 def _read_by(kind: type) -> Iterator[tuple[str, Any]]:
     body = vars(kind)
     yield from ((name, value) for name, value in body.items() if _is_plain(value) and not _is_pythons(name))
-    functions = {function: None for item in body.values() for function in _functions_of(item)}
-    reached = list(functions)
+    methods = dict.fromkeys(function for item in body.values() for function in _functions_of(item))
+    reached = list(methods)
     for function in reached:  # grows
-        reached += [held for held in _held_by(function).values() if _is_new(held, reached)]
-    for function in reached:
-        place = f"{function.__name__}." if function in functions else f"{function.__qualname__}."
+        place = function.__name__ if function in methods else function.__qualname__
         for name, value in _held_by(function).items():
-            if not isinstance(value, FunctionType):
-                yield f"{place}{name}", value
+            if not _is_function(value):
+                yield f"{place}.{name}", value
+            elif value not in reached:
+                reached.append(value)
     yield from _constants_of(reached)
 
 
@@ -95,11 +97,6 @@ def _innermost(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__func__", function)
-
-
-def _is_left_out(name: str, ignored: Container[str]) -> bool:
-    own = name.rpartition(".")[2]
-    return own in ignored or is_incidental(own)
 
 
 def _functions_of(item: Any) -> list[FunctionType]:
@@ -127,8 +124,8 @@ def _held_by(function: FunctionType) -> dict[str, Any]:
     return {name: value for name, value in held.items() if _is_plain(value) or isinstance(value, kinds)}
 
 
-def _is_new(value: Any, known: list[FunctionType]) -> bool:
-    return isinstance(value, FunctionType) and not any(value is function for function in known)
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType)
 
 
 def _is_plain(value: Any) -> bool:

@@ -19,7 +19,7 @@ import subprocess
 import threading
 import uuid
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -47,8 +47,8 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental, reading
-from dualeval.engine.identity.plain import name_of, plain_digest, sha256_of
-from dualeval.engine.identity.source import has_source, names_in
+from dualeval.engine.identity.plain import module_name, name_of, plain_digest, sha256_of
+from dualeval.engine.identity.source import definition, has_source, is_own, names_in
 from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.engine.identity.walk import Walk
 from dualeval.errors import DualevalError
@@ -85,14 +85,13 @@ class Hasher:
     """Makes digests of values; one hasher for all that belongs together, since it hashes each object once."""
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
-        # Names of the modules of all classes and functions that were met.
-        self.modules: set[str] = set()
+        # The modules of all classes and functions that were met, and the names that are used of each.
+        self.met = defaultdict[str, set[str]](set)
         # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
         self._objects = dict(known or {})
         self._known = {id(value): name for name, value in reversed(self._objects.items())}
         # Those of both readings.
         self._done: tuple[dict[int, tuple[Any, bytes]], dict[int, tuple[Any, bytes]]] = ({}, {})
-        self._contents: dict[int, tuple[Any, bytes]] = {}
         # While one value is hashed: gives the digests of those that it holds.
         self._asked: Callable[[Any], bytes] | None = None
 
@@ -149,20 +148,11 @@ class Hasher:
         for kinds, rule in self._rules:
             if issubclass(own, kinds):
                 exact = own in _EXACT or issubclass(own, type)
-                return (
-                    rule(self, value) if exact else self._with_attributes(value, self._content(value, rule))
-                )
+                content = rule(self, value)
+                return content if exact else self._with_attributes(value, content)
         if issubclass(own, BY_TYPE_ALONE):
             return sha256_of("type", name_of(own))
         return self._with_attributes(value, b"")
-
-    def _content(self, value: Any, rule: Callable[[Any, Any], bytes]) -> bytes:
-        """The digest that a rule gives; a large array is hashed once, also where it is part of a cycle."""
-        if not issubclass(type(value), np.ndarray) or value.dtype.hasobject:
-            return rule(self, value)
-        if id(value) not in self._contents:
-            self._contents[id(value)] = (value, rule(self, value))
-        return self._contents[id(value)][1]
 
     # -- what holds other values -----------------------------------------------------------------------
 
@@ -219,7 +209,9 @@ class Hasher:
     # -- callables and classes -------------------------------------------------------------------------
 
     def _function(self, value: FunctionType) -> bytes:
-        self.modules.add(value.__module__ or "builtins")
+        self._meet(value)
+        if value.__qualname__.startswith("<"):  # a lambda stands under no name
+            self.met[value.__module__ or "builtins"] |= names_in(value.__code__)
         extra = {name: item for name, item in vars(value).items() if name not in _NOT_OF_A_FUNCTION}
         parts = [
             value.__defaults__,
@@ -231,7 +223,11 @@ class Hasher:
             # What it looks up by name stands in no file either.
             names = sorted(names_in(value.__code__) & value.__globals__.keys())
             parts.append({name: value.__globals__[name] for name in names})
-        return sha256_of("function", name_of(value), self.digest(value.__code__), *map(self.digest, parts))
+        text = definition(value)
+        return sha256_of("function", name_of(value), self.digest(text), *map(self.digest, parts))
+
+    def _meet(self, item: type | FunctionType) -> None:
+        self.met[item.__module__ or "builtins"].add(item.__qualname__.partition(".")[0])
 
     def _code(self, value: CodeType) -> bytes:
         counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
@@ -246,9 +242,15 @@ class Hasher:
 
     def _class(self, value: type) -> bytes:
         kinds = value.__mro__
-        self.modules |= {kind.__module__ for kind in kinds}
+        for kind in kinds:
+            self._meet(kind)
         bodies = [self.body(kind) for kind in kinds if not has_source(kind)]
-        return sha256_of("class", name_of(value), *bodies)
+        put_in = [function for kind in kinds for function in _put_into(kind)]
+        return sha256_of("class", name_of(value), *bodies, *map(self.digest, put_in))
+
+    def _module(self, value: ModuleType) -> bytes:
+        self.met[value.__name__].add("*")
+        return sha256_of("module", module_name(value.__name__).encode())
 
     def body(self, kind: type) -> bytes:
         """The digest of what a class defines: its functions' code, and its values."""
@@ -285,7 +287,7 @@ class Hasher:
         ),
         (CodeType, _code),
         (type, _class),
-        (ModuleType, lambda self, value: sha256_of("module", value.__name__.encode())),
+        (ModuleType, _module),
         (property, lambda self, value: self.combined("property", [value.fget, value.fset])),
         (_WRAPPERS, lambda self, value: sha256_of("wrapped", self.digest(value.__wrapped__))),
         (_OPERATORS, lambda self, value: self.combined("operator", value.__reduce__()[1])),
@@ -356,3 +358,12 @@ def _cell_content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # empty
         return None
+
+
+def _put_into(kind: type) -> list[FunctionType]:
+    """The user's functions that a class has now, and that its source does not define as its own."""
+    found = [(name, value) for name, value in sorted(vars(kind).items()) if type(value) is FunctionType]
+    put_in = [value for name, value in found if value.__qualname__ != f"{kind.__qualname__}.{name}"]
+    return [
+        value for value in put_in if "<" not in value.__qualname__ and is_own(value) and has_source(value)
+    ]

@@ -8,8 +8,9 @@ import hashlib
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import EllipsisType
 from typing import Any
 
@@ -45,9 +46,19 @@ def short_hex(digest: bytes) -> str:
     return digest.hex()[:_SHOWN]
 
 
+def module_name(name: str) -> str:
+    """A module's name; of the script that runs, that by which it can be imported."""
+    if name != "__main__":
+        return name
+    space = vars(sys.modules[name])
+    if space.get("__spec__") is not None:  # of python -m
+        return str(space["__spec__"].name)
+    return Path(space["__file__"]).stem if space.get("__file__") else name
+
+
 def name_of(item: Any) -> bytes:
     """The module and the name of a class or a function."""
-    return f"{item.__module__}.{item.__qualname__}".encode()
+    return f"{module_name(str(item.__module__))}.{item.__qualname__}".encode()
 
 
 def plain_digest(value: Any) -> bytes | None:

@@ -1,36 +1,87 @@
-"""The source of what decides a number: files by module, and code objects where there is no file."""
+"""The source of what decides a number: the text of modules, and code objects where there is no file."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import site
+import re
 import sys
-import sysconfig
+import tokenize
 from collections import defaultdict
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from functools import cache, cached_property
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
-from dualeval.engine.identity.plain import short_hex
-from dualeval.engine.sharding.detect import class_of
+from dualeval.engine.identity.plain import module_name, sha256_of, short_hex
+from dualeval.engine.identity.script import used_of_script
+from dualeval.own_code import library_of
 
 _OWN_PACKAGE = __name__.partition(".")[0]
-_PYTHON = "python"
+# Those of it that define what is handed in, or made of it.
+_OWN_FILES = (
+    *("columns.py", "further_columns.py", "data", "metrics", "models", "tasks"),
+    *("engine/parts.py", "engine/samples.py"),
+)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made
+_IMPORT = re.compile(
+    r"(?:^|[;:])[ \t]*(?:from[ \t]*(\.*)[ \t]*([\w.]*)[ \t]+import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
+    r"|import[ \t]+([^\n;#]+))",
+    re.MULTILINE,
+)
+_COMPILED = (*EXTENSION_SUFFIXES, ".pyc")
+_EVERYTHING = frozenset("*")  # as the names that are used of a module
 
 
-def source_file(module: str) -> Path | None:
-    """The file that a module was made of; None for one of a notebook, of ``python -c``, or built in."""
-    found = sys.modules.get(module)
-    try:
-        name = None if found is None else inspect.getsourcefile(found)
-    except TypeError:  # no file at all
-        return None
-    path = None if name is None else Path(name)
-    return path if path is not None and path.is_file() else None
+class _Source:
+    """Where a module comes from, and the text of its file as it was when that was first asked for."""
+
+    def __init__(self, name: str, mark: object, origin: str | None, folders: Iterable[str]) -> None:
+        self.mark = mark  # another one where the module was loaded anew
+        self.folders = [*folders]  # of a package
+        place = None if origin is None else Path(origin).absolute()
+        is_text = place is not None and not place.name.endswith(_COMPILED) and place.is_file()
+        self.file = place if is_text else None
+        if place is not None:
+            self.library = library_of(place)
+        else:
+            is_built_in = name.partition(".")[0] in sys.stdlib_module_names and name != "__main__"
+            self.library = "python" if is_built_in else None
+
+    @cached_property
+    def text(self) -> str | None:
+        return None if self.file is None else self.file.read_text("utf-8", "surrogateescape")
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return (self.text or "").splitlines(keepends=True)
+
+
+_sources: dict[str, _Source] = {}
+
+
+def _source(name: str) -> _Source:
+    """Of a module that is loaded, or would be: functions may import it later."""
+    loaded = sys.modules.get(name)
+    space = vars(loaded) if isinstance(loaded, ModuleType) else {}
+    mark = space.get("__spec__") or loaded
+    known = _sources.get(name)
+    if known is None or known.mark is not mark:
+        place = (space.get("__file__"), space.get("__path__") or ()) if loaded else _found(name)
+        known = _sources[name] = _Source(name, mark, *place)
+    return known
+
+
+def _found(name: str) -> tuple[str | None, Iterable[str]]:
+    """The file and the folders of a module that is not loaded; nothing is imported for that."""
+    parent = name.rpartition(".")[0]
+    folders = _source(parent).folders if parent else None
+    if folders != [] and name.replace(".", "_").isidentifier():
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, folders)
+            if spec is not None:
+                return spec.origin if spec.has_location else None, spec.submodule_search_locations or ()
+    return None, ()
 
 
 def has_source(item: type | FunctionType) -> bool:
@@ -40,7 +91,7 @@ def has_source(item: type | FunctionType) -> bool:
     """
     if isinstance(item, type) and not item.__flags__ & _HEAP_TYPE:
         return True
-    if source_file(item.__module__ or "") is None:
+    if _source(item.__module__ or "").file is None:
         return False
     if isinstance(item, FunctionType):
         return not item.__code__.co_filename.startswith("<")
@@ -51,30 +102,28 @@ def has_source(item: type | FunctionType) -> bool:
     )
 
 
+def definition(function: FunctionType) -> bytes | CodeType:
+    """The lines that define a function; its code where no file has them, or its line has more lambdas."""
+    code, source = function.__code__, _source(function.__module__ or "")
+    if source.file is None or code.co_name == "<lambda>" or Path(code.co_filename).absolute() != source.file:
+        return code
+    try:
+        return "".join(inspect.getblock(source.lines[code.co_firstlineno - 1 :])).encode(
+            "utf-8", "surrogateescape"
+        )
+    except (tokenize.TokenError, SyntaxError):  # written anew since it was imported
+        return code
+
+
 def is_own(item: type | FunctionType) -> bool:
     """Whether a class or function is the user's: of no installed library, not Python's, not dualeval's."""
     if isinstance(item, type) and not item.__flags__ & _HEAP_TYPE:
         return False
-    module = str(item.__module__ or "builtins")
-    group, name = _place(module, source_file(module))
-    return group == "source" and name != _OWN_PACKAGE
+    return _is_own_module(str(item.__module__ or "builtins"))
 
 
-def modules_of(items: Iterable[Any]) -> set[str]:
-    """Names of the modules that define some objects' classes, what these derive from, and some callables."""
-    names: set[str] = set()
-    for item in items:
-        if isinstance(item, ModuleType):
-            names.add(item.__name__)
-            continue
-        if class_of(item) is not type(item):
-            item = class_of(item)
-        elif not isinstance(item, type):
-            # A function says where it stands; for anything else its class does.
-            names.add(str(getattr(inspect.unwrap(item), "__module__", None) or "builtins"))
-            item = type(item)
-        names |= {kind.__module__ for kind in item.__mro__}
-    return names
+def _is_own_module(name: str) -> bool:
+    return name.partition(".")[0] != _OWN_PACKAGE and _source(name).library is None
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -83,44 +132,109 @@ def names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(names_in, inner))
 
 
-def source_fingerprints(modules: Iterable[str], code: dict[str, bytes]) -> dict[str, dict[str, str]]:
-    """Hashes of modules' source files."""
-    groups: dict[str, dict[str, dict[str, bytes]]] = {
-        "source": defaultdict(dict),
-        "libraries": defaultdict(dict),
+def source_fingerprints(
+    used: Mapping[str, Set[str]], code: Mapping[str, list[bytes]]
+) -> dict[str, dict[str, str]]:
+    """Hashes of the user's modules of which some names are used, and of libraries; with more code of each."""
+    parts = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
+    libraries = defaultdict[str, list[bytes]](list)
+    for name, text in _reached(used).items():
+        parts[module_name(name)] = [text.encode("utf-8", "surrogateescape")]
+    for name in sorted({*used, *code}):
+        found = _source(name)
+        # Whatever the order: a model may hold its modules in another one.
+        digests = sorted(code.get(name, ()))
+        if name.partition(".")[0] == _OWN_PACKAGE:
+            parts[_OWN_PACKAGE] += digests
+        elif found.library is None:
+            parts[module_name(name)] += digests
+        else:
+            libraries[found.library] += [
+                name.encode(),
+                (found.text or "").encode("utf-8", "surrogateescape"),
+                *digests,
+            ]
+    return {
+        "source": {name: _hash(found) for name, found in parts.items() if found},
+        "libraries": {
+            name: f"{version} {_hash(libraries[library])}".strip()
+            for library in libraries
+            for name, _, version in [library.partition("-")]
+        },
     }
-    for module in sorted({*modules, *code}):
-        file = source_file(module)
-        content = b"" if file is None else hashlib.sha256(file.read_bytes()).digest()
-        content += code.get(module, b"")
-        if content:
-            kind, group = _place(module, file)
-            groups[kind][group][module] = content
-    return {kind: {name: _hash(found) for name, found in places.items()} for kind, places in groups.items()}
 
 
-def _hash(contents: dict[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for module, content in contents.items():
-        digest.update(module.encode() + b"\0" + content)
-    return short_hex(digest.digest())
+def _hash(parts: Iterable[bytes]) -> str:
+    return short_hex(sha256_of("source", *parts))
 
 
-def _place(module: str, file: Path | None) -> tuple[str, str]:
-    """Whose a module is, and the name under which its hash is given."""
-    package = module.partition(".")[0]
-    if package == _OWN_PACKAGE:
-        return "source", package
-    if file is None:
-        return "source", module
-    if package in sys.stdlib_module_names and package != "__main__":
-        return "libraries", _PYTHON
-    installed = any(file.is_relative_to(folder) for folder in _library_folders())
-    return ("libraries", package) if installed else ("source", module)
+@cache
+def _own_digest() -> bytes:
+    root = Path(__file__).parents[2]
+    files = [
+        file
+        for name in _OWN_FILES
+        for file in sorted({root / name, *(root / name).rglob("*.py")})
+        if file.is_file()
+    ]
+    return sha256_of(
+        "dualeval", *(part for file in files for part in (file.name.encode(), file.read_bytes()))
+    )
 
 
-@lru_cache
-def _library_folders() -> tuple[Path, ...]:
-    known = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
-    folders = {*known, *site.getsitepackages(), site.getusersitepackages()}
-    return tuple(Path(folder) for folder in folders if folder)
+def _reached(used: Mapping[str, Set[str]]) -> dict[str, str]:
+    """What counts of the text of the user's modules: of those that are used, and all that these reach.
+
+    That are those that they import, at the start or in a function, and those that define what their globals
+    hold now.
+    """
+    texts: dict[str, str] = {}
+    whole: set[str] = set()
+    waiting = [*used.items()]
+    while waiting:
+        name, names = waiting.pop()
+        text = _source(name).text if _is_own_module(name) else None
+        if text is None or name in whole or (name in texts and not names >= _EVERYTHING):
+            continue
+        part = None
+        if not names >= _EVERYTHING:
+            part = used_of_script(text, names, is_main=name == "__main__")
+        texts[name], read = part or (text, _EVERYTHING)
+        whole |= set() if part else {name}
+        waiting += [
+            (other, _EVERYTHING) for other in {*_imports(name, texts[name]), *_held(name, read)} - {name}
+        ]
+    # Imported by another one, a script counts whole.
+    return dict(sorted(texts.items(), key=lambda item: item[0] != "__main__"))
+
+
+def _imports(name: str, text: str) -> Iterator[str]:
+    """The modules that a text may import."""
+    package = module_name(name) if _source(name).folders else module_name(name).rpartition(".")[0]
+    for dots, start, listed, plain in _IMPORT.findall(text.replace("\\\n", " ")):
+        for place in re.findall(r"[\w.]+", re.sub(r"\bas\s+\w+", "", plain)):
+            yield from _with_parents(place)
+        if not plain:
+            above = package.split(".")[: package.count(".") + 2 - len(dots)] if dots else []
+            base = ".".join(filter(None, [*above, start]))
+            yield from _with_parents(base)
+            if base and _is_own_module(base) and _source(base).folders:
+                yield from (f"{base}.{word}" for word in re.findall(r"\w+", listed))
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1) if all(parts))
+
+
+def _held(name: str, read: Container[str]) -> Iterator[str]:
+    """The modules that define what is read of a module's globals."""
+    for key, value in [*vars(sys.modules[name]).items()] if name in sys.modules else ():
+        if read == _EVERYTHING or key in read:
+            kind = type(value)
+            if issubclass(kind, ModuleType):
+                defined = vars(value).get("__name__")
+            else:
+                defined = value.__module__ if issubclass(kind, (type, FunctionType)) else kind.__module__
+            if isinstance(defined, str):
+                yield defined

@@ -15,13 +15,8 @@ from dualeval.errors import UsageError
 
 _PIECE_BYTES = 64 * 2**20
 
-# Where the values of each compressed sparse layout stand.
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
+# What torch itself takes apart, to save it.
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 
 
 def tensor_digest(name: str, tensor: Tensor, plain: Callable[[Any], bytes]) -> bytes:
@@ -73,13 +68,8 @@ def _parts(tensor: Tensor) -> dict[str, Any] | None:
     if is_traceable_wrapper_subclass(wrapper):
         names, context = wrapper.__tensor_flatten__()
         return {"": (type(tensor), context), **{name: getattr(tensor, name) for name in names}}
-    if tensor.is_nested:
-        return {str(place): part for place, part in enumerate(tensor.unbind())}
-    if tensor.layout == torch.sparse_coo:
-        # As they stand: the order of equal indices decides how they are added up.
-        return {"indices": tensor._indices(), "values": tensor._values(), "sparse": tensor.sparse_dim()}
-    if tensor.layout in _COMPRESSED:
-        return {name: getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]}
+    if tensor.is_nested or tensor.layout in _SPARSE:
+        return {"parts": wrapper.__reduce_ex__(2)[1]}
     if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
         return {"dense": tensor.to_dense()}
     if not tensor.is_quantized:

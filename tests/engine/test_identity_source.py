@@ -1,0 +1,371 @@
+"""Whose source counts: what defines what is handed in, and what that reaches; of a script what is used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import PIL
+import PIL.Image
+import pytest
+
+from dualeval import own_code
+from dualeval.engine.identity import source
+from dualeval.engine.identity.hasher import Hasher
+from dualeval.engine.identity.script import used_of_script
+from dualeval.errors import UsageError
+from tests.conftest import Launch
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import TinyTask
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of modules, of which none stays loaded."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path
+    forget(before)
+
+
+def forget(before: set[str]) -> None:
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def write(home: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text(textwrap.dedent(text))
+
+
+def found(home: Path, files: dict[str, str], item: str = "net:Net") -> dict[str, str]:
+    """The sources of a class or function, in a process that has just begun."""
+    before = set(sys.modules)
+    source._sources.clear()
+    write(home, files)
+    module, _, name = item.partition(":")
+    hasher = Hasher()
+    hasher.digest(getattr(importlib.import_module(module), name))
+    hashes = source.source_fingerprints(hasher.met, {})["source"]
+    forget(before)
+    return hashes
+
+
+NET = "class Net:\n    def forward(self, x): return {}\n"
+# What the class's own module says, and what it reaches: one file, and what is changed in it.
+REACHED: dict[str, tuple[dict[str, str], str, str, str]] = {
+    "import": ({"net.py": "import a\n" + NET, "a.py": "x = 1"}, "a.py", "1", "2"),
+    "names of a module": ({"net.py": "from a import T\n" + NET, "a.py": "T = {1: 1}"}, "a.py", "1}", "2}"),
+    "in a function": (
+        {"net.py": NET.format("__import__('a')") + "    import a", "a.py": "x = 1"},
+        "a.py",
+        "1",
+        "2",
+    ),
+    "import in a function": (
+        {
+            "net.py": "class Net:\n    def forward(self, x):\n        import a\n        return a.x\n",
+            "a.py": "x = 1",
+        },
+        "a.py",
+        "1",
+        "2",
+    ),
+    "star": ({"net.py": "from a import *\n" + NET, "a.py": "x = 1"}, "a.py", "1", "2"),
+    "over two": ({"net.py": "import a\n" + NET, "a.py": "if 1: import b", "b.py": "x = 1"}, "b.py", "1", "2"),
+    "several lines": (
+        {
+            "net.py": "import os, a as c\n" + NET,
+            "a.py": "from p import (  # these\n  q,\n  r as s)",
+            "p/r.py": "x = 1",
+            "p/q.py": "",
+        },
+        "p/r.py",
+        "1",
+        "2",
+    ),
+    "loaded by name": (
+        {"net.py": "import importlib\na = importlib.import_module('a')\n" + NET, "a.py": "x = 1"},
+        "a.py",
+        "1",
+        "2",
+    ),
+    "what an object is of": (
+        {
+            "net.py": "import importlib\nA = getattr(importlib.import_module('a'), 'B')()\n" + NET,
+            "a.py": "class B: x = 1",
+        },
+        "a.py",
+        "1",
+        "2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_a_change_in_a_module_that_is_reached(home: Path, name: str) -> None:
+    files, changed, old, new = REACHED[name]
+    first = found(home, files)
+    assert found(home, files) == first
+    other = found(home, {changed: files[changed].replace(old, new)})
+    module = changed.removesuffix(".py").replace("/", ".")
+    assert {name for name in first if first[name] != other[name]} == {module}
+
+
+def test_relative_imports_and_packages(home: Path) -> None:
+    files = {
+        "pkg/__init__.py": "x = 1\n",
+        "pkg/net.py": "from .ops import act\nfrom . import more\nfrom .last import x as y\n" + NET,
+        "pkg/ops.py": "def act(x): return x\n",
+        "pkg/more.py": "x = 1\n",
+        "pkg/last.py": "x = 1\n",
+        "pkg/other.py": "x = 1\n",
+    }
+    first = found(home, files, "pkg.net:Net")
+    assert {name for name in first if name.startswith("pkg")} == {
+        *("pkg", "pkg.net", "pkg.ops", "pkg.more", "pkg.last"),
+    }
+
+
+def test_a_module_counts_as_it_was_when_it_was_first_asked_for(home: Path) -> None:
+    write(home, {"net.py": NET})
+    hasher = Hasher()
+    hasher.digest(importlib.import_module("net").Net)
+    first = source.source_fingerprints(hasher.met, {})
+    write(home, {"net.py": NET + "# later"})
+    assert source.source_fingerprints(hasher.met, {}) == first
+    importlib.reload(sys.modules["net"])
+    assert source.source_fingerprints(hasher.met, {}) != first
+
+
+def digest(home: Path, text: str, item: str) -> bytes:
+    before = set(sys.modules)
+    write(home, {"net.py": text})
+    value = Hasher().digest(eval(item, vars(importlib.import_module("net"))))
+    forget(before)
+    return value
+
+
+FUNCTIONS = {
+    "lines": ("def f(x):\n    return x\n", "def f(x):\n    return -x\n", "f"),
+    "lambdas of one line": ("f, g = lambda x: x, lambda x: -x\n", "g, f = lambda x: x, lambda x: -x\n", "f"),
+    "one of two": (
+        "if True:\n    def f(x): return x\nelse:\n    def f(x): return -x\n",
+        "if False:\n    def f(x): return x\nelse:\n    def f(x): return -x\n",
+        "f",
+    ),
+    "default": ("def f(x, a=2**3): return x\n", "def f(x, a=2**3): return x\nf.__defaults__ = (9,)", "f"),
+    "decorated": (
+        "def d(f):\n    return lambda x: f(x)\n@d\ndef f(x): return x\n",
+        "def d(f):\n    return lambda x: f(x)\n@d\ndef f(x): return -x\n",
+        "f",
+    ),
+    "put into a class": (
+        "class C:\n    def f(self): return 1\ndef f(self): return 2\n",
+        "class C:\n    def f(self): return 1\ndef f(self): return 2\nC.f = f",
+        "C",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_file(home: Path, name: str) -> None:
+    one, other, item = FUNCTIONS[name]
+    assert digest(home, one, item) == digest(home, one + "\nmore = 1\n", item) != digest(home, other, item)
+
+
+# Scripts
+
+SCRIPT = """
+'''What it is for.'''
+import argparse
+import math as m
+import torch
+
+LIMIT = 3
+TABLE = {}
+TABLE.update(a=1)
+unused = argparse.ArgumentParser()
+
+def helper(x):
+    return x * LIMIT
+
+def other(x):
+    return x
+
+class Net:
+    def forward(self, x):
+        return helper(x) + m.pi + TABLE["a"]
+
+class Sub(Net):
+    pass
+
+def main():
+    print(other(Net()))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def needed(text: str, *, is_main: bool = True) -> str:
+    part = used_of_script(text, {"Net"}, is_main=is_main)
+    assert part is not None
+    return part[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "counts"),
+    [
+        ("x * LIMIT", "x / LIMIT", True),
+        ("LIMIT = 3", "LIMIT = 4", True),
+        ("math as m", "cmath as m", True),
+        ("a=1", "a=2", True),
+        ("class Sub(Net):\n    pass", "class Sub(Net):\n    x = 1", True),
+        ("m.pi", "m.e", True),
+        ("def other", "@torch.compile\ndef other", True),
+        ("return x\n", "return -x\n", False),
+        ("print(other(Net()))", "print(1)", False),
+        ("    main()\n", "    main()\n    print()\n", False),
+        ("    main()\n", "    LIMIT = 5\n    main()\n", True),
+        ("unused = argparse", "unused = 1 or argparse", False),
+        ("What it is for", "Another", False),
+        ("def helper(x):\n", "def helper(x):\n    globals()['other']\n", True),
+    ],
+)
+def test_of_a_script_what_is_used(old: str, new: str, counts: bool) -> None:
+    assert old in SCRIPT
+    changed = SCRIPT.replace(old, new)
+    assert (needed(changed) != needed(SCRIPT)) == counts
+    for text in (SCRIPT, changed):
+        assert needed(text) == needed(text, is_main=False), "the same from Python and by an import"
+
+
+def test_what_an_import_runs_counts_where_the_script_can_be_imported() -> None:
+    changed = SCRIPT.replace("import torch\n", "import torch\ntorch.set_flush_denormal(True)\n")
+    assert needed(changed) != needed(SCRIPT)
+    unguarded = (text.replace("if __name__", "if 1 or name") for text in (SCRIPT, changed))
+    one, other = map(needed, unguarded)
+    assert one == other, "and of one that only runs its definitions do"
+    assert used_of_script("class Net: pass", {"Net"}, is_main=False) is None, "it is no script"
+
+
+JOB = """
+import sys
+import dualeval
+from tests.tiny import TinyTask
+
+FACTOR = 1.0
+
+class Mine(TinyTask):
+    name = "mine"
+
+    def __init__(self) -> None:
+        super().__init__(20)
+
+    def forward(self, model, batch):
+        return super().forward(model, batch) * FACTOR
+
+def main():
+    print(dualeval.evaluate(Mine(), out=sys.argv[1], batch_size=5, launcher="none", layout="contiguous"))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_job_is_the_same_from_python_and_from_the_command_line(launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(JOB)
+    launch([sys.executable, script, tmp_path / "a"]).ok()
+    words = [sys.executable, "-m", "dualeval", "run", "--task", f"{script}:Mine", "--batch-size", "5"]
+    launch([*words, "--layout", "contiguous", "--out", tmp_path / "b"]).ok()
+    jobs = [json.loads((tmp_path / name / "job.json").read_text())["job"] for name in "ab"]
+    assert jobs[0] == jobs[1]
+    # And one finds the other's result there.
+    script.write_text(JOB.replace("print(", "print(1, "))
+    assert "finished before" in launch([sys.executable, script, tmp_path / "b"]).ok().stderr
+    script.write_text(JOB.replace("FACTOR = 1.0", "FACTOR = 2.0"))
+    done = launch([sys.executable, script, tmp_path / "b"])
+    assert done.returncode == 2
+    assert "job.source.mine: " in done.stderr
+
+
+# What is installed
+
+
+def owner(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], module: str) -> str | None:
+    write(folder, files)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    return own_code.library_of(folder / module)
+
+
+INSTALLED: dict[str, tuple[dict[str, str], str, str | None]] = {
+    "by RECORD": ({"thing-1.2.dist-info/RECORD": "thing/__init__.py,,\n"}, "thing/__init__.py", "thing-1.2"),
+    "a file": ({"thing-1.2.dist-info/RECORD": "one.py,,\n"}, "one.py", "thing-1.2"),
+    "another name": (
+        {"Thing-1.2.dist-info/RECORD": "a/b.py,,\nother/__init__.py,,\n"},
+        "other/x.py",
+        "Thing-1.2",
+    ),
+    "as Debian's": ({"thing-1.2-py3.egg-info/top_level.txt": "thing\n"}, "thing/a.py", "thing-1.2-py3"),
+    "own among installed": ({"thing-1.2.dist-info/RECORD": "thing/__init__.py,,\n"}, "mine.py", None),
+    "begins alike": ({"thing-1.2.dist-info/RECORD": "thing/__init__.py,,\n"}, "things/a.py", None),
+    "editable": (
+        {
+            "thing-1.2.dist-info/RECORD": "__editable__.thing-1.2.pth,,\n",
+            "thing.egg-info/top_level.txt": "thing\n",
+        },
+        "thing/a.py",
+        None,
+    ),
+    "checkout": ({"thing.egg-info/top_level.txt": "thing\n"}, "thing/a.py", None),
+}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_installed_is_what_a_distribution_owns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    files, module, wanted = INSTALLED[name]
+    assert owner(tmp_path, monkeypatch, files, module) == wanted
+
+
+def test_what_is_installed_here() -> None:
+    for module, name in ((json, "python"), (numpy, "numpy-"), (PIL, "pillow-"), (own_code, None)):
+        library = own_code.library_of(Path(str(module.__file__)))
+        assert library is None if name is None else str(library).lower().startswith(name)
+
+
+def test_a_file_of_ones_own_that_is_called_as_one_of_pythons(tmp_path: Path) -> None:
+    assert own_code.library_of(tmp_path / "statistics.py") is None
+
+
+def test_all_files_of_dualeval_that_count_are_there() -> None:
+    root = Path(own_code.__file__).parent
+    assert [name for name in source._OWN_FILES if not (root / name).exists()] == []
+
+
+def test_a_library_counts_with_its_version() -> None:
+    hasher = Hasher()
+    hasher.digest(PIL.Image.Image)
+    libraries = source.source_fingerprints(hasher.met, {})["libraries"]
+    assert libraries["pillow"].startswith(f"{PIL.__version__} ")
+
+
+def test_a_folder_of_another_version_of_dualeval_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(TinyTask(20), tmp_path)
+    monkeypatch.setattr(source, "_own_digest", lambda: b"another")
+    said = r"job\.source\.dualeval: .* the other one has another version of it"
+    with pytest.raises(UsageError, match=said):
+        evaluate(TinyTask(20), tmp_path)
