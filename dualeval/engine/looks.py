@@ -270,7 +270,7 @@ def _in_threads(
 
 def _copied(data: Any) -> Any:
     """A batch for one forward, which may write into its input."""
-    return map_batch(Tensor.clone, lambda value: value.clone() if isinstance(value, Tensor) else value, data)
+    return map_batch(Tensor.clone, data, lambda value: value.clone() if isinstance(value, Tensor) else value)
 
 
 def _random_module(model: nn.Module, compute: Callable[[], object]) -> str:

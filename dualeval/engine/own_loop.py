@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dualeval.columns import Column, to_rows
 from dualeval.engine import numerics
@@ -20,6 +19,7 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import rank_0s_buffers, version_of
 from dualeval.engine.loop import Loop, read_alone
+from dualeval.engine.nests import tensors_in
 from dualeval.engine.opened import open_rows
 from dualeval.engine.own_task import LoopKind, LoopTask, check_asked, column_of, named
 from dualeval.engine.parts import drawn
@@ -229,8 +229,7 @@ class OwnLoop:
         return columns, failed
 
     def _hand_out(self, data: Any, samples: range) -> Generator[Any, None, Columns]:
-        tensors = [part for part in tree_leaves(_parts(data)) if isinstance(part, Tensor)]
-        versions = [(tensor, version_of(tensor)) for tensor in tensors]
+        versions = [(tensor, version_of(tensor)) for _, tensor in tensors_in(data)]
         self._in_hand, self._added = (data, samples, versions), None
         yield data
         added = self._take_added()
