@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -219,7 +219,11 @@ def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[st
         return postprocessed(evaluation.task, evaluation.dataset, compute.start(data)(), samples)
 
 
-def compute_of(evaluation: Evaluation, threads: int) -> Compute:
+def compute_of(
+    evaluation: Evaluation,
+    threads: int,
+    around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Compute:
     """What computes an evaluation's batches; as ``Compute``."""
     gathers, options = evaluation.run.gathers, evaluation.run.options
     has_collectives = options.schedule == LOCKSTEP or options.shard is not None
@@ -233,5 +237,5 @@ def compute_of(evaluation: Evaluation, threads: int) -> Compute:
         threads,
         inference=not keeps_mode,
         explain=partial(why_preparation_failed, options=evaluation.run.options),
-        around_forward=gathers.forward if gathers is not None and has_collectives else nullcontext,
+        around_forward=gathers.forward if gathers is not None and has_collectives else around_forward,
     )

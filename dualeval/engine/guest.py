@@ -147,6 +147,29 @@ class Snapshot:
         for tensor in self._tensors.values():
             tensor.put_back()
 
+    def changes(self) -> list[str]:
+        """The attributes of modules that are others now, and the tensors that were written into."""
+        found = []
+        for kept in self._modules.values():
+            now, kind = vars(kept.module), type(kept.module).__name__
+            for held, before in [
+                (now, kept.attributes),
+                *((now[name], kept.dicts[name]) for name in kept.dicts),
+            ]:
+                names = [
+                    name for name in {**before, **held} if held.get(name, self) is not before.get(name, self)
+                ]
+                names += [
+                    name for name, value in before.items() if self._is_written(value) and name not in names
+                ]
+                found += [f"{kind}.{name}" for name in names]
+        return found
+
+    def _is_written(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor) and id(value) in self._tensors and self._tensors[id(value)].is_changed
+        )
+
     def check(self) -> None:
         """Check that no parameter has other values: those are not kept twice."""
         for module in self._modules.values():
