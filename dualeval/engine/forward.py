@@ -18,7 +18,7 @@ from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.looks import look
-from dualeval.engine.loop import Loop, read_alone, unreadable
+from dualeval.engine.loop import Loop, compute_alone, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
@@ -100,10 +100,10 @@ def evaluate_alone(
     evaluation: Evaluation, samples: range
 ) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would."""
-    [(data, failed)] = read_alone(evaluation, samples)
-    if data is None:
+    columns, failed = compute_alone(evaluation, samples, partial(_columns_of, evaluation))
+    if columns is None:
         raise unreadable(evaluation.dataset, failed[0])
-    columns = evaluation.with_data(_columns_of(evaluation, data, samples), samples)
+    columns = evaluation.with_data(columns, samples)
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
 
 
