@@ -97,11 +97,11 @@ def name_of_type(value: Any) -> str:
 
 def opened_nest(nest: Any) -> _Opened | None:
     """The parts of a nest; None where a value is none, or cannot be made anew."""
-    if type(nest) is Tensor:
+    kind: Any = type(nest)
+    if kind is Tensor:
         return None  # most values are one: what follows asks for everything else
     if isinstance(nest, tuple) and hasattr(nest, "_make"):
-        names, values = [f".{name}" for name in nest._fields], list(nest)
-        return _of_object(nest, names, values, lambda parts: nest._make(parts))
+        return _of_object(nest, _keys(kind._fields), list(nest), kind._make)
     if not pytree.tree_is_leaf(nest):
         parts, structure = pytree.tree_flatten(nest, lambda part: part is not nest)
         names = _keys(nest) if isinstance(nest, Mapping) else _numbers(parts)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns import Column, of_parts, parts_of
-from dualeval.engine.accelerator import Accelerator, Event
+from dualeval.engine.accelerator import Accelerator
 from dualeval.engine.nests import map_values, name_of_type, opened_nest, own_attributes
 from dualeval.errors import UsageError
 
@@ -97,48 +97,35 @@ class Downloads:
 
         Where more batches are under way than were said to be, the oldest is waited for.
         """
-        download = _Download(columns)
+        kinds = {name: type(column) for name, column in columns.items()}
+        # By name, the tensors that each column is made of.
+        parts: dict[str, list[Any]] = {name: parts_of(column) for name, column in columns.items()}
         device = self._accelerator.device
-        copied = [
-            (name, place, part)
-            for name, parts in download.parts.items()
-            for place, part in enumerate(parts)
+        pinned = [
+            (name, place)
+            for name, own in parts.items()
+            for place, part in enumerate(own)
             if _is_plain(part, device)
         ]
-        buffer = self._ring.take([part for _, _, part in copied])
-        for (name, place, part), pinned in zip(copied, buffer.tensors, strict=True):
-            self._accelerator.start_copy(part, pinned)
-            download.parts[name][place] = pinned
-        pinned_now = set(map(id, buffer.tensors))
-        for parts in download.parts.values():
-            parts[:] = [part if id(part) in pinned_now else _on_host(part) for part in parts]
-        download.begun([(name, place) for name, place, _ in copied], self._accelerator.record_event())
-        buffer.free = download.wait
-        return download.wait
+        buffer = self._ring.take([parts[name][place] for name, place in pinned])
+        for (name, place), memory in zip(pinned, buffer.tensors, strict=True):
+            self._accelerator.start_copy(parts[name][place], memory)
+            parts[name][place] = memory
+        for own in parts.values():
+            own[:] = [part.cpu() if isinstance(part, Tensor) else part for part in own]
+        arrived = self._accelerator.record_event()
 
+        def wait() -> Columns:
+            # Out of the pinned memory, which another batch may then have.
+            if pinned:
+                arrived.synchronize()
+            for name, place in pinned:
+                parts[name][place] = parts[name][place].clone()
+            pinned.clear()
+            return {name: of_parts(kinds[name], own) for name, own in parts.items()}
 
-class _Download:
-    """A batch's columns on their way."""
-
-    def __init__(self, columns: Columns) -> None:
-        # By name, the tensors that each column is made of.
-        self.parts: dict[str, list[Any]] = {name: parts_of(column) for name, column in columns.items()}
-        self._kinds = {name: type(column) for name, column in columns.items()}
-        self._pinned: Sequence[tuple[str, int]] = ()
-        self._arrived: Event | None = None
-
-    def begun(self, pinned: Sequence[tuple[str, int]], arrived: Event) -> None:
-        """Note which parts are in pinned memory, by name and place, and when they have arrived there."""
-        self._pinned, self._arrived = pinned, arrived
-
-    def wait(self) -> Columns:
-        """Wait, and take the columns out of the pinned memory, which another batch may then have."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-            for name, place in self._pinned:
-                self.parts[name][place] = self.parts[name][place].clone()
-        return {name: of_parts(self._kinds[name], parts) for name, parts in self.parts.items()}
+        buffer.free = wait
+        return wait
 
 
 class _Buffer:
@@ -227,10 +214,6 @@ def _is_plain(value: Any, device: torch.device) -> bool:
         and not value.is_quantized
         and not value.is_nested
     )
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _moves_itself(value: Any) -> bool:
