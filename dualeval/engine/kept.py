@@ -47,7 +47,7 @@ class Kept:
         put_back(_attributes(self._owner), self._attributes)
         for value, inside, bind in self._before.values():
             bind(value)
-            if type(value) is dict:
+            if issubclass(type(value), dict):
                 half = len(inside) // 2
                 put_back(value, dict(zip(inside[:half], inside[half:], strict=True)))
             elif type(value) in _LISTS:
@@ -84,8 +84,8 @@ def _inside(value: Any) -> list[Any]:
     """What a value holds: entries, a tensor's version, bytes of an array, attributes of a user's object."""
     # By its type: a proxy answers isinstance with what it stands for.
     kind = type(value)
-    if kind is dict:
-        return [*value, *value.values()]
+    if issubclass(kind, dict):
+        return [*dict.keys(value), *dict.values(value)]
     if kind in _LISTS:
         return [*value]
     if issubclass(kind, Tensor):

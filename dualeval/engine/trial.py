@@ -6,6 +6,7 @@ in memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -154,15 +155,21 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
     own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
     one_row = {name: column[[0]] for name, column in own.items()}
     before = kept = Kept(metric, OF_METRIC)
+    try:
+        other = copy.deepcopy(metric)
+    except Exception:  # noqa: BLE001 - whatever stands in the way: what it holds more deeply is not put back
+        other = metric
     # What each update has changed in the metric and in what its functions name; and the ledgers.
     changes: list[list[str]] = []
     counted: list[Tensor] = []
     tried: list[tuple[Measured | None, list[str]]] = []
-    for ledger, given in ((slots, own), (of_few, one_row), (again, own), (again, own)):
+    updates = ((metric, slots, own), (other, of_few, one_row), (other, again, own), (other, again, own))
+    for each, ledger, given in updates:
         if given is one_row:
             before.put_back()  # what is made of one row should be what is made of others
+            kept = Kept(other, OF_METRIC)
         try:
-            metric.update(ledger, columns_of(metric, given))
+            each.update(ledger, columns_of(metric, given))
         except DualevalError:
             raise
         except Exception as error:  # raised on with the metric's name; what it is, its own frames show
@@ -170,10 +177,10 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
                 f"metric {metric.name!r} fails on the first batch: {with_type(error)}"
             ) from error
         changes.append(kept.changes())
-        kept = Kept(metric, OF_METRIC)
+        kept = Kept(other, OF_METRIC)
         counted.append(ledger.clone())
         if ledger is not again:
-            tried.append(_try_compute(metric.name, partial(metric.compute, slots.clone())))
+            tried.append(_try_compute(metric.name, partial(each.compute, slots.clone())))
     once, _, same, twice = counted
     is_equal = torch.equal(once, same) and _same_values(tried[0][0], tried[1][0])
     # What the first update builds, such as a table, is no state unless a number depends on it.

@@ -427,6 +427,19 @@ class Largest(Adding):
         return Measured(values={"adding": self.best})
 
 
+class LargestByClass(Adding):
+    """Keeps it deep inside."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, list[float]]] = {"all": {"losses": [0.0]}}
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        self.seen["all"]["losses"].append(float(columns["loss"].max()))
+
+    def compute(self, slots: Tensor) -> Measured:
+        return Measured(values={"adding": max(self.seen["all"]["losses"])})
+
+
 class FirstEdges(Adding):
     """Takes from its first batch what decides the others."""
 
@@ -489,6 +502,7 @@ class Lazy(Adding):
         (WritingNumpy(), "metric 'adding' writes into its column 'loss'"),
         (Stateful(), "metric 'adding' keeps Stateful.seen from one batch to the next"),
         (Largest(), "metric 'adding' keeps Largest.best from one batch to the next"),
+        (LargestByClass(), "metric 'adding' gives other values"),
         (FirstEdges(), "metric 'adding' keeps FirstEdges.edge from one batch to the next"),
         (Global(), "metric 'adding' keeps SEEN of the module"),
         (Assigning(), "metric 'adding' does not add to its ledger"),
