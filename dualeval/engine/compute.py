@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Each batch under way holds activations of its own; more cores than this want more ranks.
 _MOST_THREADS = 16
+# Their names begin with it.
+THREADS = "dualeval-compute"
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -89,7 +91,7 @@ class Compute:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):
                 copies.put(copy_sharing_tensors(model))
-            self._pool = ThreadPoolExecutor(threads, "dualeval-compute", self._take_copy, (copies,))
+            self._pool = ThreadPoolExecutor(threads, THREADS, self._take_copy, (copies,))
             # One more than can run is started, so that no thread waits while this one records a batch.
             self.ahead = threads
 
@@ -112,15 +114,7 @@ class Compute:
         columns = self._columns(self._model, data)
         return partial(dict, columns) if self._downloads is None else self._downloads.start(columns)
 
-    def start_together(self, batches: Sequence[Any]) -> list[Pending]:
-        """Begin with as many batches as there are threads, at the same moment."""
-        assert self._pool is not None
-        ready = threading.Barrier(len(batches))
-        return [self._pool.submit(self._columns_in_pool, data, ready).result for data in batches]
-
-    def _columns_in_pool(self, data: Any, ready: threading.Barrier | None = None) -> Columns:
-        if ready is not None:
-            ready.wait()
+    def _columns_in_pool(self, data: Any) -> Columns:
         columns = self._columns(self._own.model, data)
         self.changed_settings.update(numerics.check_thread())
         return columns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -18,7 +18,7 @@ from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.looks import look
-from dualeval.engine.loop import Loop, read_alone, unreadable
+from dualeval.engine.loop import Loop, compute_alone, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
@@ -100,10 +100,10 @@ def evaluate_alone(
     evaluation: Evaluation, samples: range
 ) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would."""
-    [(data, failed)] = read_alone(evaluation, samples)
-    if data is None:
+    columns, failed = compute_alone(evaluation, samples, partial(_columns_of, evaluation))
+    if columns is None:
         raise unreadable(evaluation.dataset, failed[0])
-    columns = evaluation.with_data(_columns_of(evaluation, data, samples), samples)
+    columns = evaluation.with_data(columns, samples)
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
 
 
@@ -215,7 +215,11 @@ def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[st
         return postprocessed(evaluation.task, evaluation.dataset, compute.start(data)(), samples)
 
 
-def compute_of(evaluation: Evaluation, threads: int) -> Compute:
+def compute_of(
+    evaluation: Evaluation,
+    threads: int,
+    around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Compute:
     """What computes an evaluation's batches; as ``Compute``."""
     gathers, options = evaluation.run.gathers, evaluation.run.options
     has_collectives = options.schedule == LOCKSTEP or options.shard is not None
@@ -229,5 +233,5 @@ def compute_of(evaluation: Evaluation, threads: int) -> Compute:
         threads,
         inference=not keeps_mode,
         explain=partial(why_preparation_failed, options=evaluation.run.options),
-        around_forward=gathers.forward if gathers is not None and has_collectives else nullcontext,
+        around_forward=gathers.forward if gathers is not None and has_collectives else around_forward,
     )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.identity.hasher import Hasher
+from dualeval.engine.nests import own_attributes
 from dualeval.engine.sharding.detect import is_unit, reshard
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
@@ -45,11 +46,9 @@ _DICTS = (
     "_forward_hooks_always_called",
     *_OF_STATE_DICTS,
 )
-# How far models are looked for: from the task, a level each of attributes, lists and dicts.
-_LEVELS = 6
-_LOOKED_AT = 10_000
+# How far models are looked for: attributes and names, what these hold, and what is in that.
+_LEVELS = 3
 _LOOKED_AT_EACH = 256
-_LISTS: tuple[Any, ...] = (list, tuple, set, deque)
 
 
 class Snapshot:
@@ -146,6 +145,29 @@ class Snapshot:
                 owner._buffers[name] = buffer
         for tensor in self._tensors.values():
             tensor.put_back()
+
+    def changes(self) -> list[str]:
+        """The attributes of modules that are others now, and the tensors that were written into."""
+        found = []
+        for kept in self._modules.values():
+            now, kind = vars(kept.module), type(kept.module).__name__
+            for held, before in [
+                (now, kept.attributes),
+                *((now[name], kept.dicts[name]) for name in kept.dicts),
+            ]:
+                names = [
+                    name for name in {**before, **held} if held.get(name, self) is not before.get(name, self)
+                ]
+                names += [
+                    name for name, value in before.items() if self._is_written(value) and name not in names
+                ]
+                found += [f"{kind}.{name}" for name in names]
+        return found
+
+    def _is_written(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor) and id(value) in self._tensors and self._tensors[id(value)].is_changed
+        )
 
     def check(self) -> None:
         """Check that no parameter has other values: those are not kept twice."""
@@ -294,42 +316,40 @@ def rank_0s_buffers(given: nn.Module | None, run: Run) -> Iterator[None]:
 
 
 def _models_of(task: Task) -> list[nn.Module]:
-    """The models that a task may return: inside of the task, and of what its ``build_model`` names.
+    """The models that a task may return: in the task, its class, or what its ``build_model`` names.
 
-    A trainer, for instance, has the model among its own attributes.
+    A trainer, for instance, has the model among its own attributes. One that lies deeper is remembered when
+    it is returned.
     """
     method = inspect.unwrap(task.build_model)
-    level: list[Any] = [task, *(value for kind in type(task).__mro__ for value in vars(kind).values())]
+    level: list[Any] = [
+        *vars(task).values(),
+        *(value for kind in type(task).__mro__ for value in vars(kind).values()),
+    ]
     if inspect.isfunction(method) or inspect.ismethod(method):
         named = inspect.getclosurevars(method)
         level += [*named.nonlocals.values(), *named.globals.values()]
-    seen: dict[int, Any] = {}
+    found: dict[int, nn.Module] = {}
     for _ in range(_LEVELS):
-        level = [part for part in {id(part): part for part in level}.values() if id(part) not in seen]
-        level = level[: _LOOKED_AT - len(seen)]
-        seen |= {id(part): part for part in level}
-        level = [value for part in level if part is task or not _is_leaf(part) for value in _inside(part)]
-    return [part for part in seen.values() if isinstance(part, nn.Module)]
+        # By their types: a proxy answers isinstance with what it stands for.
+        found |= {id(part): part for part in level if issubclass(type(part), nn.Module)}
+        level = [value for part in level for value in _held(part)]
+    return list(found.values())
 
 
-def _is_leaf(value: Any) -> bool:
-    leaves = (nn.Module, Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
-    return isinstance(value, leaves) or inspect.isroutine(value)
-
-
-def _inside(value: Any) -> list[Any]:
-    # Not what a class of its own computes when it is asked for its contents: that may read files.
-    try:
-        parts = [*vars(value).values()]
-    except Exception:  # noqa: BLE001 - it has none, or stands for what is not there yet: no model of the task's
-        parts = []
-    # The first ones: a data set in memory may be a list, too.
-    if isinstance(value, dict):
-        parts += islice(dict.values(value), _LOOKED_AT_EACH)
-    for kind in _LISTS:
-        if isinstance(value, kind):
-            parts += islice(kind.__iter__(value), _LOOKED_AT_EACH)
-    return parts
+def _held(value: Any) -> list[Any]:
+    """The first entries of a container, and an object's attributes."""
+    kind = type(value)
+    if issubclass(kind, (nn.Module, Tensor, type, ModuleType)) or inspect.isroutine(value):
+        return []
+    if issubclass(kind, dict):
+        return [*islice(dict.values(value), _LOOKED_AT_EACH)]
+    base = next((base for base in (list, tuple, set, deque) if issubclass(kind, base)), None)
+    return (
+        [*own_attributes(value).values()]
+        if base is None
+        else [*islice(base.__iter__(value), _LOOKED_AT_EACH)]
+    )
 
 
 class Generators:

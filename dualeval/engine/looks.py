@@ -1,13 +1,14 @@
 """A look at a rank's first samples: does the user's code give the same numbers twice, and in threads?
 
 No list of causes is whole, so the columns decide: some samples are read and computed twice, and two different
-batches at the same time and each alone. What a later forward changes is named.
+batches at the same time and each alone. The cause is looked for where they differ.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -16,24 +17,23 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dualeval.columns import Column
-from dualeval.engine.compute import Compute, is_compiled, usable_threads
+from dualeval.engine.compute import THREADS, Compute, is_compiled, usable_threads
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.guest import Generators, Snapshot
 from dualeval.engine.identity.hasher import digest_of
-from dualeval.engine.kept import Kept
+from dualeval.engine.kept import OF_TASK, Kept
 from dualeval.engine.loop import read_alone
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import map_batch
-from dualeval.engine.watched_modules import Watch
 from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
 
-# Forwards of a look: two batches, the first again, and the second on its own; and two at the same time.
-_FORWARDS = 6
+# Forwards of a look: the first batch three times, the second twice, and both at the same time.
+_FORWARDS = 7
 # They may take this part of a run, and always so many seconds.
 _PART, _ALWAYS_S = 0.05, 3.0
 # Samples of a batch of them.
@@ -42,6 +42,8 @@ _FEWEST, _MOST = 2, 8
 _LARGEST = 1 << 26
 # Names in a sentence.
 _NAMED = 3
+# How long one of two batches waits for the other where they are computed at the same time.
+_MEETS_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class Looked:
     of_reading: Sequence[str] = ()
 
 
-def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[int], Compute]) -> Looked:
+def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..., Compute]) -> Looked:
     """Compute this rank's first samples several times, and leave model and random numbers as they were."""
     world, plan = evaluation.run.backend.world, evaluation.plan
     chunks = remaining[world.rank :: world.size]
@@ -66,28 +68,14 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[i
     if not first:
         return Looked(threads=1)
     share = plan.samples_in(chunks)
-    most = -(-share // plan.batch_size)
-    threads = usable_threads(
-        evaluation.task, evaluation.model, evaluation.run.device, evaluation.run.threads, most
-    )
     few = min(_MOST, max(_FEWEST, int(share * _PART / _FORWARDS)))
     # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
     whole = evaluation.run.options.optimize == COMPILE or is_compiled(evaluation.model)
     batches = [plan.batch_samples(batch) for batch, _ in first]
-    own = [chunk for _, chunk in first]
     computed: list[bool] = []
     try:
-        with as_before(evaluation.model, evaluation.task) as put_back:
-            tried = partial(
-                _look,
-                evaluation,
-                own=own,
-                computes=computes,
-                threads=threads,
-                share=share,
-                put_back=put_back,
-                computed=computed,
-            )
+        with as_before(evaluation.model, evaluation.task) as reset:
+            tried = partial(_look, evaluation, first[0][1], share, computes, reset, computed)
             if whole:
                 return tried(batches)
             try:
@@ -102,35 +90,31 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[i
             raise
         said = (
             f"the first samples could not be computed twice ({with_type(error)}), so it is not known whether "
+            "they give the same numbers; batches are computed one at a time"
         )
-        return Looked(
-            threads=1, notes=[f"{said}they give the same numbers; batches are computed one at a time"]
-        )
+        return Looked(threads=1, notes=[said])
 
 
 @contextmanager
 def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None]]:
-    """Put back what a model, a task and their functions keep, and random numbers; yields what does the first.
+    """Put back what a model, a task and its functions keep, and random numbers; yields what does the first.
 
     Of a sharded model only its buffers: FSDP keeps in attributes what its first forward has made.
     """
     snapshot, generators = Snapshot(_LARGEST), Generators()
     (snapshot.remember_buffers if is_sharded(model) else snapshot.remember)(model)
-    kept = Kept({} if is_sharded(model) else _roots(model, task), returns=True)
+    kept = None if task is None or is_sharded(model) else Kept(task, OF_TASK, model)
 
-    def put_back() -> None:
+    def reset() -> None:
         snapshot.put_back()
-        kept.put_back()
+        if kept is not None:
+            kept.put_back()
 
     try:
-        yield put_back
+        yield reset
     finally:
-        put_back()
+        reset()
         generators.put_back()
-
-
-def _roots(model: nn.Module, task: Task | None) -> dict[str, Any]:
-    return {type(model).__name__: model, "the task": task, "hooks": _HOOKS_OF_ALL}
 
 
 def is_short(seconds: float, forwards: int, of: float) -> bool:
@@ -140,28 +124,25 @@ def is_short(seconds: float, forwards: int, of: float) -> bool:
 
 def _look(
     evaluation: Evaluation,
-    pieces: Sequence[range],
-    own: Sequence[int],
-    computes: Callable[[int], Compute],
-    threads: int,
+    chunk: int,
     share: int,
-    put_back: Callable[[], None],
+    computes: Callable[..., Compute],
+    reset: Callable[[], None],
     computed: list[bool],
+    pieces: Sequence[range],
 ) -> Looked:
     task, model, step = evaluation.task, evaluation.model, evaluation.run.control.progress.step
-    trusted = task.thread_safe is True
-    places = [*own, own[0]]
     said: list[str] = []
-    several = read_alone(
-        evaluation, *pieces, pieces[0], step=lambda place: step("load", places[place]), notes=said
-    )
+    several = read_alone(evaluation, *pieces, pieces[0], step=lambda _: step("load", chunk), notes=said)
     *read, again = [data for data, _ in several]
+    most = -(-share // evaluation.plan.batch_size)
+    threads = usable_threads(task, model, evaluation.run.device, evaluation.run.threads, most)
+    trusted = task.thread_safe is True
     looked = Looked(threads=threads if trusted else 1, of_reading=said)
     if again is None or any(data is None for data in read):
         return looked
-    step("forward", own[0])
-    roots = _roots(model, task)
-    unused, generators = Kept(roots), Generators()
+    step("forward", chunk)
+    unused = _state_of(model)
     with computes(1) as compute:
 
         def alone(number: int, data: Any) -> Mapping[str, Column]:
@@ -170,54 +151,49 @@ def _look(
 
         found = [alone(0, read[0])]
         computed.append(True)
-        before = Kept(roots)
+        made = unused.changes()
+        before, kept, generators = _state_of(model), Kept(task, OF_TASK, model), Generators()
         start = perf_counter()
         # The second: the first may compile, or build tables, which the loop would do as well.
         found += [alone(1, data) for data in read[1:]]
         seconds = (perf_counter() - start) * (_FORWARDS - 2)
         if not is_short(seconds, _FORWARDS - 2, share / len(pieces[0])):
             return replace(looked, notes=[_TOO_LONG.format(seconds)])
-        after = Kept(roots)
-        changed = after.changed_since(before)
-        drawn = ["the state of random numbers"] if generators.are_others() else []
-        if not evaluation.run.workers:
-            # What reading leaves in this process for observe is now another batch's, as in the loop.
-            read_alone(evaluation, pieces[-1])
+        changed, of_task = before.changes(), kept.changes()
+        of_task += ["the state of random numbers"] if generators.are_others() else []
 
         def why() -> str:
-            if changed:
-                return f"from one batch to the next {_changes(changed)}"
-            by_reading = Kept(roots).changed_since(after)
-            if by_reading and not _differing(alone(0, read[0]), alone(0, read[0])):
-                return _BY_READING.format(_changes(by_reading))
+            if changed or kept.changes():
+                return f"from one batch to the next {_changes([*changed, *kept.changes()])}"
             return _random_module(model, lambda: alone(0, read[0]))
 
         unlike = differences(found[0], alone(0, again), read[0], again, why)
-        if read[1:] and not unlike:
-            put_back()
-            made = before.changed_since(unused)
-            why_made = _MADE.format(f" ({_listed(made)})" if made else "")
-            unlike = differences(found[1], alone(1, read[1]), read[1], read[1], lambda: why_made)
+        if not unlike and not evaluation.run.workers:
+            # What reading leaves in this process for observe is now another batch's, as in the loop.
+            read_alone(evaluation, pieces[-1])
+            unlike = differences(found[0], alone(0, again), again, again, lambda: _BY_READING)
+        if not unlike and read[1:]:
+            reset()
+            of_first = _MADE.format(f" ({_listed(made)})" if made else "")
+            unlike = differences(found[1], alone(1, read[1]), read[1], read[1], lambda: of_first)
         looked = replace(looked, unlike=unlike)
-    if looked.unlike or trusted:
+    if looked.unlike or trusted or threads == 1:
         return looked
-    notes = [_KEPT.format(_changes([*changed, *drawn]))] if changed or drawn else []
-    if threads > 1 and not notes:
-        put_back()
-        notes = _in_threads(evaluation, computes, pieces, read, found)
-    return replace(looked, notes=notes) if threads > 1 and notes else replace(looked, threads=threads)
+    if of_task:
+        notes = [_KEPT.format(_changes(of_task))]
+    else:
+        notes = _in_threads(evaluation, computes, pieces, read, found, changed)
+    return replace(looked, threads=1 if notes else threads, notes=notes)
 
 
-# Those that torch calls for every module.
-_HOOKS_OF_ALL = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 _KEPT = (
     "from one batch to the next, {}: the batches are computed one at a time. In Python let the outputs of "
     "forward hold what observe reads; or give thread_safe=True if no number depends on it"
 )
 _MADE = "what is made of the first batch decides those of others{}, and each process begins with another one"
 _BY_READING = (
-    "{} when a batch is read, and batches are read ahead of the one that is computed. Have collate put it "
-    "into the batch"
+    "forward or observe reads what is kept when a batch is read, and batches are read ahead of the one that "
+    "is computed. Have collate put it into the batch"
 )
 _TOO_LONG = (
     "whether the model gives the same numbers twice was not tried: that takes about {:.0f} s, more than a "
@@ -232,7 +208,7 @@ def differences(
     names = _differing(one, other)
     if not names:
         return []
-    if digest_of(data) == digest_of(again):
+    if data is again or digest_of(data) == digest_of(again):
         cause = why()
     else:
         cause = "the data set gives other values each time it is read. Leave random augmentation out"
@@ -248,45 +224,92 @@ def _differing(one: Mapping[str, Column], other: Mapping[str, Column]) -> list[s
 
 def _in_threads(
     evaluation: Evaluation,
-    computes: Callable[[int], Compute],
+    computes: Callable[..., Compute],
     pieces: Sequence[range],
     read: Sequence[Any],
     alone: Sequence[Mapping[str, Column]],
+    changed: Sequence[str],
 ) -> list[str]:
     """Why batches cannot be computed at the same time; nothing where they give what each gave alone."""
     try:
-        with computes(len(read)) as pool:
-            pending = pool.start_together([_copied(data) for data in read])
+        with _meeting(len(read)) as around_forward, computes(len(read), around_forward) as pool:
+            pending = [pool.start(_copied(data)) for data in read]
             found = [
                 postprocessed(evaluation.task, evaluation.dataset, columns(), samples)
                 for columns, samples in zip(pending, pieces, strict=True)
             ]
     except Exception as error:  # noqa: BLE001 - said: each of them could be computed alone
-        return [f"batches cannot be computed at the same time ({with_type(error)}), and so one at a time"]
-    differing = [name for one, other in zip(alone, found, strict=True) for name in _differing(one, other)]
-    said = f"batches give other numbers when two are computed at the same time ({_listed(differing)})"
-    return [f"{said}: they are computed one at a time"] if differing else []
+        problem = f"cannot be computed at the same time ({with_type(error)})"
+    else:
+        unlike = [name for one, other in zip(alone, found, strict=True) for name in _differing(one, other)]
+        if not unlike:
+            return []
+        problem = f"give other numbers when two are computed at the same time ({_listed(unlike)})"
+    cause = f": {_changes(changed)} from one to the next" if changed else ""
+    return [
+        f"batches {problem}{cause}. So they are computed one at a time; in Python let the outputs of forward "
+        "hold what observe reads"
+    ]
+
+
+@contextmanager
+def _meeting(batches: int) -> Iterator[Callable[[], ExitStack]]:
+    """Have batches that are computed in threads wait for each other around each module, and before observe.
+
+    What one of them has kept outside of itself, another has then overwritten before it is read.
+    """
+    together = threading.Barrier(batches)
+
+    def meet(*_: Any) -> None:
+        if threading.current_thread().name.startswith(THREADS):
+            with suppress(
+                threading.BrokenBarrierError
+            ):  # another is through, or waits for this one elsewhere
+                together.wait(_MEETS_WITHIN_S)
+
+    def around_forward() -> ExitStack:
+        stack = ExitStack()
+        stack.callback(meet)
+        return stack
+
+    with ExitStack() as stack:
+        stack.callback(nn.modules.module.register_module_forward_pre_hook(meet).remove)
+        stack.callback(nn.modules.module.register_module_forward_hook(meet).remove)
+        yield around_forward
 
 
 def _copied(data: Any) -> Any:
     """A batch for one forward, which may write into its input."""
-    return map_batch(Tensor.clone, lambda value: value.clone() if isinstance(value, Tensor) else value, data)
+    return map_batch(Tensor.clone, data, lambda value: value.clone() if isinstance(value, Tensor) else value)
+
+
+def _state_of(model: nn.Module) -> Snapshot:
+    """What says later what a forward has changed of a model; of a sharded one nothing."""
+    state = Snapshot(largest=0)
+    if not is_sharded(model):
+        state.remember(model)
+    return state
 
 
 def _random_module(model: nn.Module, compute: Callable[[], object]) -> str:
-    """Which module gives other values for the same input."""
-    watch = Watch(model, 1)
-    with watch.shapes() as shapes:
-        compute()
-    watch.learn(shapes, shapes, 1)
-    calls = []
-    for _ in range(2):
-        with watch.hashes() as seen:
+    """Which module gives other values for the same input: the first that ends, so the innermost."""
+    calls: list[list[tuple[str, bytes, bytes]]] = []
+    names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        name = names.get(module, f"{type(module).__name__} itself")
+        calls[-1].append((name, digest_of([args, kwargs]), digest_of(outputs)))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            with suppress(RuntimeError):  # programs take no hooks
+                stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        for _ in range(2):
+            calls.append([])
             compute()
-        calls.append(seen)
-    modules = watch.differences(*calls).modules
-    named = [f"{each.name} ({each.kind})" if each.name else f"{each.kind} itself" for each in modules]
-    said = f"the module {_listed(named)}" if named else "forward or observe, outside of the model,"
+    alike = zip(*calls, strict=False)
+    differing = [one[0] for one, other in alike if one[:2] == other[:2] and one[2] != other[2]]
+    said = f"the module {differing[0]}" if differing else "forward or observe, outside of the model,"
     return f"{said} gives other values for the same input, as dropout does without training=self.training"
 
 

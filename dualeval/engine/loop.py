@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
 from dualeval.tasks import Dataset, Task
+
+_Columns = TypeVar("_Columns")
 
 
 def ahead_of(schedule: str) -> int:
@@ -63,6 +65,17 @@ def read_alone(
     if failed and evaluation.run.options.on_error == "stop":
         raise unreadable(evaluation.dataset, failed[0])
     return found
+
+
+def compute_alone(
+    evaluation: Evaluation, samples: range, compute: Callable[[Any, range], _Columns]
+) -> tuple[_Columns | None, tuple[FailedSample, ...]]:
+    """Read one batch by itself and have it computed, by the engine or by a caller's own loop.
+
+    Returns what ``compute`` makes of it, None where no sample could be read, and the samples that failed.
+    """
+    [(data, failed)] = read_alone(evaluation, samples)
+    return None if data is None else compute(data, samples), failed
 
 
 def _reader_of(evaluation: Evaluation) -> Reader:

@@ -1,74 +1,61 @@
-"""Nests: the dicts, lists, tuples and dataclasses in which samples and batches keep their values."""
+"""Nests: the dicts, lists, tuples and dataclasses in which samples and batches keep their values.
+
+One walk for all who go through them: ``map_values`` makes a nest anew, ``tensors_in`` says what lies where.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import PurePath
 from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 _Nest = TypeVar("_Nest")
-
-
-class NestError(TypeError):
-    """A nest cannot be made anew; ``str()`` is the name of the type that stands in the way."""
-
+# Where the parts of a nest are, as ".logits" or "[0]"; the parts; and what makes a nest of others.
+_Opened: TypeAlias = tuple[Sequence[str], Sequence[Any], Callable[[Sequence[Any]], Any]]
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 
 
 def map_values(
-    function: Callable[[Any], Any],
-    nest: Any,
-    *,
-    is_leaf: Callable[[Any], bool] = lambda value: False,
-    beside: Callable[[Any], Any] | None = None,
+    function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda value: False
 ) -> Any:
     """Make a nest of the same structure from what a function makes of each value; the nest stays as it is.
 
-    A mapping of a type that cannot be made anew from its items becomes a plain dict. A list or tuple of
-    a type of its own becomes a plain one; a namedtuple stays one. What an object has beside its items or
-    fields, in attributes, it keeps.
+    Nests are what ``torch.utils._pytree`` knows, dataclasses, and other dicts, lists and tuples. Attributes
+    that these have beside their items or fields are values, too. What cannot be copied is a value itself.
     """
-
-    if type(nest) is Tensor:
-        return function(nest)  # most values are one: what follows asks for everything else
-
-    # No function inside that calls itself: it would keep what the others hold, until the next collection.
-    def inner(value: Any) -> Any:
-        return map_values(function, value, is_leaf=is_leaf, beside=beside)
-
-    def attribute(value: Any) -> Any:
-        if beside is not None:
-            return map_values(beside, value, is_leaf=is_leaf, beside=beside)
-        return map_values(lambda part: function(part) if isinstance(part, Tensor) else part, value)
-
-    if is_leaf(nest):
+    opened = None if is_leaf(nest) else opened_nest(nest)
+    if opened is None:
         return function(nest)
-    if isinstance(nest, Mapping):
-        return _mapping(nest, {key: inner(value) for key, value in nest.items()}, attribute)
-    if isinstance(nest, tuple):
-        values = [inner(value) for value in nest]
-        if not hasattr(nest, "_make"):
-            return tuple(values)
-        # A namedtuple takes its values one by one, and may want more of its own constructor.
-        found = nest._make(values)
-        _set_attributes(found, nest, attribute)
-        return found
-    if isinstance(nest, list):
-        return [inner(value) for value in nest]
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        return _dataclass(nest, {field.name for field in dataclasses.fields(nest)}, inner, attribute)
-    return function(nest)
+    _, parts, made_of = opened
+    # No function inside that calls itself: it would keep what the others hold, until the next collection.
+    return made_of([map_values(function, part, is_leaf=is_leaf) for part in parts])
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], nest: Any) -> Any:
+    """As ``map_values``, of the tensors alone: all other values stay as they are."""
+    return map_values(lambda value: function(value) if isinstance(value, Tensor) else value, nest)
+
+
+def tensors_in(nest: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nest, with where they are, as ``.logits`` or ``[0]``."""
+    if isinstance(nest, Tensor):
+        yield path, nest
+    elif (opened := opened_nest(nest)) is not None:
+        names, parts, _ = opened
+        for name, part in zip(names, parts, strict=True):
+            yield from tensors_in(part, path + name)
 
 
 def zeros_like(sample: _Nest) -> _Nest:
@@ -108,46 +95,70 @@ def name_of_type(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _mapping(nest: Mapping[Any, Any], values: dict[Any, Any], attribute: Callable[[Any], Any]) -> Any:
-    """A mapping of the same type where that can be made anew from its items, else a plain dict.
-
-    A copy is not written into: a class of somebody's own may share its storage with it.
-    """
+def opened_nest(nest: Any) -> _Opened | None:
+    """The parts of a nest; None where a value is none, or cannot be made anew."""
     kind: Any = type(nest)
-    if kind is defaultdict:
-        return defaultdict(nest.default_factory, values)  # type: ignore[attr-defined]
-    if kind is dict or not isinstance(nest, (dict, UserDict)):
-        return values
-    try:
-        found = kind(values)
-        if not _holds(found, values):
-            return values
-        _set_attributes(found, nest, attribute)
-        # An attribute may be where the items are.
-        return found if type(found) is kind and _holds(found, values) else values
-    except NestError:
-        raise
-    except Exception:  # noqa: BLE001 - a class of its own, which may want anything
-        return values
+    if kind is Tensor:
+        return None  # most values are one: what follows asks for everything else
+    if isinstance(nest, tuple) and hasattr(nest, "_make"):
+        return _of_object(nest, _keys(kind._fields), list(nest), kind._make)
+    if not pytree.tree_is_leaf(nest):
+        parts, structure = pytree.tree_flatten(nest, lambda part: part is not nest)
+        names = _keys(nest) if isinstance(nest, Mapping) else _numbers(parts)
+        return names, parts, partial(pytree.tree_unflatten, treespec=structure)
+    if isinstance(nest, (dict, UserDict)) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
+        try:
+            copied = copy.copy(nest)
+        except Exception:  # noqa: BLE001 - a class of somebody's own, which may want anything
+            return None
+        if copied is nest:
+            return None
+        items = dict(dict.items(nest)) if isinstance(nest, dict) else {}
+        return _of_object(nest, _keys(items), [*items.values()], partial(_with_items, copied))
+    if isinstance(nest, Mapping):  # of a class that may want anything: a plain one
+        items = dict(nest)
+        return _keys(items), [*items.values()], lambda values: dict(zip(items, values, strict=True))
+    if isinstance(nest, list | tuple):
+        return _numbers(nest), nest, list if isinstance(nest, list) else tuple
+    return None
 
 
-def _holds(found: Mapping[Any, Any], values: Mapping[Any, Any]) -> bool:
-    return list(found) == list(values) and all(found[key] is value for key, value in values.items())
+def _keys(keys: Iterable[Any]) -> list[str]:
+    return [f".{key}" for key in keys]
 
 
-def _set_attributes(found: Any, nest: Any, attribute: Callable[[Any], Any]) -> None:
-    """Give an object what another one of its type has beside its items."""
-    for name, value in _attributes(nest).items():
-        object.__setattr__(found, name, attribute(value))
+def _numbers(parts: Sequence[Any]) -> list[str]:
+    return [f"[{number}]" for number in range(len(parts))]
 
 
-def _attributes(nest: Any) -> dict[str, Any]:
-    """What an object has beside its items, by name."""
-    if getattr(nest, "__dict__", None) is nest:
-        return {}  # a dict that is its own attributes
-    # A UserDict's items are in one of them.
-    holds_items = ("data",) if isinstance(nest, UserDict) else ()
-    return {name: value for name, value in own_attributes(nest).items() if name not in holds_items}
+def _with_items(copied: Any, values: Sequence[Any]) -> Any:
+    """A copy of an object with other items, where it has some."""
+    if isinstance(copied, dict):
+        # By dict's own method: one of the class may store elsewhere, too, in what it shares with its copies.
+        for key, value in zip(dict.keys(copied), values, strict=True):
+            dict.__setitem__(copied, key, value)
+    return copied
+
+
+def _of_object(
+    nest: Any, names: list[str], items: list[Any], of_items: Callable[[Sequence[Any]], Any]
+) -> _Opened:
+    """An object's items, and behind them its attributes."""
+    attributes = own_attributes(nest)
+
+    def made_of(parts: Sequence[Any]) -> Any:
+        found = of_items(parts[: len(items)])
+        for name, value in zip(attributes, parts[len(items) :], strict=True):
+            if name in getattr(found, "__dict__", ()):
+                found.__dict__[name] = value
+            else:  # a slot, of a frozen one too; or there is none yet
+                object.__setattr__(found, name, value)
+        return found
+
+    # A UserDict's items are in an attribute.
+    of_data = "data" if isinstance(nest, UserDict) else None
+    named = ["" if name == of_data else f".{name}" for name in attributes]
+    return [*names, *named], [*items, *attributes.values()], made_of
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
@@ -170,24 +181,4 @@ def own_attributes(value: Any) -> dict[str, Any]:
                     found[name] = slot.__get__(value)
                 except AttributeError:  # an empty one
                     continue
-    return found
-
-
-def _dataclass(
-    nest: Any, names: set[str], function: Callable[[Any], Any], attribute: Callable[[Any], Any]
-) -> Any:
-    for name in names:
-        # A slot is the object's own; any other descriptor stores the value where it likes.
-        field = inspect.getattr_static(type(nest), name, None)
-        if hasattr(type(field), "__set__") and not isinstance(field, MemberDescriptorType):
-            raise NestError(name_of_type(nest))
-    found = copy.copy(nest)
-    if found is nest or (hasattr(nest, "__dict__") and found.__dict__ is nest.__dict__):
-        raise NestError(name_of_type(nest))
-    for name in names:
-        # Frozen ones too; and their own constructors may want other arguments.
-        object.__setattr__(found, name, function(getattr(nest, name)))
-    for name, value in _attributes(nest).items():
-        if name not in names:
-            object.__setattr__(found, name, attribute(value))
     return found

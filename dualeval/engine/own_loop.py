@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dualeval.columns import Column, to_rows
 from dualeval.engine import numerics
@@ -19,7 +18,8 @@ from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.feed import FailedSample, checked_workers
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import rank_0s_buffers, version_of
-from dualeval.engine.loop import Loop, read_alone
+from dualeval.engine.loop import Loop, compute_alone
+from dualeval.engine.nests import tensors_in
 from dualeval.engine.opened import open_rows
 from dualeval.engine.own_task import LoopKind, LoopTask, check_asked, column_of, named
 from dualeval.engine.parts import drawn
@@ -220,17 +220,16 @@ class OwnLoop:
         self, evaluation: Evaluation, samples: range
     ) -> Generator[Any, None, tuple[Columns, tuple[FailedSample, ...]]]:
         """Read one batch by itself and have it computed; without columns where no sample could be read."""
-        [(data, failed)] = read_alone(evaluation, samples)
-        if data is None:
+        handed_out, failed = compute_alone(evaluation, samples, self._hand_out)
+        if handed_out is None:
             return {}, failed
         self._run.control.progress.step("forward")
-        columns = yield from self._hand_out(data, samples)
+        columns = yield from handed_out
         self._run.control.progress.step("setup")
         return columns, failed
 
     def _hand_out(self, data: Any, samples: range) -> Generator[Any, None, Columns]:
-        tensors = [part for part in tree_leaves(_parts(data)) if isinstance(part, Tensor)]
-        versions = [(tensor, version_of(tensor)) for tensor in tensors]
+        versions = [(tensor, version_of(tensor)) for _, tensor in tensors_in(data)]
         self._in_hand, self._added = (data, samples, versions), None
         yield data
         added = self._take_added()

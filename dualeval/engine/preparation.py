@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from dualeval.engine import numerics
 from dualeval.engine.folding import fold
 from dualeval.engine.layouts import converter, fixed_part, is_changeable, layout_of
-from dualeval.engine.nests import NestError, map_values
+from dualeval.engine.nests import map_tensors
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.sharding.reads import NOT_GATHERED
 from dualeval.errors import UsageError, text_of, with_type
 from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
-
-_Convert = Callable[[Tensor], Tensor]
 
 # Shapes of batches that may each be compiled; torch's own limit is 8.
 _MOST_SHAPES = 64
@@ -241,31 +238,14 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     of_class = type(model).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: mapped(arrive, value) for name, value in kwargs.items()}
-        args = tuple([mapped(arrive, value) for value in args])
+        kwargs = {name: map_tensors(arrive, value) for name, value in kwargs.items()}
+        args = tuple([map_tensors(arrive, value) for value in args])
         outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
-        return outputs if dtype is None else mapped(leave, outputs)
+        return outputs if dtype is None else map_tensors(leave, outputs)
 
     if held is None:
         functools.update_wrapper(forward, of_class)
     vars(model)["forward"] = MethodType(forward, model)
-
-
-def mapped(function: _Convert, value: Any) -> Any:
-    """A nest with a function of each tensor in it; what cannot be made anew stays as it is."""
-    if isinstance(value, Tensor):
-        return function(value)
-    return pytree.tree_map(functools.partial(_mapped_leaf, function), value)
-
-
-def _mapped_leaf(function: _Convert, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    try:
-        # Dataclasses and mappings of their own; torch's pytree knows the others.
-        return map_values(lambda part: function(part) if isinstance(part, Tensor) else part, value)
-    except NestError:
-        return value
 
 
 # -- the compiler ------------------------------------------------------------------------------------------

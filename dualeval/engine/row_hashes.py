@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,24 +10,6 @@ from torch import Tensor
 # Words hashed at once: each takes sixteen bytes meanwhile.
 _WORDS_AT_ONCE = 1 << 22
 _SEED = 0x6475616C
-
-
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in dicts, lists, tuples and dataclasses, with where they are, as ``.logits`` or ``[0]``."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_in(part, f"{path}.{key}")
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name, part in zip(value._fields, value, strict=True):
-            yield from tensors_in(part, f"{path}.{name}")
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from tensors_in(part, f"{path}[{number}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), f"{path}.{field.name}")
 
 
 def row_dimension(shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int | None:

@@ -24,7 +24,7 @@ def own_storages(batch: Any, *, samples: int = 1) -> Any:
             sharing[tensor.untyped_storage().data_ptr()][id(tensor)] = tensor
         return tensor
 
-    map_batch(note, lambda value: value, batch)
+    map_batch(note, batch)
     copies: dict[int, Tensor] = {}
     for tensors in sharing.values():
         storage = next(iter(tensors.values())).untyped_storage().nbytes()
@@ -34,7 +34,7 @@ def own_storages(batch: Any, *, samples: int = 1) -> Any:
             copies.update((name, _alone(tensor)) for name, tensor in tensors.items())
     if not copies:
         return batch
-    return map_batch(lambda tensor: copies.get(id(tensor), tensor), lambda value: value, batch)
+    return map_batch(lambda tensor: copies.get(id(tensor), tensor), batch)
 
 
 def sample_bytes(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from itertools import islice
@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dualeval.columns import Column, of_parts, parts_of
-from dualeval.engine.accelerator import Accelerator, Event
-from dualeval.engine.nests import NestError, map_values, name_of_type, own_attributes
+from dualeval.engine.accelerator import Accelerator
+from dualeval.engine.nests import map_values, name_of_type, opened_nest, own_attributes
 from dualeval.errors import UsageError
 
 Columns = Mapping[str, Column]
@@ -57,11 +56,11 @@ class Uploads:
         # In the computing stream: what memory it takes, only the object knows.
         moving = methodcaller("to", self._accelerator.device)
         if self._accelerator.is_host:
-            return map_batch(_same, moving, data)
+            return map_batch(lambda tensor: tensor, data, moving)
         on_host: dict[int, Tensor] = {}
-        map_batch(lambda tensor: on_host.setdefault(id(tensor), tensor), _same, data)
+        map_batch(lambda tensor: on_host.setdefault(id(tensor), tensor), data)
         on_device = dict(zip(on_host, self._copied(list(on_host.values())), strict=True))
-        return map_batch(lambda tensor: on_device[id(tensor)], moving, data)
+        return map_batch(lambda tensor: on_device[id(tensor)], data, moving)
 
     @torch.no_grad()
     def _copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -98,48 +97,35 @@ class Downloads:
 
         Where more batches are under way than were said to be, the oldest is waited for.
         """
-        download = _Download(columns)
+        kinds = {name: type(column) for name, column in columns.items()}
+        # By name, the tensors that each column is made of.
+        parts: dict[str, list[Any]] = {name: parts_of(column) for name, column in columns.items()}
         device = self._accelerator.device
-        copied = [
-            (name, place, part)
-            for name, parts in download.parts.items()
-            for place, part in enumerate(parts)
+        pinned = [
+            (name, place)
+            for name, own in parts.items()
+            for place, part in enumerate(own)
             if _is_plain(part, device)
         ]
-        buffer = self._ring.take([part for _, _, part in copied])
-        for (name, place, part), pinned in zip(copied, buffer.tensors, strict=True):
-            self._accelerator.start_copy(part, pinned)
-            download.parts[name][place] = pinned
-        pinned_now = set(map(id, buffer.tensors))
-        for parts in download.parts.values():
-            parts[:] = [part if id(part) in pinned_now else _on_host(part) for part in parts]
-        download.begun([(name, place) for name, place, _ in copied], self._accelerator.record_event())
-        buffer.free = download.wait
-        return download.wait
+        buffer = self._ring.take([parts[name][place] for name, place in pinned])
+        for (name, place), memory in zip(pinned, buffer.tensors, strict=True):
+            self._accelerator.start_copy(parts[name][place], memory)
+            parts[name][place] = memory
+        for own in parts.values():
+            own[:] = [part.cpu() if isinstance(part, Tensor) else part for part in own]
+        arrived = self._accelerator.record_event()
 
+        def wait() -> Columns:
+            # Out of the pinned memory, which another batch may then have.
+            if pinned:
+                arrived.synchronize()
+            for name, place in pinned:
+                parts[name][place] = parts[name][place].clone()
+            pinned.clear()
+            return {name: of_parts(kinds[name], own) for name, own in parts.items()}
 
-class _Download:
-    """A batch's columns on their way."""
-
-    def __init__(self, columns: Columns) -> None:
-        # By name, the tensors that each column is made of.
-        self.parts: dict[str, list[Any]] = {name: parts_of(column) for name, column in columns.items()}
-        self._kinds = {name: type(column) for name, column in columns.items()}
-        self._pinned: Sequence[tuple[str, int]] = ()
-        self._arrived: Event | None = None
-
-    def begun(self, pinned: Sequence[tuple[str, int]], arrived: Event) -> None:
-        """Note which parts are in pinned memory, by name and place, and when they have arrived there."""
-        self._pinned, self._arrived = pinned, arrived
-
-    def wait(self) -> Columns:
-        """Wait, and take the columns out of the pinned memory, which another batch may then have."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-            for name, place in self._pinned:
-                self.parts[name][place] = self.parts[name][place].clone()
-        return {name: of_parts(self._kinds[name], parts) for name, parts in self.parts.items()}
+        buffer.free = wait
+        return wait
 
 
 class _Buffer:
@@ -192,43 +178,30 @@ class PinnedRing:
         return buffer
 
 
-def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], batch: Any) -> Any:
+def map_batch(
+    tensor: Callable[[Tensor], Any], batch: Any, moving: Callable[[Any], Any] = lambda value: value
+) -> Any:
     """Make a batch of the same structure; on every device in the same way.
 
-    The structure is dicts, lists, tuples, dataclasses, and what is registered with ``torch.utils._pytree``.
+    ``moving`` is called with what moves itself, and with tensors that are no plain ones.
     """
 
     def leaf(value: Any) -> Any:
         if type(value) is Tensor and _is_plain(value, _HOST):
             return tensor(value)
-        if isinstance(value, _WITHOUT_TENSORS):
-            return value
         if isinstance(value, Tensor) or _moves_itself(value):
             return moving(value)
-        if not pytree.tree_is_leaf(value):
-            leaves, structure = pytree.tree_flatten(value)
-            return pytree.tree_unflatten([map_batch(tensor, moving, part) for part in leaves], structure)
         if _holds_tensor(value, _LOOKED_INTO, set()):
-            raise _immovable(name_of_type(value))
+            raise UsageError(
+                f"the batch that the task's collate made holds a {name_of_type(value)} with tensors in it, "
+                "and nothing tells how to bring these to a device (on a CPU neither, so that a batch works "
+                "everywhere or nowhere). Give it a method to(device), whose parameter has this name, that "
+                "returns it there, or make it a plain dataclass, or let collate return its tensors in a "
+                "dict, list or tuple."
+            )
         return value
 
-    try:
-        return map_values(leaf, batch, is_leaf=_moves_itself, beside=leaf)
-    except NestError as error:
-        raise _immovable(str(error)) from error
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _immovable(kind: str) -> UsageError:
-    return UsageError(
-        f"the batch that the task's collate made holds a {kind} with tensors in it, and nothing tells how to "
-        "bring these to a device (on a CPU neither, so that a batch works everywhere or nowhere). Give it a "
-        "method to(device), whose parameter has this name, that returns it there, or make it a plain "
-        "dataclass, or let collate return its tensors in a dict, list or tuple."
-    )
+    return map_values(leaf, batch, is_leaf=_moves_itself)
 
 
 def _is_plain(value: Any, device: torch.device) -> bool:
@@ -241,10 +214,6 @@ def _is_plain(value: Any, device: torch.device) -> bool:
         and not value.is_quantized
         and not value.is_nested
     )
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _moves_itself(value: Any) -> bool:
@@ -271,22 +240,14 @@ def _has_to_of_devices(kind: type) -> bool:
 
 
 def _holds_tensor(value: Any, depth: int, seen: set[int]) -> bool:
+    """Whether an object that is no nest has tensors in it, as far as it is looked through."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, (*_WITHOUT_TENSORS, type)) or depth < 0 or id(value) in seen:
         return False
     seen.add(id(value))
-    return any(_holds_tensor(part, depth - 1, seen) for part in islice(_parts(value), _LOOKED_AT))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """What an object holds: its items, where it is a container, and its attributes."""
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = value
-    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
-        items = value.flat
-    yield from items
-    yield from own_attributes(value).values()
+    opened = opened_nest(value)
+    parts: Iterable[Any] = own_attributes(value).values() if opened is None else opened[1]
+    if isinstance(value, set | frozenset) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
+        parts = value.flat if isinstance(value, np.ndarray) else value
+    return any(_holds_tensor(part, depth - 1, seen) for part in islice(parts, _LOOKED_AT))

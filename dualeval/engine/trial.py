@@ -6,6 +6,7 @@ in memory.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.guest import version_of
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.identity.source import is_own
-from dualeval.engine.kept import Kept
+from dualeval.engine.kept import OF_METRIC, Kept
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.parts import texts_of
 from dualeval.errors import DualevalError, RefusedSamples, UsageError, text_of, with_type
@@ -153,31 +154,37 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
     slots, of_few, again = (torch.zeros(metric.size, dtype=torch.int64) for _ in range(3))
     own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
     one_row = {name: column[[0]] for name, column in own.items()}
-    before = Kept({type(metric).__name__: metric}, returns=True)
-    kept: list[Kept] = []
+    before = kept = Kept(metric, OF_METRIC)
+    try:
+        other = copy.deepcopy(metric)
+    except Exception:  # noqa: BLE001 - whatever stands in the way: what it holds more deeply is not put back
+        other = metric
+    # What each update has changed in the metric and in what its functions name; and the ledgers.
+    changes: list[list[str]] = []
     counted: list[Tensor] = []
     tried: list[tuple[Measured | None, list[str]]] = []
-    for ledger, given in ((slots, own), (of_few, one_row), (again, own), (again, own)):
+    updates = ((metric, slots, own), (other, of_few, one_row), (other, again, own), (other, again, own))
+    for each, ledger, given in updates:
         if given is one_row:
             before.put_back()  # what is made of one row should be what is made of others
+            kept = Kept(other, OF_METRIC)
         try:
-            metric.update(ledger, columns_of(metric, given))
+            each.update(ledger, columns_of(metric, given))
         except DualevalError:
             raise
         except Exception as error:  # raised on with the metric's name; what it is, its own frames show
             raise RuntimeError(
                 f"metric {metric.name!r} fails on the first batch: {with_type(error)}"
             ) from error
-        kept.append(Kept({type(metric).__name__: metric}))
+        changes.append(kept.changes())
+        kept = Kept(other, OF_METRIC)
         counted.append(ledger.clone())
         if ledger is not again:
-            tried.append(_try_compute(metric.name, partial(metric.compute, slots.clone())))
-    whole, of_one, first, second = kept
+            tried.append(_try_compute(metric.name, partial(each.compute, slots.clone())))
     once, _, same, twice = counted
     is_equal = torch.equal(once, same) and _same_values(tried[0][0], tried[1][0])
     # What the first update builds, such as a table, is no state unless a number depends on it.
-    changed = second.changed_since(first)
-    changed += [] if is_equal else first.changed_since(of_one) + of_one.changed_since(whole)
+    changed = changes[3] if is_equal else [*changes[3], *changes[2], *changes[1], *changes[0]]
     _check_pure(metric, columns, own, changed, is_equal)
     if slots.shape != (metric.size,):
         raise UsageError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -19,7 +17,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import dualeval
 from dualeval.engine import looks
-from dualeval.engine.kept import Kept
 from dualeval.metrics import Mean, Measured, Rows
 from dualeval.result import Result
 from tests.tiny import TinyTask
@@ -123,7 +120,6 @@ def test_what_a_forward_keeps_is_named_and_batches_are_computed_one_at_a_time(
 ) -> None:
     model, given, place = made()
     result, said = evaluate(model, capsys, metrics=["f"], **given)
-    assert {threading.get_ident()} == THREADS
     [note] = [line for line in said.splitlines() if "one at a time" in line]
     assert place in note
     model, given, _ = made()
@@ -154,6 +150,22 @@ def test_a_model_that_keeps_nothing_has_its_threads(
     result, said = evaluate(made(), capsys)
     assert len(THREADS) > 1 and said == ""
     assert result.deterministic is True and result.warnings == []
+
+
+class Shared(Net):
+    """Keeps what one module gives in what all copies of the model share, for a later one."""
+
+    def __init__(self, store: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda module, inputs, out: store.__setitem__("f", out))
+        self.second.register_forward_pre_hook(lambda module, inputs: (store["f"].relu(),))
+
+
+def test_a_race_between_modules_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    result, said = evaluate(Shared({}), capsys)
+    assert "other numbers when two are computed at the same time (loss, " in said
+    alone, _ = evaluate(Shared({}), capsys, thread_safe=False)
+    assert result.metrics == alone.metrics
 
 
 def test_thread_safe_overrides_the_look(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,22 +341,8 @@ def test_what_collate_leaves_for_observe_is_a_warning(capsys: pytest.CaptureFixt
     observe = lambda outputs, batch: {"f": last["rows"][: len(outputs), 0]}  # noqa: E731
     result, _ = evaluate(Net(), capsys, metrics=["f"], collate=collate, observe=observe)
     [warning] = result.warnings
-    assert "['rows'] changes when a batch is read, and batches are read ahead" in warning
+    assert "what is kept when a batch is read, and batches are read ahead" in warning
     assert result.deterministic is False
-
-
-def test_a_cache_that_keeps_what_is_drawn_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    @functools.cache
-    def drawn(features: int) -> Tensor:
-        return torch.rand(features)
-
-    class Projected(Net):
-        def hidden(self, values: Tensor) -> Tensor:
-            return values * drawn(values.shape[1])
-
-    result, _ = evaluate(Projected(), capsys)
-    [warning] = result.warnings
-    assert "what is made of the first batch decides those of others" in warning
 
 
 class Both(Counting):
@@ -429,6 +427,19 @@ class Largest(Adding):
         return Measured(values={"adding": self.best})
 
 
+class LargestByClass(Adding):
+    """Keeps it deep inside."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, list[float]]] = {"all": {"losses": [0.0]}}
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        self.seen["all"]["losses"].append(float(columns["loss"].max()))
+
+    def compute(self, slots: Tensor) -> Measured:
+        return Measured(values={"adding": max(self.seen["all"]["losses"])})
+
+
 class FirstEdges(Adding):
     """Takes from its first batch what decides the others."""
 
@@ -489,8 +500,9 @@ class Lazy(Adding):
     [
         (Writing(), "metric 'adding' writes into its column 'loss'"),
         (WritingNumpy(), "metric 'adding' writes into its column 'loss'"),
-        (Stateful(), "metric 'adding' keeps Stateful.seen['samples'] from one batch to the next"),
+        (Stateful(), "metric 'adding' keeps Stateful.seen from one batch to the next"),
         (Largest(), "metric 'adding' keeps Largest.best from one batch to the next"),
+        (LargestByClass(), "metric 'adding' gives other values"),
         (FirstEdges(), "metric 'adding' keeps FirstEdges.edge from one batch to the next"),
         (Global(), "metric 'adding' keeps SEEN of the module"),
         (Assigning(), "metric 'adding' does not add to its ledger"),
@@ -511,27 +523,6 @@ def test_what_a_metric_may_keep(made: Callable[[], Any]) -> None:
     """A table that it builds once, a log, and what follows from a sample alone."""
     result = dualeval.evaluate(model=Net(), data=data(), metrics=[Mean("loss"), made()], batch_size=BATCH)
     assert result.metrics["adding"] == SAMPLES
-
-
-class Holder:
-    """The user's, with something of a library whose parts belong together."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.waiting: queue.Queue[int] = queue.Queue()
-
-
-def test_what_an_object_of_a_library_holds_is_not_put_back() -> None:
-    holder = Holder()
-    kept = Kept({"holder": holder}, returns=True)
-    holder.seen.append(1)
-    holder.waiting.put(1)
-    assert {"holder.seen", "holder.waiting.unfinished_tasks"} <= {
-        *Kept({"holder": holder}).changed_since(kept)
-    }
-    kept.put_back()
-    assert holder.seen == []
-    assert holder.waiting.get_nowait() == 1 and holder.waiting.unfinished_tasks == 1
 
 
 class Masked(Net):

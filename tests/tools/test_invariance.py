@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from dualeval import ModelTask
 from dualeval.cli import dualeval
+from dualeval.engine.nests import tensors_in
 from dualeval.engine.options import RunOptions
-from dualeval.engine.row_hashes import RowHash, row_dimension, tensors_in
+from dualeval.engine.row_hashes import RowHash, row_dimension
 from dualeval.errors import LaunchError, UsageError
 from dualeval.tasks import Task
 from dualeval.tools.invariance.computed import batches_of

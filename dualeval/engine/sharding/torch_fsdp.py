@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from dualeval.engine.preparation import mapped
+from dualeval.engine.nests import map_tensors
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def keep_outputs(module: Any) -> None:
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             return made.set_(copies[storage._cdata], *place)
 
-        found = mapped(keep, outputs)
+        found = map_tensors(keep, outputs)
         return let_go(module, inputs, found if copies else outputs)
 
     hooks[number] = kept

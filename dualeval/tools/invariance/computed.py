@@ -17,11 +17,11 @@ from dualeval.columns import Column, Ragged, RaggedRows, Rows, each_part, to_row
 from dualeval.engine.compute import Compute
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.loop import unreadable
+from dualeval.engine.nests import tensors_in
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.row_differences import differing_rows
-from dualeval.engine.row_hashes import tensors_in
 from dualeval.tasks import Dataset, Task
 from dualeval.tools.invariance.findings import ColumnDifference, ShapeDiagnosis
 from dualeval.tools.invariance.settings import copy_if_possible

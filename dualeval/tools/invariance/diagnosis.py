@@ -26,7 +26,6 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import compiler_settings
 from dualeval.engine.row_differences import differing_rows
 from dualeval.engine.samples import as_dataset
-from dualeval.engine.watched_modules import Differences, ModuleDifference, Watch
 from dualeval.errors import UsageError
 from dualeval.tasks import Task
 from dualeval.tools.invariance.computed import Batches, ColumnRows, Computed
@@ -41,6 +40,7 @@ from dualeval.tools.invariance.findings import (
     ShapeDiagnosis,
 )
 from dualeval.tools.invariance.settings import Setting, settings_of
+from dualeval.tools.invariance.watched_modules import Differences, ModuleDifference, Watch
 
 # Beside the powers of two from 16 on.
 _SMALL_SHAPES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32)

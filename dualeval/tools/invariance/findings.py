@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dualeval.engine.watched_modules import ModuleDifference
 from dualeval.tools.invariance.settings import Setting
+from dualeval.tools.invariance.watched_modules import ModuleDifference
 
 # Where the difference comes from, for people.
 IN_MODULES = "modules"

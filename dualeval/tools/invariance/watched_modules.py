@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from dualeval.engine.row_hashes import RowHash, row_dimension, tensors_in
+from dualeval.engine.nests import tensors_in
+from dualeval.engine.row_hashes import RowHash, row_dimension
 
 # A tensor of a call: the module's name, which call of it, "in" or "out", and where it is in there.
 Place = tuple[str, int, str, str]
