@@ -22,6 +22,7 @@ from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.nests import zeros_like
 from dualeval.engine.parts import index_of, name_of
 from dualeval.engine.progress import Stage
+from dualeval.engine.samples import Samples
 from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
 from dualeval.engine.worker_state import pack, unpack
@@ -75,6 +76,8 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         # Whether the data set is known to return ready batches, and the samples to have zeros.
         self._ready_batches = False
         self._fill_tried = False
+        # Whether rows of tensors are a batch as they are.
+        self._stacks = isinstance(dataset, Samples) and task._collates_as_torch()
 
     def notes(self) -> list[str]:
         """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
@@ -88,6 +91,8 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         """Read one batch: its data, None if no sample could be read, and the samples that failed."""
         try:
+            if self._stacks and (stacked := self._dataset.stacked(indices)) is not None:
+                return stacked, ()
             samples = self._dataset.__getitems__(indices)
         except Exception as error:  # noqa: BLE001 - any error of a data set is the sample's; next: whose
             samples, failed = self._read_one_by_one(indices, error)
