@@ -76,8 +76,8 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         # Whether the data set is known to return ready batches, and the samples to have zeros.
         self._ready_batches = False
         self._fill_tried = False
-        # Whether rows of tensors are a batch as they are.
-        self._stacks = isinstance(dataset, Samples) and task._collates_as_torch()
+        # The data set, where rows of tensors are a batch as they are.
+        self._rows = dataset if isinstance(dataset, Samples) and task._collates_as_torch() else None
 
     def notes(self) -> list[str]:
         """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
@@ -91,7 +91,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         """Read one batch: its data, None if no sample could be read, and the samples that failed."""
         try:
-            if self._stacks and (stacked := self._dataset.stacked(indices)) is not None:
+            if self._rows is not None and (stacked := self._rows.stacked(indices)) is not None:
                 return stacked, ()
             samples = self._dataset.__getitems__(indices)
         except Exception as error:  # noqa: BLE001 - any error of a data set is the sample's; next: whose

@@ -181,8 +181,9 @@ def _parts(batches: Sequence[_Finished], empty: Mapping[str, Column]) -> Iterato
             yield joined([cast(LogitColumns, finished.columns) for finished in run]).made(empty)
             continue
         for rows, columns, *_ in run:
-            absent = columns is None
-            yield {name: empty_rows(like, rows) for name, like in empty.items()} if absent else columns
+            if columns is None:
+                columns = {name: empty_rows(like, rows) for name, like in empty.items()}
+            yield columns
 
 
 def _with_own_memory(column: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> Non
     """Check that the columns of a batch have one row a sample."""
     rows = len(samples)
     if type(columns) is LogitColumns:
-        columns = columns.given()
+        columns = {"logits": columns.logits, "target": columns.target}
     for name, column in columns.items():
         if len(column) != rows:
             raise ExactlyOnceError(

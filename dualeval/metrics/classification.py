@@ -115,6 +115,8 @@ class LogitColumns(Mapping[str, Tensor]):
         self.logits, self.target = logits, target
         self._top, self._read, self._any_label = top, read, any_label
         self._made: dict[str, Tensor] = {}
+        # What batches have in common whose columns can be made at once.
+        self.kind = logits.dtype, logits.shape[1:], target.dtype, target.shape[1:], read
 
     def __getitem__(self, name: str) -> Tensor:
         self._made = self._made or self.made(_names(self._read))
@@ -125,16 +127,6 @@ class LogitColumns(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(_names(self._read))
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What batches have in common whose columns can be made at once."""
-        logits, target = self.logits, self.target
-        return logits.dtype, logits.shape[1:], target.dtype, target.shape[1:], self._read
-
-    def given(self) -> dict[str, Tensor]:
-        """What they are made of, a row a sample each."""
-        return {"logits": self.logits, "target": self.target}
 
     def made(self, names: Collection[str]) -> dict[str, Tensor]:
         """The columns of these names."""
@@ -159,13 +151,19 @@ def joined(batches: Sequence[LogitColumns]) -> LogitColumns:
 
 
 def observed_logits(
-    logits: Tensor, target: Tensor, top: int, read: Collection[str] = (), *, any_label: bool = False
+    logits: Tensor,
+    target: Tensor,
+    top: int,
+    read: Collection[str] = (),
+    *,
+    late: bool = True,
+    any_label: bool = False,
 ) -> Mapping[str, Tensor]:
-    """As ``observe_logits``, but of few classes on the host made later.
+    """As ``observe_logits``, but with ``late`` of few classes on the host made when they are read.
 
     With ``any_label`` a label that no class has is no error here: the host, which knows its sample, says it.
     """
-    if logits.device.type == "cpu" and logits.shape[1] <= _FEW_CLASSES:
+    if late and logits.device.type == "cpu" and logits.shape[1] <= _FEW_CLASSES:
         return LogitColumns(logits, target, top, read, any_label)
     known = _known(target, logits) if any_label else target
     return {**observe_logits(logits, known, top, read), "target": as_labels(target)}

@@ -282,7 +282,9 @@ class ImageClassification(PictureTask):
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
-        return observed_logits(outputs, batch["targets"], _TOP, self.requested)
+        # A derived class may write into them.
+        late = type(self).observe is ImageClassification.observe
+        return observed_logits(outputs, batch["targets"], _TOP, self.requested, late=late)
 
     def metrics(self) -> list[Metric | RowMetric]:
         assert self._num_classes is not None, "build_model comes first"

@@ -242,7 +242,9 @@ class ModelTask(Task):
             if self._classes is None:
                 self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
-            return observed_logits(outputs, target, _TOP, self.requested, any_label=True)
+            # A derived class may write into them.
+            late = type(self).observe is ModelTask.observe
+            return observed_logits(outputs, target, _TOP, self.requested, late=late, any_label=True)
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
             return {"prediction": classes.flatten(1), "target": as_labels(target).flatten(1)}
@@ -277,7 +279,8 @@ class ModelTask(Task):
         if self._classes is None or self._observe is not None:
             return columns
         targets = columns.target if type(columns) is LogitColumns else columns["target"]
-        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < self._classes:
+        found = targets.numpy()  # on the host, where a kernel of torch takes longer to be called
+        if len(found) and not 0 <= found.min() <= found.max() < self._classes:
             wrong = int(((targets < 0) | (targets >= self._classes)).nonzero()[0])
             raise UsageError(
                 f"sample {samples[wrong]} has the label {int(as_labels(targets)[wrong])}, but the model has "

@@ -214,7 +214,7 @@ def test_logits_that_wait_give_the_columns_of_their_batches(classes: int, dtype:
     logits = logits.to(dtype)
     logits[7, 1], logits[9, 0] = math.nan, math.inf
     read = ("probabilities",)
-    batches = [*zip(logits.split(64), target.split(64), strict=True)]
+    batches = [*zip(torch.split(logits, 64), torch.split(target, 64), strict=True)]
     late = [observed_logits(*batch, 5, read) for batch in batches]
     waiting = [each for each in late if isinstance(each, LogitColumns)]
     assert len(waiting) == len(batches)

@@ -474,11 +474,26 @@ def test_a_postprocess_of_a_derived_class_may_write_into_its_columns() -> None:
             found["twice"] = 2 * found["loss"]
             return found
 
-    given = {"model": linear(5, 7), "data": Mapped()}
-    result = dualeval.evaluate(Doubled(**given, metrics=["loss", Mean("twice")]), batch_size=4, workers=0)
-    alone = evaluate(**given, metrics=["loss"])
+    model = linear(5, 7)
+    result = dualeval.evaluate(
+        Doubled(model=model, data=Mapped(), metrics=["loss", Mean("twice")]), batch_size=4, workers=0
+    )
+    alone = evaluate(model=model, data=Mapped(), metrics=["loss"])
     assert result.metrics["loss"] == alone.metrics["loss"]
     assert result.metrics["twice"] == pytest.approx(2 * float(str(alone.metrics["loss"])))
+
+
+def test_a_derived_class_may_write_into_what_observe_gives() -> None:
+    class Doubled(dualeval.ModelTask):
+        def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
+            found = super().observe(outputs, batch)
+            assert isinstance(found, dict)
+            found["twice"] = 2 * found["loss"]
+            return found
+
+    task = Doubled(model=linear(5, 7), data=Mapped(), metrics=["loss", Mean("twice")])
+    values = dualeval.evaluate(task, batch_size=4, workers=0).metrics
+    assert values["twice"] == pytest.approx(2 * float(str(values["loss"])))
 
 
 def test_no_sample_that_can_be_read() -> None:
