@@ -231,3 +231,4 @@ LOOPS: dict[str, Callable[[Problem], Outcome]] = {
     "pytorch-ignite": ignite,
     "Lightning": lightning,
 }
+LIBRARIES = ("TorchMetrics with DDP", "Accelerate", "pytorch-ignite", "Lightning")
