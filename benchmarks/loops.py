@@ -46,14 +46,20 @@ def bare(problem: Problem) -> Outcome:
 
 
 def dualeval(problem: Problem, layout: str = "auto") -> Outcome:
-    """``Session.evaluate`` of a model and data; without a folder, as the others write none."""
-    from dualeval import Session
+    """The door as a user writes it; without a folder, as the others write none."""
+    from dualeval import evaluate
 
-    task = problem.task(["top1", "loss"])
-    with Session(device="cpu") as session:
-        watch = problem.start()
-        result = session.evaluate(task, batch_size=problem.batch_size, workers=0, layout=layout)
-        times = watch.stop()
+    watch = problem.start()
+    result = evaluate(
+        model=problem.network,
+        data=problem.data(),
+        collate=problem.collate,
+        metrics=["top1", "loss"],
+        batch_size=problem.batch_size,
+        layout=layout,
+        device="cpu",
+    )
+    times = watch.stop()
     top1, loss = result.metrics["top1"], result.metrics["loss"]
     assert isinstance(top1, float) and isinstance(loss, float)
     # The result's count is over all ranks.
@@ -225,3 +231,4 @@ LOOPS: dict[str, Callable[[Problem], Outcome]] = {
     "pytorch-ignite": ignite,
     "Lightning": lightning,
 }
+LIBRARIES = ("TorchMetrics with DDP", "Accelerate", "pytorch-ignite", "Lightning")

@@ -6,7 +6,8 @@ in new processes, on 1, 2 and 3: start-up, peak memory, samples counted and the 
 
 ``make bench-peers`` makes the environment that this needs, and starts it.
 
-    python benchmarks/peers.py [--rounds N] [--starts N] [--images N] [--resnet-images N] [--json]
+    python benchmarks/peers.py [--rounds N] [--starts N] [--images N] [--resnet-images N] [--no-libraries]
+        [--json]
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from common import (
     take_turns,
     write_results,
 )
-from loops import BARE, LOOPS, world
+from loops import BARE, LIBRARIES, LOOPS, world
 from problems import Problem, fashion_cnn, resnet18, small_cnn
 from torch import distributed, nn
 
@@ -120,6 +121,7 @@ def timed(size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Time all loops on ``size`` processes; by problem, what ``be_timed`` has measured."""
     arguments = [f"--rounds={options.rounds}", f"--images={options.images}"]
     arguments.append(f"--resnet-images={options.resnet_images}")
+    arguments += ["--no-libraries"] if options.no_libraries else []
     with tempfile.TemporaryDirectory(prefix="dualeval-peers-") as folder:
         command = python_or_torchrun(size, _SCRIPT, "--rank-of", folder, *arguments)
         run_process(command, timeout_s=_TIMEOUT_S, environ=ONE_THREAD)
@@ -170,10 +172,14 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--images", type=int, default=70_000, help="of the small CNN")
     parser.add_argument("--resnet-images", type=int, default=32)
+    parser.add_argument("--no-libraries", action="store_true", help="only dualeval and the loops by hand")
     parser.add_argument("--json", action="store_true", help="print figures and write nothing")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.no_libraries:
+        for loop in LIBRARIES:
+            del LOOPS[loop]
     if options.rank_of is not None:
         if options.loop is None:
             be_timed(options.rank_of, options)
@@ -295,8 +301,8 @@ def _speed_text(figures: Mapping[str, Any]) -> str:
         "float32, one thread a rank, gloo, no logging, progress or checkpoints. Images, all in memory: "
         f"{counts}. They are a `TensorDataset`, whose samples are collated one by one, or *ready batches*: a "
         "data set whose "
-        "`__getitems__` returns a whole batch. dualeval also computes intervals, and it keeps each sample's "
-        "loss, confidence and first classes until they are counted.\n\n"
+        "`__getitems__` returns a whole batch. dualeval is called as a user calls it, "
+        "`dualeval.evaluate(...)`, until that returns; it also computes intervals.\n\n"
         f"{table(head, rows)}"
     )
 

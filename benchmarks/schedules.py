@@ -76,7 +76,7 @@ class Computing(ImageClassification):
 
     batches = 0
 
-    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """As the embedded job does."""
         self.batches += 1
         return super().observe(outputs, batch)

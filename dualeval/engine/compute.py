@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.transfer import Columns, Downloads, Pending
 from dualeval.errors import UsageError
+from dualeval.metrics.classification import LogitColumns
 from dualeval.models.model_errors import why_model_failed
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Compute:
         if self._pool is not None:
             return self._pool.submit(self._columns_in_pool, data).result
         columns = self._columns(self._model, data)
-        return partial(dict, columns) if self._downloads is None else self._downloads.start(columns)
+        return (lambda: columns) if self._downloads is None else self._downloads.start(columns)
 
     def _columns_in_pool(self, data: Any) -> Columns:
         columns = self._columns(self._own.model, data)
@@ -136,6 +136,8 @@ class Compute:
                     f"observe returned a {type(observed).__name__}, expected a dict of columns, one row a "
                     "sample, as {'loss': losses}"
                 )
+            if type(observed) is LogitColumns:
+                return observed.copied()
             columns: Columns = as_columns(observed)
             # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.
             return columns if self._downloads is not None else all_copied(columns)

@@ -20,6 +20,7 @@ from dualeval.engine.nests import zeros_like
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import index_of, name_of
 from dualeval.engine.progress import Stage
+from dualeval.engine.samples import Samples
 from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
 from dualeval.errors import DualevalError, UsageError, text_of, with_type
@@ -70,6 +71,8 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         # Whether the data set is known to return ready batches, and the samples to have zeros.
         self._ready_batches = False
         self._fill_tried = False
+        # The data set, where rows of tensors are a batch as they are.
+        self._rows = dataset if isinstance(dataset, Samples) and task._collates_as_torch() else None
 
     def notes(self) -> list[str]:
         """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
@@ -79,6 +82,8 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         """Read one batch: its data, None if no sample could be read, and the samples that failed."""
         try:
+            if self._rows is not None and (stacked := self._rows.stacked(indices)) is not None:
+                return stacked, ()
             samples = self._dataset.__getitems__(indices)
         except Exception as error:  # noqa: BLE001 - any error of a data set is the sample's; next: whose
             samples, failed = self._read_one_by_one(indices, error)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dualeval.columns import Column, host_columns
+from dualeval.columns import Column
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.clusters import check_cluster
@@ -31,7 +31,7 @@ from dualeval.engine.recorder import Recorder, Work, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
-from dualeval.tasks import Dataset, Task
+from dualeval.tasks import Dataset
 
 _Columns = TypeVar("_Columns")
 
@@ -166,8 +166,6 @@ class Loop:
                 load_library()
         # Seconds before the loop.
         self.setup_s = perf_counter() - self._run.started
-        # Whether the task makes more of its columns on the host: most do not.
-        self._postprocesses = getattr(self._task.postprocess, "__func__", None) is not Task.postprocess
         # The columns of the data that each batch gets.
         self._data = evaluation.added
         self._tried = False
@@ -282,10 +280,7 @@ class Loop:
         self._progress.step("metrics", work.chunk)
         if columns is not None:
             start = perf_counter()
-            if self._postprocesses:
-                columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)
-            else:
-                columns = host_columns(columns, work.samples)
+            columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)
             if self._data is not None:
                 columns = {**columns, **self._data.of(work.samples)}
             self.postprocess_s += perf_counter() - start

@@ -19,6 +19,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.samples import Samples
 from dualeval.errors import ExactlyOnceError, UsageError
+from dualeval.metrics.classification import LogitColumns
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, FIRST_SAMPLES, described_part
 from dualeval.tasks import Dataset, Task
 
@@ -283,7 +284,15 @@ def postprocessed(
 
     Of drawn samples it is called for each run of consecutive ones, by their indices in the whole data set.
     """
-    if not isinstance(dataset, DrawnSamples) or type(task).postprocess is Task.postprocess:
+    own = getattr(task.postprocess, "__func__", None)
+    if type(columns) is LogitColumns:
+        if own is Task.postprocess:
+            return columns
+        if not hasattr(own, "only_reads"):
+            columns = dict(columns)
+        elif not isinstance(dataset, DrawnSamples):
+            return task.postprocess(columns, samples)
+    if own is Task.postprocess or not isinstance(dataset, DrawnSamples):
         found: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
         return found
     parts: list[Mapping[str, Any]] = []

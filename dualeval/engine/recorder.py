@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.progress import Progress
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.metrics import Metric
+from dualeval.metrics.classification import LogitColumns, joined
 
 # Samples that one ledger update takes: its cost is per call, not per sample. As many as a journal file holds.
 FOLD_SAMPLES = 16_384
@@ -120,10 +122,8 @@ class _Part:
         if not self._unfolded:
             return
         evaluated = _evaluated(self._unfolded)
-        columns = {
-            name: concatenated([_column(finished, name, like) for finished in self._unfolded])
-            for name, like in (empty or {}).items()
-        }
+        parts = [*_parts(self._unfolded, empty or {})]
+        columns = {name: concatenated([part[name] for part in parts]) for name in empty or {}}
         if evaluated.any():
             whole = bool(evaluated.all())
             before = [slots.clone() for _, slots in self.delta.parts()]
@@ -174,8 +174,16 @@ def _evaluated(batches: Sequence[_Finished]) -> Tensor:
     return evaluated
 
 
-def _column(finished: _Finished, name: str, like: Column) -> Column:
-    return empty_rows(like, finished.rows) if finished.columns is None else finished.columns[name]
+def _parts(batches: Sequence[_Finished], empty: Mapping[str, Column]) -> Iterator[Mapping[str, Column]]:
+    """The columns of consecutive batches; of logits that wait, of many batches at once."""
+    for is_late, run in groupby(batches, key=lambda finished: type(finished.columns) is LogitColumns):
+        if is_late:
+            yield joined([cast(LogitColumns, finished.columns) for finished in run]).made(empty)
+            continue
+        for rows, columns, *_ in run:
+            if columns is None:
+                columns = {name: empty_rows(like, rows) for name, like in empty.items()}
+            yield columns
 
 
 def _with_own_memory(column: Tensor) -> Tensor:
@@ -195,6 +203,8 @@ def _with_own_memory(column: Tensor) -> Tensor:
 def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> None:
     """Check that the columns of a batch have one row a sample."""
     rows = len(samples)
+    if type(columns) is LogitColumns:
+        columns = {"logits": columns.logits, "target": columns.target}
     for name, column in columns.items():
         if len(column) != rows:
             raise ExactlyOnceError(
@@ -239,6 +249,7 @@ class Recorder:
         # Seconds of waiting for journal files.
         self.journal_s = 0.0
         self._empty: dict[str, Column] | None = None  # the columns' dtypes and row shapes, once seen
+        self._late_kind: object = None  # of logits whose columns are made where they are folded
         self._chunk: list[_Finished] = []
         self._chunk_failures: list[tuple[int, str]] = []
         self._whole = _Part(plan, self._metrics, self._names)
@@ -258,7 +269,7 @@ class Recorder:
     def add(self, work: Work, columns: Mapping[str, Column] | None) -> None:
         """Take a batch whose columns (on the CPU) are complete."""
         batch, samples, failed = work.batch, work.samples, work.failed
-        check_rows(columns or {}, batch, samples)
+        check_rows({} if columns is None else columns, batch, samples)
         ragged_bytes = 0
         with self._lock:
             if failed:
@@ -268,6 +279,7 @@ class Recorder:
                     # What nobody counts or keeps would only wait here for the fold.
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
+                    self._late_kind = columns.kind if type(columns) is LogitColumns else None
                 columns, ragged_bytes = self._taken(columns, self._empty, batch, samples)
             rows_failed = tuple([sample.index - samples.start for sample in failed]) if failed else ()
             self._chunk.append(_Finished(len(samples), columns, rows_failed, ragged_bytes))
@@ -282,8 +294,10 @@ class Recorder:
 
     def _taken(
         self, columns: Mapping[str, Column], kinds: Mapping[str, Column], batch: int, samples: range
-    ) -> tuple[dict[str, Column], int]:
+    ) -> tuple[Mapping[str, Column], int]:
         """The columns that are used, each in memory of its own; and the bytes of the ragged ones' values."""
+        if type(columns) is LogitColumns and columns.kind == self._late_kind:
+            return columns, 0
         taken: dict[str, Column] = {}
         ragged_bytes = 0
         for name, like in kinds.items():

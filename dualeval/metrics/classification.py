@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,10 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": Tensor.float,
     "probabilities": lambda logits: logits.float().softmax(dim=1),
 }
+# Of ``observe_logits``, besides these.
+_COLUMNS = ("loss", "confidence", "prediction", "target", "rank", "nan_logits", "inf_logits", "top")
+# The logits of so many classes wait for those of other batches: 4 MiB until the ledger takes their rows.
+_FEW_CLASSES = 64
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
 
 _NO_RANK = 2**31 - 1
@@ -65,27 +69,114 @@ def observe_logits(logits: Tensor, target: Tensor, top: int, read: Collection[st
     Classes are in the order of descending logit (as float32), equal logits in the order of their index; -0.0
     equals 0.0. Prediction, rank and ``top`` all follow this one order. A row's results depend on it alone.
     """
+    return _columns_of(logits, target, top, _names(read))
+
+
+def _names(read: Collection[str]) -> tuple[str, ...]:
+    return (*_COLUMNS, *(name for name in SCORES if name in read))
+
+
+def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]) -> dict[str, Tensor]:
+    """The columns of these names."""
+    wanted = {*names}
+    found = {name: scores(logits) for name, scores in SCORES.items() if name in wanted}
     target_index = target.to(torch.int64).unsqueeze(1)
     values = logits.to(torch.float32) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
-    loss, confidence = _loss_and_confidence(values, target_index)
-    nan_logits = values.amax(dim=1).isnan()
-    # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
-    inf_logits = torch.nansum(values, dim=1, dtype=torch.float64).mul_(_ZERO_DOUBLE).isnan()
-    keys = order_keys_in_place(values)
-    rank = (keys > keys.gather(1, target_index)).sum(dim=1, dtype=torch.int32)
-    first = torch.topk(keys, min(top, logits.shape[1]), dim=1).indices.to(torch.int32)
-    first.masked_fill_(nan_logits.unsqueeze(1), NO_CLASS)
-    return {
-        "loss": loss,
-        "confidence": confidence,
-        "prediction": first[:, 0],
-        "target": target.to(torch.int32),
-        "rank": rank.masked_fill_(nan_logits, _NO_RANK),
-        "nan_logits": nan_logits,
-        "inf_logits": inf_logits,
-        "top": first,
-        **{name: scores(logits) for name, scores in SCORES.items() if name in read},
-    }
+    if wanted & {"loss", "confidence"}:
+        found["loss"], found["confidence"] = _loss_and_confidence(values, target_index)
+    nan_logits = found["nan_logits"] = values.amax(dim=1).isnan()
+    if "inf_logits" in wanted:
+        # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
+        sums = torch.nansum(values, dim=1, dtype=torch.float64)
+        found["inf_logits"] = sums.mul_(_ZERO_DOUBLE).isnan()
+    keys = order_keys_in_place(values) if wanted & {"rank", "prediction", "top"} else values
+    if "rank" in wanted:
+        rank = (keys > keys.gather(1, target_index)).sum(dim=1, dtype=torch.int32)
+        found["rank"] = rank.masked_fill_(nan_logits, _NO_RANK)
+    if wanted & {"prediction", "top"}:
+        first = torch.topk(keys, min(top, logits.shape[1]), dim=1).indices.to(torch.int32)
+        found["top"] = first.masked_fill_(nan_logits.unsqueeze(1), NO_CLASS)
+        found["prediction"] = first[:, 0]
+    found["target"] = target.to(torch.int32)
+    return {name: found[name] for name in names if name in found}
+
+
+class LogitColumns(Mapping[str, Tensor]):
+    """The columns of ``observe_logits`` for logits on the host, made when they are read.
+
+    A batch of few classes takes as long as its thirty kernels take to be called: what waits to be counted is
+    made of many batches at once, and only the columns that somebody reads. As a row depends on itself alone,
+    these are the columns that each batch would have by itself.
+    """
+
+    def __init__(
+        self, logits: Tensor, target: Tensor, top: int, read: Collection[str], any_label: bool
+    ) -> None:
+        self.logits, self.target = logits, target
+        self._top, self._read, self._any_label = top, read, any_label
+        self._made: dict[str, Tensor] = {}
+        # What batches have in common whose columns can be made at once.
+        self.kind = logits.dtype, logits.shape[1:], target.dtype, target.shape[1:], read
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._made = self._made or self.made(_names(self._read))
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_names(self._read))
+
+    def __len__(self) -> int:
+        return len(_names(self._read))
+
+    def made(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The columns of these names."""
+        known = _known(self.target, self.logits) if self._any_label else self.target
+        columns = _columns_of(self.logits, known, self._top, names)
+        return {**columns, **({"target": as_labels(self.target)} if "target" in columns else {})}
+
+    def copied(self) -> LogitColumns:
+        """The same in memory that nobody else has."""
+        return self.like(self.logits.clone(), self.target.clone())
+
+    def like(self, logits: Tensor, target: Tensor) -> LogitColumns:
+        """Those of other logits."""
+        return LogitColumns(logits, target, self._top, self._read, self._any_label)
+
+
+def joined(batches: Sequence[LogitColumns]) -> LogitColumns:
+    """Batches of one kind as one."""
+    return batches[0].like(
+        torch.cat([batch.logits for batch in batches]), torch.cat([batch.target for batch in batches])
+    )
+
+
+def observed_logits(
+    logits: Tensor,
+    target: Tensor,
+    top: int,
+    read: Collection[str] = (),
+    *,
+    late: bool = True,
+    any_label: bool = False,
+) -> Mapping[str, Tensor]:
+    """As ``observe_logits``, but with ``late`` of few classes on the host made when they are read.
+
+    With ``any_label`` a label that no class has is no error here: the host, which knows its sample, says it.
+    """
+    if late and logits.device.type == "cpu" and logits.shape[1] <= _FEW_CLASSES:
+        return LogitColumns(logits, target, top, read, any_label)
+    known = _known(target, logits) if any_label else target
+    return {**observe_logits(logits, known, top, read), "target": as_labels(target)}
+
+
+def _known(target: Tensor, logits: Tensor) -> Tensor:
+    return target.clamp(0, logits.shape[1] - 1)
+
+
+def as_labels(target: Tensor) -> Tensor:
+    """Labels as int32; one beyond that is the nearest, which no model has either, and never another one."""
+    limits = torch.iinfo(torch.int32)
+    return (target.clamp(limits.min, limits.max) if target.dtype == torch.int64 else target).to(torch.int32)
 
 
 def are_probabilities(outputs: Tensor) -> bool:

@@ -173,6 +173,10 @@ class Task(ABC):
 
         return default_collate(samples)
 
+    def _collates_as_torch(self) -> bool:
+        """Whether ``collate`` does for samples of tensors what torch's ``default_collate`` does."""
+        return getattr(self.collate, "__func__", None) is Task.collate
+
     @abstractmethod
     def build_model(self, device: torch.device) -> nn.Module:
         """The model with its weights; the engine brings it to ``device`` and into evaluation mode.

@@ -19,7 +19,7 @@ from dualeval.metrics.classification import (
     SCORES,
     classification_metric,
     default_metrics,
-    observe_logits,
+    observed_logits,
 )
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses
@@ -280,9 +280,11 @@ class ImageClassification(PictureTask):
         logits: Tensor = getattr(outputs, "logits", outputs)
         return logits
 
-    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
-        return observe_logits(outputs, batch["targets"], _TOP, self.requested)
+        # A derived class may write into them.
+        late = type(self).observe is ImageClassification.observe
+        return observed_logits(outputs, batch["targets"], _TOP, self.requested, late=late)
 
     def metrics(self) -> list[Metric | RowMetric]:
         assert self._num_classes is not None, "build_model comes first"

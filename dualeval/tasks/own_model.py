@@ -15,9 +15,11 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
     SCORES,
+    LogitColumns,
+    as_labels,
     classification_metric,
     default_metrics,
-    observe_logits,
+    observed_logits,
 )
 from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
@@ -135,7 +137,7 @@ class ModelTask(Task):
         self._why_no_logits: str | None = None
         self._left_out: list[str] = []  # tensors of samples that the model does not get
         self._first_look = threading.Lock()
-        self._signature = inspect.Signature()
+        self._signature, self._bound = inspect.Signature(), -1
 
     @property
     def name(self) -> str:
@@ -161,6 +163,9 @@ class ModelTask(Task):
                 "function of a list of samples, or samples of tensors and numbers, in pairs or dicts."
             ) from error
 
+    def _collates_as_torch(self) -> bool:
+        return self._collate is None and getattr(self.collate, "__func__", None) is ModelTask.collate
+
     def build_model(self, device: torch.device) -> nn.Module:
         model = self._model if isinstance(self._model, nn.Module) else self._model()
         if not isinstance(model, nn.Module):
@@ -168,7 +173,7 @@ class ModelTask(Task):
                 f"{self.name}() returned {a_kind(model)}: expected an nn.Module. model= takes a "
                 "module, or a function without arguments that returns one."
             )
-        self._signature = inspect.signature(model.forward)
+        self._signature, self._bound = inspect.signature(model.forward), -1
         # Of this evaluation: the task may have had another one before.
         self._classes, self.requested = None, ()
         self._columns, self._asked, self._why_no_logits, self._left_out = {}, (), None, []
@@ -185,9 +190,12 @@ class ModelTask(Task):
         return model(*values)
 
     def _check_count(self, model: nn.Module, values: tuple[Any, ...]) -> None:
-        """Check that the model's forward takes so many values."""
+        """Check that the model's forward takes so many values, once."""
+        if len(values) == self._bound:
+            return
         try:
             self._signature.bind(*values)
+            self._bound = len(values)
         except TypeError as error:
             found = "one value" if len(values) == 1 else f"{len(values)} values"
             of_numbers = len(values) > 1 and all(
@@ -234,12 +242,12 @@ class ModelTask(Task):
             if self._classes is None:
                 self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
-            known = target.clamp(0, outputs.shape[1] - 1)
-            columns = observe_logits(outputs, known, _TOP, self.requested)
-            return {**columns, "target": _as_labels(target)}
+            # A derived class may write into them.
+            late = type(self).observe is ModelTask.observe
+            return observed_logits(outputs, target, _TOP, self.requested, late=late, any_label=True)
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
-            return {"prediction": classes.flatten(1), "target": _as_labels(target).flatten(1)}
+            return {"prediction": classes.flatten(1), "target": as_labels(target).flatten(1)}
         if outputs.is_floating_point() and outputs.numel() == target.numel() == len(target):
             prediction, target = _at_least_single(outputs.reshape(-1)), _at_least_single(target.reshape(-1))
             # Whole numbers of more than 2 bytes may be beyond 2**24, where float32 rounds them.
@@ -270,11 +278,12 @@ class ModelTask(Task):
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
         if self._classes is None or self._observe is not None:
             return columns
-        targets = columns["target"]
-        wrong = ((targets < 0) | (targets >= self._classes)).nonzero().flatten().tolist()
-        if wrong:
+        targets = columns.target if type(columns) is LogitColumns else columns["target"]
+        found = targets.numpy()  # on the host, where a kernel of torch takes longer to be called
+        if len(found) and not 0 <= found.min() <= found.max() < self._classes:
+            wrong = int(((targets < 0) | (targets >= self._classes)).nonzero()[0])
             raise UsageError(
-                f"sample {samples[wrong[0]]} has the label {int(targets[wrong[0]])}, but the model has "
+                f"sample {samples[wrong]} has the label {int(as_labels(targets)[wrong])}, but the model has "
                 f"{self._classes} classes (labels 0 to {self._classes - 1}). Correct the label, or give a "
                 "model with more classes."
             )
@@ -358,6 +367,10 @@ class ModelTask(Task):
         return {"model": self.name, "data": getattr(self._data, "kind", type(self._data).__name__)}
 
 
+# It returns the columns that it gets: they need not be made for it. One of a derived class is not marked.
+vars(ModelTask.postprocess)["only_reads"] = True
+
+
 def _name_of(model: Any) -> str:
     """The name of a model's class, before ``fully_shard`` where that was called, or of what makes it."""
     if not isinstance(model, nn.Module):
@@ -430,12 +443,6 @@ def _is_whole(target: Tensor) -> bool:
 def _at_least_single(column: Tensor) -> Tensor:
     """Half precision as float32: nothing is lost, a square has room, and Parquet has no bfloat16."""
     return column.float() if column.dtype in (torch.float16, torch.bfloat16) else column
-
-
-def _as_labels(target: Tensor) -> Tensor:
-    """Labels as int32; one beyond that is the nearest, which no model has either, and never another one."""
-    limits = torch.iinfo(torch.int32)
-    return (target.clamp(limits.min, limits.max) if target.dtype == torch.int64 else target).to(torch.int32)
 
 
 def _are_of_classes(outputs: Tensor, target: Tensor) -> bool:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import dualeval
 from dualeval.errors import UsageError
@@ -285,10 +285,69 @@ def test_rows_of_tensors_are_the_samples_of_their_data_set(indices: Sequence[int
     assert all(type(sample) is tuple for sample in found)
 
 
+@pytest.mark.parametrize("places", [None, [5, 0, 3, 3, 1], range(1, 6), np.arange(6)[::-1].copy()])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_rows_of_tensors_are_stacked_as_torch_collates_them(layout: torch.memory_format, places: Any) -> None:
+    images = torch.rand(6, 3, 4, 4).contiguous(memory_format=layout)
+    rows = TensorDataset(images, torch.arange(6))
+    data = rows if places is None else Subset(rows, places)
+    samples = dualeval.wrap(data)
+    stacked = samples.stacked(range(1, 4))
+    expected = default_collate(samples.__getitems__(range(1, 4)))
+    assert stacked is not None and type(stacked) is type(expected) is list
+    for one, other in zip(stacked, expected, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+        assert one.data_ptr() % 64 == 0
+        one.zero_()
+    assert rows.tensors[0].all() and rows.tensors[1].tolist() == [*range(6)], "the caller's own are copied"
+
+
+@pytest.mark.parametrize("data", [[torch.zeros(2)] * 3, torch.zeros(3, 2), ["a"] * 3])
+def test_other_samples_are_not_stacked(data: Any) -> None:
+    assert dualeval.wrap(data).stacked(range(2)) is None
+
+
+def test_who_collates_gets_samples(tmp_path: Path) -> None:
+    data = TensorDataset(torch.rand(10, 4), torch.arange(10) % 3)
+    seen: list[Any] = []
+
+    def collate(samples: list[Any]) -> Any:
+        seen.extend(samples)
+        return default_collate(samples)
+
+    model = nn.Linear(4, 3).eval()
+    by_hand = dualeval.evaluate(model=model, data=data, collate=collate, metrics=["loss"], batch_size=4)
+    assert {type(sample) for sample in seen} == {tuple}
+    found = dualeval.evaluate(model=model, data=data, metrics=["loss"], batch_size=4)
+    assert found.metrics_digest == by_hand.metrics_digest
+
+
+def test_a_forward_that_writes_into_its_input_leaves_the_data_alone() -> None:
+    inputs = torch.rand(10, 4)
+    before = inputs.clone()
+    data = TensorDataset(inputs, torch.arange(10) % 3)
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0].sub_(0.5).relu_())
+
+    dualeval.evaluate(
+        model=nn.Linear(4, 3).eval(), data=data, forward=forward, metrics=["loss"], batch_size=4
+    )
+    assert torch.equal(inputs, before)
+
+
+def test_a_sample_beyond_the_rows_is_named() -> None:
+    data = Subset(TensorDataset(torch.rand(4, 4), torch.arange(4) % 3), [0, 1, 7])
+    with pytest.raises(UsageError, match=r"sample 2 \(index 2\) cannot be read: IndexError"):
+        dualeval.evaluate(model=nn.Linear(4, 3).eval(), data=data, metrics=["loss"], batch_size=4)
+
+
 def test_a_data_set_derived_from_one_of_tensors_gives_its_own_samples() -> None:
     class Negative(TensorDataset):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
             return tuple(-tensor[index] for tensor in self.tensors)
 
-    [sample] = dualeval.wrap(Negative(torch.arange(3))).__getitems__(range(1, 2))
+    samples = dualeval.wrap(Negative(torch.arange(3)))
+    [sample] = samples.__getitems__(range(1, 2))
     assert sample[0].item() == -1
+    assert samples.stacked(range(1, 2)) is None

@@ -20,9 +20,12 @@ from torch.nn import functional
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Value
 from dualeval.metrics.classification import (
+    LogitColumns,
     classification_metric,
     default_metrics,
+    joined,
     observe_logits,
+    observed_logits,
 )
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.vision_library import torchvision
@@ -202,6 +205,43 @@ def test_a_row_depends_on_itself_alone(classes: int) -> None:
     beside_nan[1:] = math.nan
     for name, column in observe_logits(beside_nan, target, 5).items():
         assert torch.equal(column[0], together[name][0]), name
+
+
+@pytest.mark.parametrize("classes", [2, 10, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_wait_give_the_columns_of_their_batches(classes: int, dtype: torch.dtype) -> None:
+    logits, target = sample_logits(301, classes)
+    logits = logits.to(dtype)
+    logits[7, 1], logits[9, 0] = math.nan, math.inf
+    read = ("probabilities",)
+    batches = [*zip(torch.split(logits, 64), torch.split(target, 64), strict=True)]
+    late = [observed_logits(*batch, 5, read) for batch in batches]
+    waiting = [each for each in late if isinstance(each, LogitColumns)]
+    assert len(waiting) == len(batches)
+    first, together = waiting[0], joined(waiting)
+    for each in [*late, together]:
+        assert [*each] == [*observe_logits(logits, target, 5, read)]
+    expected = [observe_logits(*batch, 5, read) for batch in batches]
+    for name, column in together.items():
+        parts = torch.cat([of_batch[name] for of_batch in expected])
+        assert column.dtype == parts.dtype
+        assert column.contiguous().numpy().tobytes() == parts.contiguous().numpy().tobytes(), name
+    for name, column in expected[0].items():
+        assert [*first.made([name])] == [name], "no other is made"
+        assert torch.equal(torch.nan_to_num(first.made([name])[name]), torch.nan_to_num(column)), name
+
+
+def test_many_classes_do_not_wait() -> None:
+    assert type(observed_logits(*sample_logits(3, 65), 5)) is dict
+
+
+def test_a_label_that_no_class_has() -> None:
+    logits, _ = sample_logits(3, 4)
+    target = torch.tensor([0, 4, -(2**40)])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        observed_logits(logits, target, 5)["loss"]
+    columns = observed_logits(logits, target, 5, any_label=True)
+    assert columns["target"].tolist() == [0, 4, -(2**31)]
 
 
 def test_arguments_are_untouched_and_layout_does_not_matter() -> None:

@@ -466,6 +466,36 @@ def test_outputs_that_hold_the_tensor(wrapped: Callable[[Tensor], Any]) -> None:
     assert result.metrics == evaluate(model=model, data=Mapped(), metrics=["top1"]).metrics
 
 
+def test_a_postprocess_of_a_derived_class_may_write_into_its_columns() -> None:
+    class Doubled(dualeval.ModelTask):
+        def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
+            found = super().postprocess(columns, samples)
+            assert isinstance(found, dict)
+            found["twice"] = 2 * found["loss"]
+            return found
+
+    model = linear(5, 7)
+    result = dualeval.evaluate(
+        Doubled(model=model, data=Mapped(), metrics=["loss", Mean("twice")]), batch_size=4, workers=0
+    )
+    alone = evaluate(model=model, data=Mapped(), metrics=["loss"])
+    assert result.metrics["loss"] == alone.metrics["loss"]
+    assert result.metrics["twice"] == pytest.approx(2 * float(str(alone.metrics["loss"])))
+
+
+def test_a_derived_class_may_write_into_what_observe_gives() -> None:
+    class Doubled(dualeval.ModelTask):
+        def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
+            found = super().observe(outputs, batch)
+            assert isinstance(found, dict)
+            found["twice"] = 2 * found["loss"]
+            return found
+
+    task = Doubled(model=linear(5, 7), data=Mapped(), metrics=["loss", Mean("twice")])
+    values = dualeval.evaluate(task, batch_size=4, workers=0).metrics
+    assert values["twice"] == pytest.approx(2 * float(str(values["loss"])))
+
+
 def test_no_sample_that_can_be_read() -> None:
     class Torn(Mapped):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
