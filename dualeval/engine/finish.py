@@ -29,10 +29,10 @@ from dualeval.engine.machines import chunks_by_machine
 from dualeval.engine.measured import check_keys, fields_of_result, measured_from, plain
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
-from dualeval.engine.proving import Proven
-from dualeval.engine.reference import windows_of_chunks
-from dualeval.engine.replay import batches_of_predictions, metric_digests
+from dualeval.engine.proving import Proven, batches_of_predictions, metric_digests
+from dualeval.engine.reference import beside
 from dualeval.engine.slices import shared_slices, slicing_of
+from dualeval.engine.stored_rows import windows_of_chunks
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.clusters import ClusterIntervals
@@ -236,14 +236,8 @@ class _Ended:
             assert facts is not None
             kept = self._evaluation.kept
             windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
-            try:
-                found = reference.compare(windows, self._dataset, facts, self._step)
-            except DualevalError as error:
-                found = reference.unreadable(error)
-        found = self._run.from_rank_0(found)
-        problem = found.get("problem")
-        said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
-        return replace(result, reference=found, warnings=[*result.warnings, *said])
+            found = reference.compare(windows, self._dataset, facts, self._step)
+        return beside(result, self._run.from_rank_0(found))
 
     def _made(
         self,

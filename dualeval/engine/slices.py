@@ -221,9 +221,7 @@ class _Chosen:
         self.path, self.names = path, tuple(columns)
         self._columns, self._places = columns, places
 
-    def windows(
-        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
-    ) -> Iterator[Window]:
+    def windows(self, names: Sequence[str], *, multiple_of: int = 1) -> Iterator[Window]:
         """The rows, a window at a time."""
         for start in range(0, len(self._places), WINDOW_ROWS):
             places = self._places[start : start + WINDOW_ROWS]
@@ -231,8 +229,6 @@ class _Chosen:
                 start=start,
                 evaluated=np.ones(len(places), np.bool_),
                 columns={name: self._columns[name][places] for name in names},
-                ids=[],
-                indices=np.empty(0, np.int64),
             )
 
 

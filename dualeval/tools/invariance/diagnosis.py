@@ -25,7 +25,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import compiler_settings
-from dualeval.engine.row_differences import differing_rows
+from dualeval.engine.row_comparison import differing_rows
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.watched_modules import Differences, ModuleDifference, Watch
 from dualeval.errors import UsageError
