@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from dualeval.columns import Rows, spread_rows, to_column
+from dualeval.columns import Rows, kind_of, spread_rows, to_column
 from dualeval.engine.columns import columns_of, update
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample
@@ -30,9 +29,9 @@ from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of, texts_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.reference import beside
-from dualeval.engine.row_comparison import differing_rows, kind_of, text_rows
+from dualeval.engine.row_comparison import differing_rows, text_rows
 from dualeval.engine.slices import shared_slices, slicing_of
-from dualeval.engine.stored_rows import StoredRows
+from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
@@ -67,21 +66,18 @@ class Proven:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredBatch:
+class StoredBatch(Window):
     """The rows of one batch as an earlier run has left them."""
 
-    # The batch's indices in the data set.
-    samples: range
-    # Which of them that run could read, bool of shape (samples,).
-    evaluated: npt.NDArray[np.bool_]
-    # The rows of those, by column, first dimension the evaluated samples.
-    columns: Mapping[str, Rows]
     # What has computed it: one machine, or those that it may have been.
     machines: tuple[Mapping[str, Any], ...]
-    # The texts of all samples' rows, by column, where the run had written them.
-    texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     # Where the rows lie in a journal.
     file: JournalFile | None = None
+
+    @property
+    def samples(self) -> range:
+        """The batch's indices in the data set."""
+        return range(self.start, self.start + len(self.evaluated))
 
 
 # -- which batches -------------------------------------------------------------------------------------
@@ -125,13 +121,9 @@ def batches_of_journal(
         first = sum(file.rows[:place]) + samples.start - plan.chunk_samples(chunk).start
         rows = {name: file.read_rows(name, first, first + len(samples)) for name in file.columns}
         evaluated = evaluated_of(rows)
-        del rows[EVALUATED]
+        columns = {name: values[evaluated] for name, values in rows.items() if name != EVALUATED}
         yield StoredBatch(
-            samples=samples,
-            evaluated=evaluated,
-            columns={name: values[evaluated] for name, values in rows.items()},
-            machines=(file.machine,),
-            file=file,
+            start=samples.start, evaluated=evaluated, columns=columns, machines=(file.machine,), file=file
         )
 
 
@@ -146,16 +138,9 @@ def batches_of_predictions(
     found: set[int] = set()
     for first in places_drawn(fingerprint, plan.num_batches):
         for batch in chain(range(first, plan.num_batches), range(first)):
-            samples = plan.batch_samples(batch)
-            if batch not in found and (window := rows.batch(samples)).evaluated.any():
+            if batch not in found and (window := rows.batch(plan.batch_samples(batch))).evaluated.any():
                 found.add(batch)
-                yield StoredBatch(
-                    samples=samples,
-                    evaluated=window.evaluated,
-                    columns=window.columns,
-                    machines=tuple(without_count),
-                    texts=window.texts,
-                )
+                yield StoredBatch(**vars(window), machines=tuple(without_count))
                 break
 
 
@@ -337,10 +322,9 @@ class Proof:
         evaluated = self.stored.evaluated
         rows = {name: spread_rows(values, evaluated) for name, values in self.stored.columns.items()}
         made = texts_of(task, dataset, rows, self.stored.samples.start)
-        places = np.flatnonzero(evaluated).tolist()
         for column, stored in self.stored.texts.items():
-            there = text_rows(stored[place] for place in places)
-            now = text_rows(made[column][place] for place in places) if column in made else None
+            there = text_rows(compress(stored, evaluated))
+            now = text_rows(compress(made[column], evaluated)) if column in made else None
             row = 0 if now is None else _first_difference(there, now)
             if row is not None:
                 self._refuse(column, row, there, now)

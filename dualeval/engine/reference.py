@@ -9,24 +9,18 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import Rows
+from dualeval.columns import Rows, described
 from dualeval.engine.differences import differing_fingerprints
 from dualeval.engine.parts import ids_of
 from dualeval.engine.rescoring import finished_run
-from dualeval.engine.row_comparison import (
-    PREDICTION_COLUMNS,
-    Difference,
-    as_one_kind,
-    described,
-    right,
-    text_rows,
-)
+from dualeval.engine.row_comparison import PREDICTION_COLUMNS, Difference, as_one_kind, right, text_rows
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
@@ -72,16 +66,16 @@ class Reference:
                 f"--reference {self.folder}: no column is in both runs. There: {', '.join(self.rows.names)}; "
                 f"here: {', '.join(columns)}."
             )
-        start = 0
+        stop = 0
         for window in self.rows.windows(self.rows.names[:1], with_ids=True):
-            own = ids_of(dataset, range(start, min(start + len(window.ids), count)))
-            for place, (here, there) in enumerate(zip(own, window.ids, strict=False), start):
+            stop = window.start + len(window.ids)
+            own = ids_of(dataset, range(window.start, min(stop, count)))
+            for place, (here, there) in enumerate(zip(own, window.ids, strict=False), window.start):
                 if here != there:
                     self._refuse_samples(dataset, count, f"sample {place} is {there!r} there, {here!r} here")
-            start += len(window.ids)
             step()
-        if start != count:
-            self._refuse_samples(dataset, count, f"{start:,} samples there, {count:,} here")
+        if stop != count:
+            self._refuse_samples(dataset, count, f"{stop:,} samples there, {count:,} here")
         if said := differing_fingerprints(facts, vars(self.result)):
             raise UsageError(
                 f"--reference {self.folder} has the same ids, but over different data: the fingerprints "
@@ -111,11 +105,8 @@ class Reference:
         step: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """What the result says of another run's rows beside those of this one; also where these are gone."""
-        found = {
-            "folder": str(self.folder),
-            "metrics_digest": self.result.metrics_digest,
-            "fingerprint": self.result.fingerprint,
-        }
+        names = ("metrics_digest", "fingerprint")
+        found = {"folder": str(self.folder), **{name: getattr(self.result, name) for name in names}}
         compared = _Compared()
         try:
             for own in windows:
@@ -148,23 +139,23 @@ class _Compared:
     """What the windows have shown so far."""
 
     def __init__(self) -> None:
-        # Of samples: in both, failed "here", "there" or in "both"; of predictions that changed.
+        # Samples in both runs, and failed "here", "there" or in "both"; predictions that became right or wrong.
         self._counts = Counter[str]()
         self._columns: dict[str, Difference] = {}
         self._not_compared: dict[str, str] = {}
-        # The column of predictions; whether others say which are right; the first that changed.
         self._prediction: str | None = None
-        self._knows_right = False
         self._first_changed: list[str] = []
 
     def add(self, own: Window, there: Window, dataset: Dataset) -> None:
         """Compare the rows of the same samples."""
         both = own.evaluated & there.evaluated
         places = np.flatnonzero(both)
-        self._counts["samples"] += len(places)
-        self._counts["here"] += int((there.evaluated & ~both).sum())
-        self._counts["there"] += int((own.evaluated & ~both).sum())
-        self._counts["both"] += int((~own.evaluated & ~there.evaluated).sum())
+        self._counts.update(
+            samples=len(places),
+            here=int((there.evaluated & ~both).sum()),
+            there=int((own.evaluated & ~both).sum()),
+            both=int((~own.evaluated & ~there.evaluated).sum()),
+        )
         if not len(places):
             return
 
@@ -180,15 +171,12 @@ class _Compared:
         if prediction is None:
             return
         self._prediction = prediction
-        self._counts["changed"] += len(changed[prediction])
-        room = _LISTED - len(self._first_changed)
-        self._first_changed += map(name, changed[prediction][:room])
+        self._first_changed += map(name, changed[prediction][: _LISTED - len(self._first_changed)])
         is_right = right({each: one for each, (one, _) in pairs.items()}, prediction)
         was_right = right({each: other for each, (_, other) in pairs.items()}, prediction)
         if is_right is not None and was_right is not None:
-            self._knows_right = True
-            self._counts["became_right"] += int((is_right & ~was_right).sum())
-            self._counts["became_wrong"] += int((~is_right & was_right).sum())
+            became = {"became_right": is_right & ~was_right, "became_wrong": ~is_right & was_right}
+            self._counts.update({name: int(chosen.sum()) for name, chosen in became.items()})
 
     def _pairs(self, own: Mapping[str, Rows], there: Mapping[str, Rows]) -> dict[str, tuple[Rows, Rows]]:
         """The rows of each column that both have; of the others why they cannot be compared."""
@@ -199,23 +187,24 @@ class _Compared:
             elif (pair := as_one_kind(own[name], there[name])) is not None:
                 found[name] = pair
             else:
-                one, other = map(described, (own[name], there[name]))
+                one, other = described(own[name]), described(there[name])
                 self._not_compared[name] = f"{one} in this run, {other} in the reference"
         return found
 
     def to_json(self) -> dict[str, Any]:
         counts = self._counts
         columns = {name: column.to_json() for name, column in self._columns.items()}
-        agrees, knows = self._prediction is not None, self._knows_right
+        samples = counts["samples"]
+        changed = None if self._prediction is None else self._columns[self._prediction].rows_differ
         return {
-            "samples": counts["samples"],
+            "samples": samples,
             "failed": {name: counts[name] for name in ("here", "there", "both")},
             "same_bits": not any(column["rows_differ"] for column in columns.values()),
             "prediction": self._prediction,
-            "agreement": (counts["samples"] - counts["changed"]) / counts["samples"] if agrees else None,
-            "changed": counts["changed"] if agrees else None,
-            "became_right": counts["became_right"] if knows else None,
-            "became_wrong": counts["became_wrong"] if knows else None,
+            "agreement": None if changed is None else (samples - changed) / samples,
+            "changed": changed,
+            "became_right": counts.get("became_right"),
+            "became_wrong": counts.get("became_wrong"),
             "first_changed": self._first_changed,
             "loss": columns.pop(_LOSS, None),
             "columns": columns,
@@ -226,6 +215,4 @@ class _Compared:
 def _rows_of(window: Window, both: npt.NDArray[np.bool_]) -> dict[str, Rows]:
     """The columns and texts of the samples of a mask."""
     columns = {name: rows[both[window.evaluated]] for name, rows in window.columns.items()}
-    chosen = np.flatnonzero(both).tolist()
-    texts = {name: text_rows(own[at] for at in chosen) for name, own in window.texts.items()}
-    return columns | texts
+    return columns | {name: text_rows(compress(texts, both)) for name, texts in window.texts.items()}

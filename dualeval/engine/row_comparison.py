@@ -13,19 +13,13 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import RaggedRows, Rows, Text, form_of, to_rows, values_of
+from dualeval.columns import RaggedRows, Rows, Text, kind_of, to_rows, values_of
 
 # What a task calls its answer to a sample.
 PREDICTION_COLUMNS = ("prediction", "answer")
 _TARGET = "target"
 # Of tasks whose targets are no single column: 1 where the answer is right.
 _RIGHT = "exact_match"
-
-
-def kind_of(rows: Rows) -> tuple[str, np.dtype[Any], tuple[int, ...]]:
-    """Form, dtype, and shape of a row (of one value of a ragged row)."""
-    values = values_of(rows)
-    return form_of(rows), values.dtype, values.shape[1:]
 
 
 def as_one_kind(one: Rows, other: Rows) -> tuple[Rows, Rows] | None:
@@ -40,12 +34,6 @@ def as_one_kind(one: Rows, other: Rows) -> tuple[Rows, Rows] | None:
             if dtype.kind in kinds and other_dtype.kind in kinds:
                 return one.astype(common), other.astype(common)
     return None
-
-
-def described(rows: Rows) -> str:
-    """A column's kind, for people."""
-    form, dtype, shape = kind_of(rows)
-    return f"{'' if form == 'plain' else f'{form}, of '}{dtype}{f' with rows of {shape}' if shape else ''}"
 
 
 def text_rows(texts: Iterable[str | None]) -> Rows:

@@ -20,7 +20,7 @@ from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.folder.windows import WINDOW_ROWS
 from dualeval.engine.measured import fields_of_result
-from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute, temporary
+from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute
 from dualeval.engine.run_state import Run
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError, text_of
@@ -314,11 +314,10 @@ class Slicing:
         wanted = self._wanted(result, kept, keys)
         slices = {}
         with MappedColumns(None) as mapped:
-            with temporary():
-                for window in windows:
-                    mapped.append({name: window.columns[name] for name in wanted})
-                    self.step()
-                columns = mapped.columns()
+            for window in windows:
+                mapped.append({name: window.columns[name] for name in wanted})
+                self.step()
+            columns = mapped.columns()
             of_columns = {name: columns[name] for name in columns_of_groups(self.by) if name not in keys}
             found = {**keys, **{name: _keys(name, rows) for name, rows in of_columns.items()}}
             kinds = {name: kind_of_keys(values) for name, values in found.items()}

@@ -218,7 +218,7 @@ def test_a_full_temporary_folder_is_named(done: tuple[Path, Result], monkeypatch
 
 def compare(there: Any, now: Any, *, same_machine: bool = True) -> str:
     stored = proving.StoredBatch(
-        samples=range(len(there)),
+        start=0,
         evaluated=np.ones(len(there), np.bool_),
         columns={"c": to_rows(there)},
         machines=({} if same_machine else {"model": "another"},),

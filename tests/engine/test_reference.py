@@ -212,7 +212,9 @@ def test_columns_of_other_kinds_are_named(tmp_path: Path) -> None:
     found = result.reference
     assert found["columns"]["words"] == {"rows_differ": 10, "first": "tiny/1"}
     assert found["columns"]["parts"] == {"rows_differ": 0, "first": None}
-    assert found["not_compared"] == {"kind": "int32 in this run, float32 in the reference"}
+    assert found["not_compared"] == {
+        "kind": "int32 with rows of shape () in this run, float32 with rows of shape () in the reference"
+    }
     result = evaluate(Seeded(20, more=here), tmp_path / "c", reference=tmp_path / "without")
     assert result.reference["not_compared"]["parts"] == "only in this run"
 

@@ -248,7 +248,7 @@ def test_bits_are_compared(
     there: list[float], now: list[float], dtype: Any, machine: Any, same: bool
 ) -> None:
     stored = proving.StoredBatch(
-        samples=range(2),
+        start=0,
         evaluated=np.ones(2, np.bool_),
         columns={"loss": np.array(there, np.float32)},
         machines=(machine,),

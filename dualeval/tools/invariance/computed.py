@@ -13,14 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Column, Ragged, Rows, each_part, to_rows
+from dualeval.columns import Column, Ragged, Rows, each_part, kind_of, to_rows
 from dualeval.engine.compute import Compute
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.loop import unreadable
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
-from dualeval.engine.row_comparison import Difference, differing_rows, kind_of
+from dualeval.engine.row_comparison import Difference, differing_rows
 from dualeval.engine.row_hashes import tensors_in
 from dualeval.tasks import Dataset, Task
 from dualeval.tools.invariance.findings import ColumnDifference, ShapeDiagnosis
