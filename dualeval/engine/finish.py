@@ -30,9 +30,8 @@ from dualeval.engine.measured import check_keys, fields_of_result, measured_from
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.proving import Proven, batches_of_predictions, metric_digests
-from dualeval.engine.reference import beside
 from dualeval.engine.slices import shared_slices, slicing_of
-from dualeval.engine.stored_rows import windows_of_chunks
+from dualeval.engine.stored_rows import Window, windows_of_chunks
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.clusters import ClusterIntervals
@@ -122,7 +121,9 @@ class _Ended:
         check_keys(measured)
         clusters = self._clusters(rows, measured)
         made = self._made(measured, clusters, reports, failures, evaluated, replay)
-        made = self._beside_reference(self._with_slices(made, rows), rows)
+        made = self._opened.beside_reference(
+            self._evaluation, self._with_slices(made, rows), lambda: self._windows(rows), self._step
+        )
         if self._folder is None or not self._is_main:
             return made
         with self._writable():
@@ -213,31 +214,16 @@ class _Ended:
             return result
         found: Result | None = None
         if self._is_main:
-            kept = self._evaluation.kept
-            windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
             path = Path("the run") if self._folder is None else self._folder.path
             try:
-                found = slicing.of_run(result, windows, kept, path)
+                found = slicing.of_run(result, self._windows(rows), self._evaluation.kept, path)
             except DualevalError as error:
                 # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
                 found = replace(result, warnings=[*result.warnings, f"no slices: {error}"])
         return shared_slices(self._run, result, found)
 
-    def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
-        """The result with what the reference's rows say beside this run's; a collective where there is one.
-
-        The reference was readable before the first batch. If it is not any more, no batch is lost for it.
-        """
-        if self._run.options.reference is None:
-            return result
-        found: dict[str, Any] | None = None
-        reference, facts = self._opened.reference, self._opened.compared
-        if reference is not None:
-            assert facts is not None
-            kept = self._evaluation.kept
-            windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
-            found = reference.compare(windows, self._dataset, facts, self._step)
-        return beside(result, self._run.from_rank_0(found))
+    def _windows(self, rows: Sequence[RowsOfChunks]) -> Iterator[Window]:
+        return windows_of_chunks(rows, self._plan, self._task, self._dataset, self._evaluation.kept)
 
     def _made(
         self,

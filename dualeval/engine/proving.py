@@ -28,7 +28,6 @@ from dualeval.engine.measured import plain
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of, texts_of
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.reference import beside
 from dualeval.engine.row_comparison import differing_rows, text_rows
 from dualeval.engine.slices import shared_slices, slicing_of
 from dualeval.engine.stored_rows import StoredRows, Window
@@ -201,17 +200,11 @@ def _with_what_is_asked(evaluation: Evaluation, opened: Opened, result: Result) 
 
     Its result.json stays as it was written.
     """
-    run, reference, shown = evaluation.run, opened.reference, None
+    run, shown = evaluation.run, None
     step = partial(run.control.progress.step, "setup")
     assert opened.folder is not None
     path = opened.folder.path / PREDICTIONS
-    if run.options.reference is not None:
-        compared = None
-        if reference is not None:
-            assert opened.compared is not None
-            windows = StoredRows(path).windows()
-            compared = reference.compare(windows, evaluation.dataset, opened.compared, step)
-        result = beside(result, run.from_rank_0(compared))
+    result = opened.beside_reference(evaluation, result, lambda: StoredRows(path).windows(), step)
     run.control.meet()
     slicing = slicing_of(evaluation, step)
     if slicing is None:
@@ -250,7 +243,7 @@ class Proof:
             if self._same_machine:
                 unsteady = self._unsteady
                 if column not in unsteady:
-                    self._refuse(column, row, values, found, unsteady)
+                    self._refuse(column, row, values, found)
             row = _first_difference(values, found, _TOLERANCES[self.precision])
             if row is not None:
                 self._refuse(column, row, values, found, unsteady)
@@ -295,20 +288,16 @@ class Proof:
     ) -> NoReturn:
         index = self.stored.samples[int(np.flatnonzero(self.stored.evaluated)[row])]
         found = "no such column" if now is None else _shown(now[row])
-        changed = (
-            "something that it does not name has changed: an imported helper, a file or variable that the "
-            "model reads, or the middle of a picture (--data-fingerprint content reads all of it)."
-        )
-        random = (
-            f"its columns {', '.join(unsteady)} differ from one evaluation to the next, so dropout, "
-            "a random number or a time decides them"
+        why = (
+            "The job's identity is unchanged, so something that it does not name has changed: an imported "
+            "helper, a file or variable that the model reads, or the middle of a picture "
+            "(--data-fingerprint content reads all of it)."
         )
         if column in unsteady:
-            why = f"This job gives other numbers each time: {random}; so none can be compared."
-        elif unsteady:
-            why = f"This job is random ({random}), or {changed}"
-        else:
-            why = f"The job's identity is unchanged, so {changed}"
+            why = (
+                f"This job gives other numbers each time: dropout, a random number or a time decides its "
+                f"columns {', '.join(unsteady)}; so none can be compared."
+            )
         raise UsageError(
             f"{self.place} holds other numbers than this job gives now: sample "
             f"{self.name(index)}, column {column!r}: {_shown(there[row])} there, {found} now. {why} Give "

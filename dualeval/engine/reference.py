@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -129,17 +129,11 @@ class Reference:
         return dict(sorted(found.items()))
 
 
-def beside(result: Result, found: dict[str, Any]) -> Result:
-    """A run's result with what ``Reference.compare`` has found."""
-    said = [f"not compared with {found['folder']}: {found['problem']}"] if "problem" in found else []
-    return replace(result, reference=found, warnings=[*result.warnings, *said])
-
-
 class _Compared:
     """What the windows have shown so far."""
 
     def __init__(self) -> None:
-        # Samples in both runs, and failed "here", "there" or in "both"; predictions that became right or wrong.
+        # Samples in both runs, and failed "here", "there" or in "both"; what became right or wrong.
         self._counts = Counter[str]()
         self._columns: dict[str, Difference] = {}
         self._not_compared: dict[str, str] = {}

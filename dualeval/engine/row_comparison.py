@@ -122,7 +122,7 @@ class Difference:
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.where(same, 0.0, one - other)
-        finite = np.isfinite(apart).all(axis=1)
+        finite = np.asarray(np.isfinite(apart).all(axis=1))
         self.finite += int(finite.sum())
         if not finite.all():
             self.not_finite += int((~finite).sum())
