@@ -266,14 +266,22 @@ def each_part(change: Callable[[Tensor], Tensor], column: Ragged) -> Ragged:
     return cast(Ragged, of_parts(type(column), [change(part) for part in parts_of(column)]))
 
 
-def kind_of(column: Column) -> tuple[str, torch.dtype, tuple[int, ...]]:
+def each_array(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], rows: Rows) -> Rows:
+    """As ``each_part``, of rows in numpy."""
+    return (
+        type(rows)(change(rows.values), change(rows.offsets))
+        if isinstance(rows, RaggedRows)
+        else change(rows)
+    )
+
+
+def kind_of(column: Column | Rows) -> tuple[str, Any, tuple[int, ...]]:
     """What is the same for every batch: form, dtype, and shape of a row (of one value of a ragged row)."""
-    if isinstance(column, Ragged):
-        return column.form, column.values.dtype, tuple(column.values.shape[1:])
-    return "plain", column.dtype, tuple(column.shape[1:])
+    values = column.values if isinstance(column, (Ragged, RaggedRows)) else column
+    return form_of(column), values.dtype, tuple(values.shape[1:])
 
 
-def described(column: Column) -> str:
+def described(column: Column | Rows) -> str:
     """A column's kind, for people."""
     form, dtype, shape = kind_of(column)
     if form == "plain":

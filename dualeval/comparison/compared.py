@@ -16,7 +16,7 @@ from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differen
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
-from dualeval.engine.reference import PREDICTION_COLUMNS
+from dualeval.engine.row_comparison import PREDICTION_COLUMNS, same_entries
 from dualeval.engine.slices import bins_without_use
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_groups
@@ -320,16 +320,12 @@ def _cluster_column(runs: tuple[ComparedRun, ComparedRun]) -> str | None:
 
 def _agreement(pairs: Pairs) -> int | None:
     """The number of pairs whose predictions are equal."""
-    import pyarrow.compute
+    import pyarrow
 
     for name in PREDICTION_COLUMNS:
         found = pairs.columns(name)
-        if found is None or pyarrow.types.is_nested(found[0].type) or found[0].type != found[1].type:
-            continue
-        # No answer is equal to no answer.
-        same = pyarrow.compute.equal(*found).fill_null(False)
-        none = pyarrow.compute.and_(found[0].is_null(), found[1].is_null())
-        return int(pyarrow.compute.sum(pyarrow.compute.or_(same, none)).as_py() or 0)
+        if found and not pyarrow.types.is_nested(found[0].type) and found[0].type == found[1].type:
+            return int(same_entries(*found).sum())
     return None
 
 

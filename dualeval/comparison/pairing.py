@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.reference import differing_fingerprints
+from dualeval.engine.differences import differing_fingerprints
 from dualeval.engine.rescoring import finished_run, rescore
+from dualeval.engine.row_comparison import same_entries
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.scores import Score, score_from
@@ -200,7 +201,7 @@ def _check_fingerprints(a: ComparedRun, b: ComparedRun, *, same_order: bool, tru
             "The runs have their samples in different orders, and were paired by id. The fingerprints of the "
             "data depend on the order, so they were not compared."
         ]
-    said = differing_fingerprints(a.result, b.result)
+    said = differing_fingerprints(vars(a.result), vars(b.result))
     if not said:
         return []
     if trust_ids:
@@ -221,10 +222,7 @@ def _check_targets(pairs: Pairs) -> None:
     columns = pairs.columns(_TARGET)
     if columns is None or pyarrow.types.is_nested(columns[0].type) or columns[0].equals(columns[1]):
         return
-    one, other = (np.asarray(column) for column in columns)
-    differing = one != other
-    # NaN is not equal to itself.
-    differing &= (one == one) | (other == other)
+    differing = ~same_entries(*columns)
     if differing.any():
         named = _named(taken(pairs.ids, pairs.rows_a[differing]))
         raise UsageError(

@@ -1,7 +1,8 @@
-"""Where two jobs differ, by name, and in words."""
+"""Where two jobs, or other plain values, differ, by name, and in words."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,16 +16,35 @@ _SHOWN_OF_HASH = 16
 _MOST_LISTED = 16
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """Where two nests of plain values differ: name with dots, value in each (None where it is missing)."""
     found: list[tuple[str, Any, Any]] = []
-    for name in dict.fromkeys([*one, *other]):
-        first, second = one.get(name), other.get(name)
-        if isinstance(first, Mapping) and isinstance(second, Mapping):
-            found += [(f"{name}.{inner}", *values) for inner, *values in differences(first, second)]
-        elif first != second:
-            found.append((name, first, second))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in dict.fromkeys([*one, *other]):
+            found += differences(one.get(key), other.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        for place, (first, second) in enumerate(zip(one, other, strict=True)):
+            found += differences(first, second, f"{name}[{place}]")
+    # As JSON has them: 1 is not 1.0, 0.0 not -0.0, and NaN is NaN.
+    elif one != other if isinstance(one, str) else json.dumps(one) != json.dumps(other):
+        found.append((name, one, other))
     return found
+
+
+def differing_fingerprints(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """How two runs' data differ beyond the samples' ids, for a message; nothing where they do not.
+
+    Of each what its result has as ``data`` and ``job``.
+    """
+    # One run may have hashed whole files, the other their ends.
+    same_way = one["job"].get("data_fingerprint") == other["job"].get("data_fingerprint")
+    found = []
+    for name, said in (("fingerprint", "labels, sizes or texts"), ("contents", "contents")):
+        here, there = one["data"].get(name), other["data"].get(name)
+        known = name == "fingerprint" or (here is not None and there is not None and same_way)
+        if known and here != there:
+            found.append(f"{said} ({str(here)[:8]}, {str(there)[:8]})")
+    return " and ".join(found)
 
 
 def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:

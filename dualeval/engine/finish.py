@@ -32,10 +32,9 @@ from dualeval.engine.machines import chunks_by_machine
 from dualeval.engine.measured import check_keys, fields_of_result, plain
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
-from dualeval.engine.proving import Proven
-from dualeval.engine.reference import windows_of_chunks
-from dualeval.engine.replay import batches_of_predictions, metric_digests
+from dualeval.engine.proving import Proven, batches_of_predictions, metric_digests
 from dualeval.engine.slices import slicing_of
+from dualeval.engine.stored_rows import Window, windows_of_chunks
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import PREDICTIONS, Result, checksum_of
 
@@ -284,7 +283,9 @@ class _Ended:
         )
         own = [sentence for part in measured for sentence in part.warnings]
         result = replace(result, warnings=[*result.warnings, *_warnings(result, [*own, *said])])
-        return self._beside_reference(self._with_slices(result, rows), rows)
+        return self._opened.beside_reference(
+            self._with_slices(result, rows), self._windows(rows), self._dataset, self._step
+        )
 
     def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
         """Columns of all evaluated samples, mapped from files where there is a folder."""
@@ -296,32 +297,15 @@ class _Ended:
         slicing, kept = slicing_of(self._evaluation, self._step), self._evaluation.kept
         if slicing is None:
             return result
-        windows = windows_of_chunks(rows, self._plan, self._evaluation.task, self._dataset, kept)
         try:
-            return slicing.of_run(result, windows, kept, Path(result.folder or "the run"))
+            return slicing.of_run(result, self._windows(rows), kept, Path(result.folder or "the run"))
         except DualevalError as error:
             # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
             return replace(result, warnings=[*result.warnings, f"no slices: {error}"])
 
-    def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
-        """The result with what the reference's rows say beside this run's.
-
-        The reference was readable before the first batch. If it is not any more, no batch is lost for it.
-        """
-        reference, facts = self._opened.reference, self._opened.compared
-        if reference is None:
-            return result
-        assert facts is not None
-        windows = windows_of_chunks(
-            rows, self._plan, self._evaluation.task, self._dataset, self._evaluation.kept
-        )
-        try:
-            found = reference.compare(windows, self._dataset, facts, self._step)
-        except DualevalError as error:
-            found = reference.unreadable(error)
-        problem = found.get("problem")
-        said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
-        return replace(result, reference=found, warnings=[*result.warnings, *said])
+    def _windows(self, rows: Sequence[RowsOfChunks]) -> Iterator[Window]:
+        of = self._evaluation
+        return windows_of_chunks(rows, self._plan, of.task, self._dataset, of.kept)
 
     def _written(self, folder: RunFolder, result: Result, files: Sequence[JournalFile]) -> Result:
         """Write predictions.parquet, result.json and, last, status.json; rank 0 calls it.

@@ -24,9 +24,8 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
-from dualeval.engine.proving import EvaluatesBatch
+from dualeval.engine.proving import EvaluatesBatch, StoredBatch
 from dualeval.engine.recorder import Work
-from dualeval.engine.replay import StoredBatch
 from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import Pending

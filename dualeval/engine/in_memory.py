@@ -53,8 +53,7 @@ class MemoryWriter:
         self.failures += failures
         if self._keeps:
             described, arrays = describe_columns(columns)
-            header = {"chunks": list(chunks), "rows": list(rows), "columns": described}
-            self.written.append((header, arrays))
+            self.written.append(({"chunks": list(chunks), "rows": list(rows), "columns": described}, arrays))
 
     def collect(
         self, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
@@ -65,22 +64,21 @@ class MemoryWriter:
         for _ in range(rounds):
             header, arrays = parts.pop() if parts else (None, [])
             pieces = [torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in arrays]
-            content = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+            content = torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
             del arrays, pieces
-            headers = backend.gather_json(header)
-            contents = backend.gather(content)
-            for rank, (described, values) in enumerate(zip(headers or [], contents or [], strict=True)):
+            headers = backend.gather_json(header) or []
+            contents = backend.gather(content) or []
+            for rank, (described, values) in enumerate(zip(headers, contents, strict=True)):
                 if described is not None:
-                    found.append(_rows_of(rank, described, values))
+                    rows = tuple(described["rows"])
+                    found.append(
+                        MemoryRows(
+                            path=Path(f"the memory of rank {rank}"),
+                            chunks=tuple(described["chunks"]),
+                            rows=rows,
+                            columns=place_columns(described["columns"], sum(rows), 0),
+                            content=values.numpy(),
+                        )
+                    )
             step()
         return found
-
-
-def _rows_of(rank: int, header: Mapping[str, Any], content: Tensor) -> MemoryRows:
-    return MemoryRows(
-        path=Path(f"the memory of rank {rank}"),
-        chunks=tuple(header["chunks"]),
-        rows=tuple(header["rows"]),
-        columns=place_columns(header["columns"], sum(header["rows"]), 0),
-        content=content.numpy(),
-    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,9 @@ from dualeval.engine.folder.journal import FinishedChunks
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
 from dualeval.engine.options import RunOptions
 from dualeval.engine.reference import Reference
+from dualeval.engine.stored_rows import Window
+from dualeval.result import Result
+from dualeval.tasks import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,20 @@ class Opened:
     def has_earlier(self, num_chunks: int) -> bool:
         """Whether earlier runs have finished anything."""
         return self.previous.finished is not None or len(self.remaining) < num_chunks
+
+    def beside_reference(
+        self, result: Result, windows: Iterable[Window], dataset: Dataset, step: Callable[[], None]
+    ) -> Result:
+        """The result with what the reference's rows say beside this run's; rank 0 calls it.
+
+        The reference was readable before the first batch. If it is not any more, no batch is lost for it.
+        """
+        if self.reference is None:
+            return result
+        assert self.compared is not None
+        found = self.reference.compare(windows, dataset, self.compared, step)
+        said = [f"not compared with {found['folder']}: {found['problem']}"] if "problem" in found else []
+        return replace(result, reference=found, warnings=[*result.warnings, *said])
 
 
 def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:

@@ -1,22 +1,54 @@
-"""What earlier runs have finished, compared with what this job gives now, before it is gone on with."""
+"""A resume proves itself: two finished batches are evaluated anew and compared with their rows on the disk.
+
+The job's fingerprint names what decides its numbers, as far as that can be named. An imported helper, a file
+or a variable that the model reads cannot; but they show in the numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, chain, compress
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
 
-from dualeval.columns import Rows
-from dualeval.engine import replay
+import numpy as np
+import torch
+
+from dualeval.columns import Rows, kind_of, spread_rows, to_column
+from dualeval.engine.columns import columns_of, update
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample
+from dualeval.engine.folder.journal import JournalFile
+from dualeval.engine.folder.windows import EVALUATED, evaluated_of
+from dualeval.engine.machines import is_same
+from dualeval.engine.measured import plain
 from dualeval.engine.opened import Opened
-from dualeval.engine.parts import name_of
-from dualeval.engine.reference import windows_of_file
+from dualeval.engine.parts import name_of, texts_of
+from dualeval.engine.plan import EvalPlan
+from dualeval.engine.row_comparison import differing_rows, text_rows
 from dualeval.engine.slices import slicing_of
-from dualeval.engine.stored_rows import StoredRows
-from dualeval.result import PREDICTIONS, Result
+from dualeval.engine.stored_rows import StoredRows, Window
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
+from dualeval.result import PREDICTIONS, Result, sha256_of_json
+from dualeval.tasks import Dataset, Task
+
+SAME_BITS = "same bits"
+WITHIN_TOLERANCE = "within tolerance"
+NOTHING_TO_COMPARE = "nothing to compare"
+SKIPPED = "skipped"
+# Of several batches the last of these counts.
+OUTCOMES = (NOTHING_TO_COMPARE, SAME_BITS, WITHIN_TOLERANCE)
+
+# Relative and absolute, for floats that another machine has computed.
+_TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1, "fp16": 2e-2, "bf16": 1e-1}
+# Of a batch's rows on another machine this part may be outside: near ties a predicted class may be another.
+_OUTSIDE = 0.1
+# Letters of a value in a message: a ragged row may be of any length.
+_LONGEST_SHOWN = 400
 
 # Gives the kept columns of a batch, and its samples that could not be read.
 EvaluatesBatch: TypeAlias = Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]]
@@ -32,7 +64,25 @@ class Proven:
     earlier: Result | None = None
 
 
-def stored_batches(evaluation: Evaluation, opened: Opened) -> list[replay.StoredBatch]:
+@dataclass(frozen=True, kw_only=True)
+class StoredBatch(Window):
+    """The rows of one batch as an earlier run has left them."""
+
+    # What has computed it: one machine, or those that it may have been.
+    machines: tuple[Mapping[str, Any], ...]
+    # Where the rows lie in a journal.
+    file: JournalFile | None = None
+
+    @property
+    def samples(self) -> range:
+        """The batch's indices in the data set."""
+        return range(self.start, self.start + len(self.evaluated))
+
+
+# -- which batches -------------------------------------------------------------------------------------
+
+
+def stored_batches(evaluation: Evaluation, opened: Opened) -> list[StoredBatch]:
     """On rank 0, batches that an earlier run has finished, to be evaluated anew."""
     run, plan, folder = evaluation.run, evaluation.plan, opened.folder
     is_asked = run.options.replay and run.backend.world.is_main and opened.has_earlier(plan.num_chunks)
@@ -41,22 +91,70 @@ def stored_batches(evaluation: Evaluation, opened: Opened) -> list[replay.Stored
     run.control.progress.step("setup")
     fingerprint, finished = opened.facts["fingerprint"], opened.previous.finished
     if finished is None:
-        found = replay.batches_of_journal(opened.previous.chunks.files, plan, fingerprint)
+        found = batches_of_journal(opened.previous.chunks.files, plan, fingerprint)
     else:
-        path = folder.path / PREDICTIONS
-        found = replay.batches_of_predictions(path, plan, fingerprint, finished.machines)
+        found = batches_of_predictions(folder.path / PREDICTIONS, plan, fingerprint, finished.machines)
     return [batch for batch in found if batch.columns and batch.evaluated.any()]
 
 
+def places_drawn(fingerprint: str, count: int) -> list[int]:
+    """Which of ``count`` finished batches a job's fingerprint draws: two, where there are two."""
+    number = int(fingerprint, 16)
+    first = number % count
+    return [first] if count == 1 else [first, (first + 1 + number // count % (count - 1)) % count]
+
+
+def batches_of_journal(
+    files: Sequence[JournalFile], plan: EvalPlan, fingerprint: str
+) -> Iterator[StoredBatch]:
+    """The rows of the finished batches that the fingerprint draws; there is at least one file."""
+    where = {chunk: (file, place) for file in files for place, chunk in enumerate(file.chunks)}
+    chunks = sorted(where)
+    ends = list(accumulate(len(plan.chunk_batches(chunk)) for chunk in chunks))
+    for drawn in places_drawn(fingerprint, ends[-1]):
+        number = bisect(ends, drawn)
+        chunk = chunks[number]
+        # From the chunk's end.
+        samples = plan.batch_samples(plan.chunk_batches(chunk)[drawn - ends[number]])
+        file, place = where[chunk]
+        first = sum(file.rows[:place]) + samples.start - plan.chunk_samples(chunk).start
+        rows = {name: file.read_rows(name, first, first + len(samples)) for name in file.columns}
+        evaluated = evaluated_of(rows)
+        columns = {name: values[evaluated] for name, values in rows.items() if name != EVALUATED}
+        yield StoredBatch(
+            start=samples.start, evaluated=evaluated, columns=columns, machines=(file.machine,), file=file
+        )
+
+
+def batches_of_predictions(
+    path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[StoredBatch]:
+    """The rows of the batches that the fingerprint draws, or of the next ones with a sample that was read."""
+    rows = StoredRows(path)
+    if not rows.names:
+        return
+    without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
+    found: set[int] = set()
+    for first in places_drawn(fingerprint, plan.num_batches):
+        for batch in chain(range(first, plan.num_batches), range(first)):
+            if batch not in found and (window := rows.batch(plan.batch_samples(batch))).evaluated.any():
+                found.add(batch)
+                yield StoredBatch(**vars(window), machines=tuple(without_count))
+                break
+
+
+# -- the comparison ------------------------------------------------------------------------------------
+
+
 def prove(
-    evaluation: Evaluation, opened: Opened, stored: Sequence[replay.StoredBatch], evaluate: EvaluatesBatch
+    evaluation: Evaluation, opened: Opened, stored: Sequence[StoredBatch], evaluate: EvaluatesBatch
 ) -> Proven:
     """Compare finished batches with what this job gives now; a collective where anything is finished."""
     run, finished = evaluation.run, opened.previous.finished
     if not opened.has_earlier(evaluation.plan.num_chunks):
         return Proven()
     if not run.options.replay:
-        found = replay.SKIPPED
+        found = SKIPPED
         run.note_all(["what is finished is not compared with what this job gives now"])
     else:
         own = _compare(evaluation, opened, stored, evaluate) if run.backend.world.is_main else None
@@ -65,25 +163,22 @@ def prove(
         return Proven(replay=found)
     assert opened.folder is not None
     run.note_all([f"this job was finished before, in {opened.folder.path}: its result is shown again"])
-    compared = _compare_finished(evaluation, opened)
-    run.control.meet()
     # The folder may have been moved since.
     result = replace(finished, earlier=True, replay=found, folder=str(opened.folder.path))
-    result = result if compared is None else replace(result, reference=compared)
-    return Proven(replay=found, earlier=_sliced(evaluation, opened, result))
+    return Proven(replay=found, earlier=_with_what_is_asked(evaluation, opened, result))
 
 
 def _compare(
-    evaluation: Evaluation, opened: Opened, stored: Sequence[replay.StoredBatch], evaluate: EvaluatesBatch
+    evaluation: Evaluation, opened: Opened, stored: Sequence[StoredBatch], evaluate: EvaluatesBatch
 ) -> str:
     assert opened.folder is not None
     finished = opened.previous.finished
     digests = {} if finished is None else finished.metric_digests
-    compared: dict[str, str | None] = {replay.NOTHING_TO_COMPARE: None}
+    compared: dict[str, str | None] = {NOTHING_TO_COMPARE: None}
     for batch in stored:
-        proof = replay.Proof(
-            batch,
-            evaluate,
+        proof = Proof(
+            stored=batch,
+            evaluate=evaluate,
             machine=opened.facts["machine"],
             precision=evaluation.run.options.precision,
             place=opened.folder.path,
@@ -94,44 +189,217 @@ def _compare(
         # The digests are those of the first batch; a journal file is compared as a whole.
         if batch is stored[0] or batch.file is not stored[0].file:
             proof.metrics(evaluation.metrics, evaluation.row_metrics, evaluation.plan, digests)
-    worst = max(compared, key=replay.OUTCOMES.index)
+    worst = max(compared, key=OUTCOMES.index)
     if (note := compared[worst]) is not None:
         evaluation.run.note(note)
     return worst
 
 
-def _sliced(evaluation: Evaluation, opened: Opened, result: Result) -> Result:
-    """A finished run's result with the groups that are asked for now. A collective where any is.
+def _with_what_is_asked(evaluation: Evaluation, opened: Opened, result: Result) -> Result:
+    """A finished run's result beside the run and with the groups that are asked for now; a collective.
 
     Its result.json stays as it was written.
     """
     run = evaluation.run
-    slicing = slicing_of(evaluation, partial(run.control.progress.step, "setup"))
-    if slicing is None:
-        return result
+    step = partial(run.control.progress.step, "setup")
+    slicing = slicing_of(evaluation, step)
     own: dict[str, Any] | None = None
     if run.backend.world.is_main:
         assert opened.folder is not None
-        found = slicing.of_rows(result, StoredRows(opened.folder.path / PREDICTIONS))
-        own = {"slices": found.slices, "warnings": found.warnings}
+        rows = StoredRows(opened.folder.path / PREDICTIONS)
+        found = opened.beside_reference(result, rows.windows(), evaluation.dataset, step)
+        found = found if slicing is None else slicing.of_rows(found, rows)
+        own = {name: getattr(found, name) for name in ("reference", "slices", "warnings")}
     return replace(result, **run.from_rank_0(own))
 
 
-def _compare_finished(evaluation: Evaluation, opened: Opened) -> dict[str, Any] | None:
-    """What a finished run's rows say beside those of another run; None where there is none. A collective.
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Evaluates a stored batch anew and compares all that was made of it."""
 
-    Its result.json stays as it was written.
-    """
-    if evaluation.run.options.reference is None:
-        return None
-    compared: dict[str, Any] | None = None
-    if opened.reference is not None:
-        assert opened.folder is not None and opened.compared is not None
-        compared = opened.reference.compare(
-            windows_of_file(StoredRows(opened.folder.path / PREDICTIONS), evaluation.plan.num_samples),
-            evaluation.dataset,
-            opened.compared,
-            partial(evaluation.run.control.progress.step, "setup"),
+    stored: StoredBatch
+    evaluate: EvaluatesBatch
+    # The one that computes now.
+    machine: Mapping[str, Any]
+    precision: str
+    # What holds the stored batch, and a sample's name, for messages.
+    place: object
+    name: Callable[[int], str]
+
+    def rows(self) -> tuple[str, str | None]:
+        """Compare the columns: to the bit on the machine that has computed them, else to tolerance.
+
+        A column that is another each time on this machine, too, is compared to tolerance.
+        """
+        outcome, unsteady = SAME_BITS, list[str]()
+        for column, values in self.stored.columns.items():
+            found = self._now.get(column)
+            if found is None or len(found) != len(values) or kind_of(found) != kind_of(values):
+                self._refuse(column, 0, values, found)
+            row = _first_difference(values, found)
+            if row is None:
+                continue
+            if self._same_machine:
+                unsteady = self._unsteady
+                if column not in unsteady:
+                    self._refuse(column, row, values, found)
+            row = _first_difference(values, found, _TOLERANCES[self.precision])
+            if row is not None:
+                self._refuse(column, row, values, found, unsteady)
+            outcome = WITHIN_TOLERANCE
+        if outcome == SAME_BITS:
+            return outcome, None
+        if unsteady:
+            why = (
+                f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)})"
+            )
+        else:
+            why = "a finished batch was computed on a machine of other bits, model or versions"
+        return outcome, f"{why}: where it was evaluated again, it is compared to tolerance"
+
+    @cached_property
+    def _same_machine(self) -> bool:
+        return all(is_same(other, self.machine) for other in self.stored.machines)
+
+    @cached_property
+    def _now(self) -> dict[str, Rows]:
+        return self._evaluated()
+
+    @cached_property
+    def _unsteady(self) -> list[str]:
+        """The columns that come out otherwise in a second evaluation of the same batch."""
+        again = self._evaluated()
+        return [name for name, rows in self._now.items() if _first_difference(rows, again[name]) is not None]
+
+    def _evaluated(self) -> dict[str, Rows]:
+        columns, failed = self.evaluate(self.stored.samples)
+        for sample in failed:
+            if self.stored.evaluated[sample.index - self.stored.samples.start]:
+                raise UsageError(
+                    f"sample {self.name(sample.index)} cannot be read any more: "
+                    f"{sample.error}. It could be read when {self.place} was made. Bring it back, or give "
+                    "--fresh to start over without it."
+                )
+        return {name: values[self.stored.evaluated] for name, values in columns.items()}
+
+    def _refuse(
+        self, column: str, row: int, there: Rows, now: Rows | None, unsteady: Sequence[str] = ()
+    ) -> NoReturn:
+        index = self.stored.samples[int(np.flatnonzero(self.stored.evaluated)[row])]
+        found = "no such column" if now is None else _shown(now[row])
+        why = (
+            "The job's identity is unchanged, so something that it does not name has changed: an imported "
+            "helper, a file or variable that the model reads, or the middle of a picture "
+            "(--data-fingerprint content reads all of it)."
         )
-    found: dict[str, Any] = evaluation.run.from_rank_0(compared)
+        if column in unsteady:
+            why = (
+                f"This job gives other numbers each time: dropout, a random number or a time decides its "
+                f"columns {', '.join(unsteady)}; so none can be compared."
+            )
+        raise UsageError(
+            f"{self.place} holds other numbers than this job gives now: sample "
+            f"{self.name(index)}, column {column!r}: {_shown(there[row])} there, {found} now. {why} Give "
+            "another --out, or --fresh to start over; --no-replay continues without this comparison."
+        )
+
+    def texts(self, task: Task, dataset: Dataset) -> None:
+        """Compare the texts that a task makes of the stored rows."""
+        if not self.stored.texts:
+            return
+        evaluated = self.stored.evaluated
+        rows = {name: spread_rows(values, evaluated) for name, values in self.stored.columns.items()}
+        made = texts_of(task, dataset, rows, self.stored.samples.start)
+        for column, stored in self.stored.texts.items():
+            there = text_rows(compress(stored, evaluated))
+            now = text_rows(compress(made[column], evaluated)) if column in made else None
+            row = 0 if now is None else _first_difference(there, now)
+            if row is not None:
+                self._refuse(column, row, there, now)
+
+    def metrics(
+        self,
+        metrics: Sequence[Metric],
+        row_metrics: Sequence[RowMetric],
+        plan: EvalPlan,
+        digests: Mapping[str, str],
+    ) -> None:
+        """Compare what metrics make of the stored rows with what they made of them then, on one machine."""
+        if not self._same_machine:
+            return
+        if self.stored.file is not None:
+            differing = _metrics_of_another_ledger(self.stored.file, metrics, plan)
+        else:
+            now = metric_digests(metrics, row_metrics, self.stored.columns)
+            differing = [name for name, digest in now.items() if digests.get(name, digest) != digest]
+        if differing:
+            raise UsageError(
+                f"metric {differing[0]!r} gives other numbers for the rows in {self.place} than before. "
+                "Its options and source file are unchanged, so something that they do not name has "
+                "changed: an imported helper, or a file or variable that it reads. Give another --out, or "
+                "--fresh to start over; 'dualeval score' computes metrics of a finished run again, from its "
+                "rows; --no-replay continues without this comparison."
+            )
+
+
+def metric_digests(
+    metrics: Sequence[Metric],
+    row_metrics: Sequence[RowMetric],
+    columns: Mapping[str, Rows],
+) -> dict[str, str]:
+    """What each metric makes of a batch's rows, as a hash by its name; without those of columns not kept."""
+    found = {}
+    tensors = {name: to_column(values) for name, values in columns.items()}
+    samples = next((len(values) for values in columns.values()), 0)
+    for metric in filter(keeps_rows, metrics):
+        slots = torch.zeros(metric.size, dtype=torch.int64)
+        update(metric, slots, tensors, [samples])
+        found[metric.name] = _digest_of(slots.tolist(), partial(metric.compute, slots))
+    for row_metric in row_metrics:
+        own = columns_of(row_metric, columns)
+        found[row_metric.name] = _digest_of([], partial(row_metric.compute, own))
     return found
+
+
+def _digest_of(slots: list[int], compute: Callable[[], Measured]) -> str:
+    try:
+        measured = asdict(plain("", compute()))
+    except Exception as error:  # noqa: BLE001 - so few samples may be too few for it; that, too, stays as it is
+        measured = {"raises": type(error).__name__}
+    measured.pop("warnings", None)
+    return sha256_of_json([slots, measured])[:16]
+
+
+def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], plan: EvalPlan) -> list[str]:
+    """Names of the metrics whose part of a file's ledger is not that of its rows."""
+    rows = sum(file.rows)
+    evaluated = evaluated_of({EVALUATED: file.read_rows(EVALUATED, 0, rows)})
+    there = torch.zeros(3 * plan.num_chunks + sum(metric.size for metric in metrics), dtype=torch.int64)
+    there.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+    sizes = [len(plan.batch_samples(batch)) for chunk in file.chunks for batch in plan.chunk_batches(chunk)]
+    # How many samples of each batch could be read.
+    batches = np.add.reduceat(evaluated, np.cumsum([0, *sizes[:-1]]), dtype=np.int64).tolist()
+    start = 3 * plan.num_chunks
+    differing = []
+    for metric in metrics:
+        slots = torch.zeros(metric.size, dtype=torch.int64)
+        if keeps_rows(metric):
+            columns = {name: to_column(file.read_rows(name, 0, rows)[evaluated]) for name in metric.columns}
+            update(metric, slots, columns, batches)
+            if not torch.equal(slots, there[start : start + metric.size]):
+                differing.append(metric.name)
+        start += metric.size
+    return differing
+
+
+def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) -> int | None:
+    """The row of the first difference that counts; without a tolerance in any bit."""
+    wrong = differing_rows(there, now, tolerance)
+    allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
+    return int(wrong[0]) if len(wrong) > allowed else None
+
+
+def _shown(value: Any) -> str:
+    # repr of a float shows every bit; numpy's own adds its type.
+    text = repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

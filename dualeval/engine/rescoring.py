@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import torch
 from dualeval.columns import to_column
 from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import check_declarations, columns_of, update
-from dualeval.engine.folder.mapped_columns import MappedColumns
+from dualeval.engine.folder.mapped_columns import MappedColumns, copied
 from dualeval.engine.measured import check_keys, fields_of_result, plain, rough_warnings
 from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import RowSource, StoredRows
@@ -82,33 +80,29 @@ def finished_run(folder: Path) -> tuple[Result, StoredRows]:
 
 def check_finished(folder: Path) -> None:
     """Check that a folder holds a run that has come to its end."""
+    wanted = "Give the output folder of a finished run."
     if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
-        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
+        raise UsageError(f"there is no folder {folder}. {wanted}")
     for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
         if file.exists() and not file.is_file():
-            raise UsageError(f"{file} is no regular file. Give the output folder of a finished run.")
-    status = read_status(folder)
-    if status is not None and status.state == "done" and (folder / RESULT).is_file():
+            raise UsageError(f"{file} is no regular file. {wanted}")
+    status, has_result = read_status(folder), (folder / RESULT).is_file()
+    if status is not None and status.state == "done" and has_result:
         return
-    if status is None and (folder / RESULT).is_file():
-        of = read_result(folder / RESULT).job.get("rows_of")
-        if (folder / PREDICTIONS).is_file():
-            raise UsageError(
-                f"{folder} has no readable {STATUS}, which says whether its run has come to an end. Type "
-                f"the run's own command again, with --out {folder}: it writes {STATUS} anew."
-            )
+    if status is not None:
         raise UsageError(
-            f"{folder} holds metrics that 'dualeval score' computed, and no rows. Give the run's own folder"
-            f"{'' if of is None else f': {of}'}."
+            f"{folder} holds no finished run: its state is '{status.state}'. Type the run's own command "
+            f"again, with --out {folder}; it resumes from there."
         )
-    if status is None:
+    if not has_result:
+        raise UsageError(f"{folder} holds no run: it has no {STATUS}. {wanted}")
+    if (folder / PREDICTIONS).is_file():
         raise UsageError(
-            f"{folder} holds no run: it has no status.json. Give the output folder of a finished run."
+            f"{folder} has no readable {STATUS}, which says whether its run has come to an end. Type "
+            f"the run's own command again, with --out {folder}: it writes {STATUS} anew."
         )
-    raise UsageError(
-        f"{folder} holds no finished run: its state is '{status.state}'. Type the run's own command again, "
-        f"with --out {folder}; it resumes from there."
-    )
+    of = read_result(folder / RESULT).job.get("rows_of")
+    raise UsageError(f"{folder} holds metrics of 'dualeval score', and no rows: those are in {of}. {wanted}")
 
 
 def with_measured(
@@ -141,16 +135,12 @@ def clusters_of_rows(rows: RowSource, name: str, measured: Sequence[Measured]) -
     """The intervals by clusters of what metrics have measured of rows."""
     check_column_of_clusters(rows, name)
     names = columns_wanted(name, measured, rows.names)
-    checked = False
     with MappedColumns(None) as mapped:
         for window in rows.windows(names):
-            if not checked and window.evaluated.any():
-                check_cluster(name, {name: to_column(window.columns[name])})
-                checked = True
-            with temporary():
-                mapped.append(window.columns)
-        with temporary():
-            return find_clusters(name, measured, mapped.columns())
+            mapped.append(window.columns)
+        columns = mapped.columns()
+    check_cluster(name, {name: to_column(copied(columns[name][:1]))})
+    return find_clusters(name, measured, columns)
 
 
 def check_column_of_clusters(rows: RowSource, name: str) -> None:
@@ -175,8 +165,7 @@ def recompute(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> list[Me
     batch = _batch_size(rows) if any(map(per_batch, of_ledger)) else 1
     with MappedColumns(None) as mapped:
         for window in rows.windows(names, multiple_of=batch):
-            with temporary():
-                mapped.append({name: window.columns[name] for name in names if name in kept})
+            mapped.append({name: window.columns[name] for name in names if name in kept})
             if window.evaluated.any():
                 columns = {name: to_column(values) for name, values in window.columns.items()}
                 batches = np.add.reduceat(
@@ -184,30 +173,13 @@ def recompute(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> list[Me
                 )
                 for metric, ledger in zip(of_ledger, ledgers, strict=True):
                     update(metric, ledger, columns, batches.tolist())
-        with temporary():
-            whole = mapped.columns()
+        whole = mapped.columns()
     measured = [
-        *(
-            plain(metric.name, metric.compute(ledger))
-            for metric, ledger in zip(of_ledger, ledgers, strict=True)
-        ),
-        *(plain(metric.name, metric.compute(columns_of(metric, whole))) for metric in row_metrics),
+        plain(metric.name, metric.compute(ledger)) for metric, ledger in zip(of_ledger, ledgers, strict=True)
     ]
+    measured += [plain(metric.name, metric.compute(columns_of(metric, whole))) for metric in row_metrics]
     check_keys(measured)
     return measured
-
-
-@contextmanager
-def temporary() -> Iterator[None]:
-    """Say where there is no room for columns that are mapped from a temporary file."""
-    try:
-        yield
-    except OSError as error:
-        raise DualevalError(
-            f"the columns of metrics of all rows cannot be written to a temporary file in "
-            f"{tempfile.gettempdir()}: {error.strerror or error}. Make room there, or name another folder by "
-            "the variable TMPDIR."
-        ) from error
 
 
 def _batch_size(rows: RowSource) -> int:
@@ -225,10 +197,10 @@ def _batch_size(rows: RowSource) -> int:
 def check_columns(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> None:
     """Check that metrics say which columns they read, and that the rows have them."""
     check_declarations(metrics)
-    absent = ((metric, name) for metric in metrics for name in metric.columns if name not in rows.names)
-    metric, name = next(absent, (None, ""))
-    if metric is None:
+    absent = [(metric, name) for metric in metrics for name in metric.columns if name not in rows.names]
+    if not absent:
         return
+    metric, name = absent[0]
     found = f"metric {metric.name!r} reads column {name!r}, which {rows.path} does not have"
     if not keeps_rows(metric):
         raise UsageError(f"{found}: it says keeps_rows = False, and is computed in a run only.")

@@ -23,9 +23,8 @@ from dualeval.engine.looks import as_before, differences, is_short
 from dualeval.engine.loop import Loop
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.proving import EvaluatesBatch
+from dualeval.engine.proving import EvaluatesBatch, StoredBatch
 from dualeval.engine.recorder import Work
-from dualeval.engine.replay import StoredBatch
 from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import check_sharded, is_sharded
 from dualeval.engine.transfer import Pending

@@ -20,7 +20,7 @@ from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.folder.windows import WINDOW_ROWS
 from dualeval.engine.measured import fields_of_result
-from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute, temporary
+from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts, Values
@@ -211,9 +211,7 @@ class _Chosen:
         self.path, self.names = path, tuple(columns)
         self._columns, self._places = columns, places
 
-    def windows(
-        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
-    ) -> Iterator[Window]:
+    def windows(self, names: Sequence[str], *, multiple_of: int = 1) -> Iterator[Window]:
         """The rows, a window at a time."""
         for start in range(0, len(self._places), WINDOW_ROWS):
             places = self._places[start : start + WINDOW_ROWS]
@@ -221,8 +219,6 @@ class _Chosen:
                 start=start,
                 evaluated=np.ones(len(places), np.bool_),
                 columns={name: self._columns[name][places] for name in names},
-                ids=[],
-                indices=np.empty(0, np.int64),
             )
 
 
@@ -306,11 +302,10 @@ class Slicing:
         wanted = self._wanted(result, kept, keys)
         slices = {}
         with MappedColumns(None) as mapped:
-            with temporary():
-                for window in windows:
-                    mapped.append({name: window.columns[name] for name in wanted})
-                    self.step()
-                columns = mapped.columns()
+            for window in windows:
+                mapped.append({name: window.columns[name] for name in wanted})
+                self.step()
+            columns = mapped.columns()
             of_columns = {name: columns[name] for name in columns_of_groups(self.by) if name not in keys}
             found = {**keys, **{name: _keys(name, rows) for name, rows in of_columns.items()}}
             kinds = {name: kind_of_keys(values) for name, values in found.items()}

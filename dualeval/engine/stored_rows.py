@@ -1,4 +1,4 @@
-"""StoredRows: predictions.parquet read back, a window of rows at a time, to the bit."""
+"""Rows a window at a time: predictions.parquet read back, to the bit, or what a run is about to write."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ import numpy.typing as npt
 
 from dualeval.columns import Rows, offsets_of, rows_of
 from dualeval.engine.folder.predictions import COLUMN_OF_DATA, COLUMN_OF_TEXT
-from dualeval.engine.folder.windows import WINDOW_ROWS
-from dualeval.errors import DualevalError, UsageError
+from dualeval.engine.folder.stored_columns import RowsOfChunks
+from dualeval.engine.folder.windows import WINDOW_ROWS, evaluated_of, windows_of
+from dualeval.engine.parts import texts_of
+from dualeval.engine.plan import EvalPlan
+from dualeval.errors import DualevalError
+from dualeval.tasks import Dataset, Task
 
 # Of every task's file, and never null.
 _IDS = ("id", "index")
@@ -22,7 +26,7 @@ _IDS = ("id", "index")
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Consecutive rows of the file."""
+    """Consecutive rows."""
 
     # Number of the first of them.
     start: int
@@ -30,11 +34,25 @@ class Window:
     evaluated: npt.NDArray[np.bool_]
     # By name, the rows of the samples that could, in order, first dimension these samples.
     columns: Mapping[str, Rows]
-    # Each row's, where they were asked for.
-    ids: Sequence[str]
-    indices: npt.NDArray[np.int64]
     # By name, the texts of all rows, where they were asked for.
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    # Each row's, where they were asked for.
+    ids: Sequence[str] = ()
+    indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def windows_of_chunks(
+    files: Sequence[RowsOfChunks], plan: EvalPlan, task: Task, dataset: Dataset, kept: Sequence[str]
+) -> Iterator[Window]:
+    """The rows of a run that has just been evaluated, before they are written anywhere."""
+    for start, rows in windows_of(files, plan, kept):
+        evaluated = evaluated_of(rows)
+        yield Window(
+            start=start,
+            evaluated=evaluated,
+            columns={name: rows[name][evaluated] for name in kept},
+            texts=texts_of(task, dataset, rows, start),
+        )
 
 
 class RowSource(Protocol):
@@ -45,21 +63,16 @@ class RowSource(Protocol):
     # The columns of the task and of its metrics, and those of the data.
     names: tuple[str, ...]
 
-    def windows(
-        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
-    ) -> Iterator[Window]: ...
+    def windows(self, names: Sequence[str], *, multiple_of: int = 1) -> Iterator[Window]: ...
 
 
 class StoredRows:
     """The rows of a finished run."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
         self.path = path
-        with self._readable():
-            schema = pyarrow.parquet.read_schema(path)
+        with self._opened() as file:
+            schema = file.schema_arrow
         if any(name not in schema.names for name in _IDS):
             raise DualevalError(f"{path} is damaged: it has no column {' or '.join(_IDS)}")
         # By name, "b", "i" or "f" of the columns with one number a sample, "" of the others.
@@ -74,39 +87,27 @@ class StoredRows:
         )
 
     def windows(
-        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
+        self, names: Sequence[str] | None = None, *, with_ids: bool = False, multiple_of: int = 1
     ) -> Iterator[Window]:
-        """Read columns, a window of rows at a time: memory does not grow with their number."""
-        for name in names:
-            if name not in self.names:
-                raise UsageError(
-                    f"{self.path} has no column {name!r} that a metric could read; it has "
-                    f"{', '.join(self.names)}"
-                )
+        """Read columns, or all with the texts, a window at a time: memory does not grow with the rows."""
+        read = self._but_ids if names is None else list(names)
+        read = [*(_IDS if with_ids else ()), *read]
+        size = max(1, WINDOW_ROWS // multiple_of) * multiple_of
         start = 0
-        for batch in self._batches([*(_IDS if with_ids else ()), *names], multiple_of):
-            evaluated = self._evaluated(batch, names, start)
-            with self._readable():
-                columns = {name: _rows(batch.column(name)) for name in names}
-            yield Window(
-                start=start,
-                evaluated=evaluated,
-                columns=columns,
-                ids=self._not_null(batch.column("id"), "id").to_pylist() if with_ids else [],
-                indices=self._not_null(batch.column("index"), "index").to_numpy()
-                if with_ids
-                else np.empty(0, np.int64),
-            )
-            start += len(evaluated)
+        with self._opened() as file:
+            # Group by group: those of long rows are small, and so are the windows. Each begins with a batch.
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(size, row_groups=[group], columns=read):
+                    yield self._window(batch.select(read), start)
+                    start += len(batch)
 
     def whole(self, name: str) -> Any:
         """Read one column of all rows, ids and texts too."""
         import pyarrow
-        import pyarrow.parquet
 
-        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
-            if name not in file.schema_arrow.names:
-                return None
+        if name not in self.kinds:
+            return None
+        with self._opened() as file:
             column = file.read(columns=[name]).column(name)
             # The offsets of a string are 32-bit numbers, too few for the ids of many samples.
             if pyarrow.types.is_string(column.type):
@@ -116,45 +117,44 @@ class StoredRows:
 
     def batch(self, samples: range) -> Window:
         """Read the rows of consecutive samples, all columns and texts."""
-        import pyarrow.parquet
-
-        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
-            groups: list[int] = []
-            first = start = 0
-            for number in range(file.num_row_groups):
-                rows = file.metadata.row_group(number).num_rows
-                if start < samples.stop and start + rows > samples.start:
-                    first = first if groups else start
-                    groups.append(number)
-                start += rows
-            names = [name for name in file.schema_arrow.names if name not in _IDS]
-            table = file.read_row_groups(groups, columns=names)
-            [batch] = table.slice(samples.start - first, len(samples)).combine_chunks().to_batches()
-            columns = {name: _rows(batch.column(name)) for name in self.names}
-            texts = {name: batch.column(name).to_pylist() for name in names if name not in self.names}
-        return Window(
-            start=samples.start,
-            evaluated=self._evaluated(batch, self.names, samples.start),
-            columns=columns,
-            ids=[],
-            indices=np.empty(0, np.int64),
-            texts=texts,
-        )
+        with self._opened() as file:
+            groups = {
+                number: rows.start
+                for number, rows in _groups(file)
+                if rows.start < samples.stop and rows.stop > samples.start
+            }
+            table = file.read_row_groups(list(groups), columns=self._but_ids)
+            first = samples.start - min(groups.values())
+            [batch] = table.slice(first, len(samples)).combine_chunks().to_batches()
+            return self._window(batch, samples.start)
 
     def at(self, places: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Read some rows as Python values: their places, in order, with all columns and texts."""
-        import pyarrow.parquet
+        import pyarrow
 
         wanted = np.unique(np.asarray(places, np.int64))
-        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
-            start = 0
-            for group in range(file.num_row_groups):
-                stop = start + file.metadata.row_group(group).num_rows
-                own = wanted[(wanted >= start) & (wanted < stop)]
+        with self._opened() as file:
+            for number, rows in _groups(file):
+                own = wanted[(wanted >= rows.start) & (wanted < rows.stop)]
                 if len(own):
-                    found = file.read_row_group(group).take(pyarrow.array(own - start)).to_pylist()
+                    found = file.read_row_group(number).take(pyarrow.array(own - rows.start)).to_pylist()
                     yield from zip(own.tolist(), found, strict=True)
-                start = stop
+
+    @property
+    def _but_ids(self) -> list[str]:
+        return [name for name in self.kinds if name not in _IDS]
+
+    def _window(self, batch: Any, start: int) -> Window:
+        names = [name for name in batch.schema.names if name in self.names]
+        others = {name: batch.column(name) for name in batch.schema.names if name not in names}
+        ids = [self._not_null(others.pop(name), name) for name in _IDS if name in others]
+        return Window(
+            start=start,
+            evaluated=self._evaluated(batch, names, start),
+            columns={name: _rows(batch.column(name)) for name in names},
+            texts={name: column.to_pylist() for name, column in others.items()},
+            **({"ids": ids[0].to_pylist(), "indices": _numbers(ids[1])} if ids else {}),
+        )
 
     def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
         """Whether each row has values: in all columns, or in none."""
@@ -173,25 +173,26 @@ class StoredRows:
             raise DualevalError(f"{self.path} is damaged: a row has no {name}")
         return column
 
-    def _batches(self, names: Sequence[str], multiple_of: int) -> Iterator[Any]:
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """The file; what the library says of a damaged one becomes a message."""
+        import pyarrow
         import pyarrow.parquet
 
-        rows = max(1, WINDOW_ROWS // multiple_of) * multiple_of
-        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
-            # Group by group: those of long rows are small, and so are the windows. Each begins with a batch.
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(rows, row_groups=[group], columns=list(names)):
-                    yield batch.select(list(names))
-
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        """Turn what the library says of a damaged file into a message."""
-        import pyarrow
-
         try:
-            yield
+            with pyarrow.parquet.ParquetFile(self.path) as file:
+                yield file
         except (OSError, pyarrow.ArrowException) as error:
             raise DualevalError(f"{self.path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def _groups(file: Any) -> Iterator[tuple[int, range]]:
+    """The row groups of a file, and the rows of each."""
+    start = 0
+    for number in range(file.num_row_groups):
+        stop = start + file.metadata.row_group(number).num_rows
+        yield number, range(start, stop)
+        start = stop
 
 
 def _is_of_texts(field: Any) -> bool:
@@ -212,7 +213,6 @@ def _kind(kind: Any) -> str:
 
 
 # From the buffers: ``to_numpy`` and the like import pandas, where that is installed, which takes a second.
-_NUMPYS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
 def _rows(array: Any) -> Rows:
@@ -246,10 +246,11 @@ def _bits(buffer: Any, array: Any) -> npt.NDArray[np.bool_]:
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
     """All entries, also in place of those that are null; a copy."""
-    here, kind = slice(array.offset, array.offset + len(array)), str(array.type)
-    if kind.startswith("fixed_size_list"):
-        return _numbers(array.values).reshape(-1, array.type.list_size)[here]
-    buffer = array.buffers()[1]
-    if kind == "bool":
-        return _bits(buffer, array)
-    return np.frombuffer(buffer, _NUMPYS.get(kind, kind))[here].copy()
+    import pyarrow
+
+    here, kind = slice(array.offset, array.offset + len(array)), array.type
+    if pyarrow.types.is_fixed_size_list(kind):
+        return _numbers(array.values).reshape(-1, kind.list_size)[here]
+    if pyarrow.types.is_boolean(kind):
+        return _bits(array.buffers()[1], array)
+    return np.frombuffer(array.buffers()[1], kind.to_pandas_dtype())[here].copy()

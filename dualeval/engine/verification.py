@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dualeval.engine.differences import differences
 from dualeval.engine.rescoring import check_columns, recompute, with_measured
 from dualeval.engine.samples_digest import digest_of, hashed, repeated
 from dualeval.engine.stored_rows import StoredRows
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import DualevalError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.result import DRAWN_SAMPLES, PREDICTIONS, RESULT, Result, checksum_of, stated_result
 
@@ -47,41 +47,32 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
     yield Check(
         name=RESULT,
         says="its metrics fit its metrics_digest",
-        differences=tuple(_differences("metrics_digest", digest, result.metrics_digest, "its metrics")),
+        differences=_differences("metrics_digest", digest, result.metrics_digest, "its metrics"),
     )
     for name, recorded in result.files.items():
         yield _file_check(folder / name, recorded)
     try:
         rows = StoredRows(folder / PREDICTIONS)
         failed, checks = _sample_checks(rows, result)
-    except UsageError:
-        raise
     except DualevalError as error:
-        yield _unreadable(error)
+        yield Check(name="rows", says="they can be read", differences=(str(error),))
         return
     yield from checks
     check_columns(rows, metrics)
     try:
         measured = recompute(rows, metrics)
-    except (UsageError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+    except (DualevalError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         # Such as a class beyond the number of classes: values that no run has written.
         said = f"the metrics cannot be computed from these rows: {type(error).__name__}: {error}"
         yield Check(name="metrics", says="they can be computed", differences=(said,))
-        return
-    except DualevalError as error:
-        yield _unreadable(error)
         return
     found = replace(with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
     yield _metrics_check(result, found)
     yield Check(
         name="metrics_digest",
         says=f"{digest}, from the rows too",
-        differences=tuple(_differences("metrics_digest", digest, found.metrics_digest)),
+        differences=_differences("metrics_digest", digest, found.metrics_digest),
     )
-
-
-def _unreadable(error: DualevalError) -> Check:
-    return Check(name="rows", says="they can be read", differences=(str(error),))
 
 
 def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
@@ -89,14 +80,11 @@ def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
     if not path.is_file():
         return Check(name=path.name, says="it is there", differences=(f"{path} is missing",))
     found = checksum_of(path)
+    differing = (_differences(name, value, found.get(name), "the file") for name, value in recorded.items())
     return Check(
         name=path.name,
         says=f"{found['bytes']:,} bytes, whose sha256 is that in {RESULT}",
-        differences=tuple(
-            difference
-            for key, value in recorded.items()
-            for difference in _differences(key, value, found.get(key), "the file")
-        ),
+        differences=tuple(chain.from_iterable(differing)),
     )
 
 
@@ -118,6 +106,8 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
         failed += [window.ids[place] for place in np.flatnonzero(~window.evaluated).tolist()]
         hashes.append(hashed(window.ids))
         count += len(window.ids)
+    repeats = repeated(np.concatenate(hashes), _ids_of(rows))
+    twice = [f"id {name!r} is that of {times} rows" for name, times in repeats.items()]
     found = {"total": count, "evaluated": count - len(failed), "failed": len(failed)}
     stated = [entry["id"] for entry in result.failed]
     differing = [
@@ -131,7 +121,7 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
             says=f"{count:,} rows in order, {count - len(failed):,} of them evaluated",
             differences=(*_few(misplaced), *_differences("samples", result.samples, found)),
         ),
-        Check(name="ids", says="each row has its own", differences=_few(_ids_twice(rows, hashes))),
+        Check(name="ids", says="each row has its own", differences=_few(twice)),
         Check(
             name="failed samples",
             says=f"{len(failed)}, whose rows are empty" if failed else "none",
@@ -143,24 +133,20 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
 
 def _digest_checks(rows: StoredRows, result: Result, count: int) -> Iterator[Check]:
     if result.samples_digest is not None:
-        windows = rows.windows(rows.names[:1], with_ids=True)
-        found = digest_of(count, chain.from_iterable(window.ids for window in windows))
+        found = digest_of(count, _ids_of(rows))
         yield Check(
             name="samples_digest",
             says=f"{result.samples_digest}, from the rows too",
-            differences=tuple(_differences("samples_digest", result.samples_digest, found)),
+            differences=_differences("samples_digest", result.samples_digest, found),
         )
 
 
-def _ids_twice(rows: StoredRows, hashes: Sequence[npt.NDArray[np.uint64]]) -> list[str]:
-    """Ids of more than one row."""
-    ids = (name for window in rows.windows(rows.names[:1], with_ids=True) for name in window.ids)
-    twice = repeated(np.concatenate(hashes), ids)
-    return [f"id {name!r} is that of {count} rows" for name, count in twice.items()]
+def _ids_of(rows: StoredRows) -> Iterator[str]:
+    return (name for window in rows.windows(rows.names[:1], with_ids=True) for name in window.ids)
 
 
 def _metrics_check(result: Result, found: Result) -> Check:
-    differences: list[str] = []
+    differing: list[str] = []
     # Version 2, which had no samples_digest, made intervals by clusters in another way.
     known_intervals = not (result.clusters and result.samples_digest is None)
     intervals = _FIELDS_OF_INTERVALS if known_intervals else ("naive_intervals", "clusters")
@@ -170,25 +156,22 @@ def _metrics_check(result: Result, found: Result) -> Check:
         # A run of an earlier version has written no directions, and units of percent alone.
         known = (*one, *other) if field not in ("units", "directions") or result.directions else one
         for name in dict.fromkeys(known):
-            differences += _few(list(_differences(f"{of_field}{name}", one.get(name), other.get(name))))
+            differing += _differences(f"{of_field}{name}", one.get(name), other.get(name))
     return Check(
         name="metrics",
         says=f"{len(found.metrics)} values, {len(found.intervals)} intervals: the rows give the same bits",
-        differences=tuple(differences),
+        differences=tuple(differing),
     )
 
 
-def _differences(name: str, stated: Any, found: Any, source: str = "the rows") -> Iterator[str]:
+def _differences(name: str, stated: Any, found: Any, source: str = "the rows") -> tuple[str, ...]:
     """Where two nests of JSON values differ, as sentences: what result.json has, and what was found."""
-    if isinstance(stated, Mapping) and isinstance(found, Mapping):
-        for key in dict.fromkeys((*stated, *found)):
-            yield from _differences(f"{name}.{key}", stated.get(key), found.get(key), source)
-    elif isinstance(stated, (list, tuple)) and isinstance(found, (list, tuple)) and len(stated) == len(found):
-        for place, (one, other) in enumerate(zip(stated, found, strict=True)):
-            yield from _differences(f"{name}[{place}]", one, other, source)
-    # As JSON: 1 is not 1.0, and 0.0 not -0.0.
-    elif json.dumps(stated) != json.dumps(found):
-        yield f"{name}: {_shown(stated)} in {RESULT}, {_shown(found)} from {source}"
+    return _few(
+        [
+            f"{place}: {_shown(one)} in {RESULT}, {_shown(other)} from {source}"
+            for place, one, other in differences(stated, found, name)
+        ]
+    )
 
 
 def _shown(value: Any) -> str:
@@ -198,6 +181,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _few(differences: Sequence[str]) -> tuple[str, ...]:
-    more = len(differences) - _NAMED_AT_MOST
-    return (*differences[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))
+def _few(found: Sequence[str]) -> tuple[str, ...]:
+    more = len(found) - _NAMED_AT_MOST
+    return (*found[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))

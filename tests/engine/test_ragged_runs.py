@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.columns import Ragged, to_rows
-from dualeval.engine import recorder, replay
+from dualeval.engine import proving, recorder
 from dualeval.engine.folder import mapped_columns
 from dualeval.engine.verification import verify
 from dualeval.errors import DualevalError, UsageError
@@ -217,15 +217,15 @@ def test_a_full_temporary_folder_is_named(done: tuple[Path, Result], monkeypatch
 
 
 def compare(there: Any, now: Any, *, same_machine: bool = True) -> str:
-    stored = replay.StoredBatch(
-        samples=range(len(there)),
+    stored = proving.StoredBatch(
+        start=0,
         evaluated=np.ones(len(there), np.bool_),
         columns={"c": to_rows(there)},
         machines=({} if same_machine else {"model": "another"},),
     )
     evaluated = ({"c": to_rows(now)}, ())
-    proof = replay.Proof(
-        stored, lambda samples: evaluated, machine={}, precision="fp32", place="out", name=str
+    proof = proving.Proof(
+        stored=stored, evaluate=lambda samples: evaluated, machine={}, precision="fp32", place="out", name=str
     )
     return proof.rows()[0]
 

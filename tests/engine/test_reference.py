@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.engine import reference
+from dualeval.engine import reference, stored_rows
 from dualeval.engine.stored_rows import Window
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean
@@ -88,7 +88,7 @@ def expected(first: Path, second: Path) -> dict[str, Any]:
 def test_the_numbers_are_those_of_the_two_files(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    monkeypatch.setattr(reference, "WINDOW_ROWS", window)
+    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
     monkeypatch.setattr("dualeval.engine.folder.windows.WINDOW_ROWS", window)
     out = tmp_path / "second"
     job = {"precision": "fp32", "mean": (0.5,), "layout": "x", "by": ("target",)}
@@ -212,7 +212,9 @@ def test_columns_of_other_kinds_are_named(tmp_path: Path) -> None:
     found = result.reference
     assert found["columns"]["words"] == {"rows_differ": 10, "first": "tiny/1"}
     assert found["columns"]["parts"] == {"rows_differ": 0, "first": None}
-    assert found["not_compared"] == {"kind": "int32 in this run, float32 in the reference"}
+    assert found["not_compared"] == {
+        "kind": "int32 with rows of shape () in this run, float32 with rows of shape () in the reference"
+    }
     result = evaluate(Seeded(20, more=here), tmp_path / "c", reference=tmp_path / "without")
     assert result.reference["not_compared"]["parts"] == "only in this run"
 
@@ -283,6 +285,10 @@ def test_a_reference_that_is_damaged_meanwhile_costs_no_batch(
     assert result.reference["problem"] == "its file is damaged"
     assert result.warnings[-1] == f"not compared with {first}: its file is damaged"
     print_result(result)
+    shown = evaluate(Seeded(seed=1), tmp_path / "b", reference=first, replay=False)
+    assert shown.earlier
+    assert shown.reference["problem"] == "its file is damaged"
+    assert shown.warnings[-1] == f"not compared with {first}: its file is damaged"
 
 
 def test_answers_are_the_predictions_of_questions() -> None:
@@ -295,13 +301,11 @@ def test_answers_are_the_predictions_of_questions() -> None:
             start=0,
             evaluated=np.array([True, True]),
             columns={"exact_match": np.array(right), "score": np.array([1.0, 2.0])},
-            ids=[],
-            indices=np.empty(0, np.int64),
             texts={"answer": answers},
         )
         for right, answers in given
     )
-    found = reference._Found()
+    found = reference._Compared()
     found.add(own, there, TinyTask(2).dataset())
     said = found.to_json()
     assert (said["prediction"], said["changed"], said["agreement"]) == ("answer", 2, 0.0)

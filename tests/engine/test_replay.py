@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine import machines, recorder, replay
+from dualeval.engine import machines, proving, recorder
 from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.forward import evaluate_alone
 from dualeval.engine.plan import EvalPlan
@@ -166,8 +166,8 @@ def test_each_batch_is_read_back_from_journal_and_parquet(
     for draw in range(20):
         path, machines = tmp_path / "done/predictions.parquet", [{"model": "m", "chunks": 20}]
         batches = {
-            "begun": [*replay.batches_of_journal(files, plan, f"{draw:x}")],
-            "done": [*replay.batches_of_predictions(path, plan, f"{draw:x}", machines)],
+            "begun": [*proving.batches_of_journal(files, plan, f"{draw:x}")],
+            "done": [*proving.batches_of_predictions(path, plan, f"{draw:x}", machines)],
         }
         for name, two in batches.items():
             assert len({stored.samples for stored in two}) == 2
@@ -182,8 +182,8 @@ def test_each_batch_is_read_back_from_journal_and_parquet(
 
 def test_two_batches_are_drawn_where_there_are_two() -> None:
     fingerprints = [hashlib.sha256(bytes([number])).hexdigest() for number in range(200)]
-    assert {tuple(replay.places_drawn(each, 1)) for each in fingerprints} == {(0,)}
-    pairs = {tuple(replay.places_drawn(each, 3)) for each in fingerprints}
+    assert {tuple(proving.places_drawn(each, 1)) for each in fingerprints} == {(0,)}
+    pairs = {tuple(proving.places_drawn(each, 3)) for each in fingerprints}
     assert pairs == {(one, other) for one in range(3) for other in range(3) if one != other}
 
 
@@ -195,7 +195,7 @@ def test_a_batch_of_a_chunk_of_several_is_read_back(tmp_path: Path, monkeypatch:
     done = {batch for file in files for chunk in file.chunks for batch in plan.chunk_batches(chunk)}
     seen = set()
     for draw in range(len(done) * (len(done) - 1)):
-        for stored in replay.batches_of_journal(files, plan, f"{draw:x}"):
+        for stored in proving.batches_of_journal(files, plan, f"{draw:x}"):
             assert stored.columns["target"].tolist() == [index * 31 % 7 for index in stored.samples]
             seen.add(stored.samples.start // BATCH)
     assert seen == done
@@ -220,10 +220,10 @@ def test_a_difference_in_either_of_two_batches_is_found(
     assert f"sample tiny/{seen[-1].start} " in str(caught.value)
 
 
-def proof(stored: replay.StoredBatch, loss: Any) -> replay.Proof:
-    return replay.Proof(
-        stored,
-        lambda samples: ({"loss": loss}, ()),
+def proof(stored: proving.StoredBatch, loss: Any) -> proving.Proof:
+    return proving.Proof(
+        stored=stored,
+        evaluate=lambda samples: ({"loss": loss}, ()),
         machine={},
         precision="fp32",
         place="out",
@@ -247,8 +247,8 @@ OTHER = {"model": "other"}
 def test_bits_are_compared(
     there: list[float], now: list[float], dtype: Any, machine: Any, same: bool
 ) -> None:
-    stored = replay.StoredBatch(
-        samples=range(2),
+    stored = proving.StoredBatch(
+        start=0,
         evaluated=np.ones(2, np.bool_),
         columns={"loss": np.array(there, np.float32)},
         machines=(machine,),

@@ -7,22 +7,25 @@ process, the system takes their room back.
 
 from __future__ import annotations
 
-import secrets
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import RaggedRows, Rows, concatenated_rows, form_of, rows_of, values_of
+from dualeval.columns import RaggedRows, Rows, each_array, form_of, rows_of, values_of
+from dualeval.errors import DualevalError
 from dualeval.result import PREDICTIONS
 
 
 class MappedColumns:
-    """Takes columns a piece at a time, and gives them back whole, mapped and read-only."""
+    """Takes columns a piece at a time, and gives them back whole, mapped and read-only.
+
+    The files are in a folder, or in the system's temporary one, whose lack of room is said here.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -39,67 +42,51 @@ class MappedColumns:
 
     def append(self, columns: Mapping[str, Rows]) -> None:
         """Take the next rows; each time of the same columns, of the same kinds."""
-        for name, rows in columns.items():
-            values = values_of(rows)
-            if name not in self._values:
-                self._values[name] = self._array(values)
+        with self._room():
+            for name, rows in columns.items():
+                values = values_of(rows)
+                if name not in self._values:
+                    self._values[name] = self._array(values)
+                    if isinstance(rows, RaggedRows):
+                        self._offsets[name] = form_of(rows), self._array(rows.offsets)
+                        self._offsets[name][1].append(np.zeros(1, np.int64))
                 if isinstance(rows, RaggedRows):
-                    self._offsets[name] = form_of(rows), self._array(rows.offsets)
-                    self._offsets[name][1].append(np.zeros(1, np.int64))
-            if isinstance(rows, RaggedRows):
-                self._offsets[name][1].append(rows.offsets[1:] + self._values[name].rows)
-            self._values[name].append(values)
+                    self._offsets[name][1].append(rows.offsets[1:] + self._values[name].rows)
+                self._values[name].append(values)
 
     def columns(self) -> dict[str, Rows]:
         """All that was taken, by name; valid also when the files are closed."""
-        found: dict[str, Rows] = {}
-        for name, array in self._values.items():
-            values = array.mapped()
-            if name not in self._offsets:
-                found[name] = values
-                continue
-            form, offsets = self._offsets[name]
-            found[name] = rows_of(form, values, offsets.mapped())
+        with self._room():
+            found: dict[str, Rows] = {name: array.mapped() for name, array in self._values.items()}
+            for name, (form, offsets) in self._offsets.items():
+                found[name] = rows_of(form, values_of(found[name]), offsets.mapped())
         return found
 
     def _array(self, like: npt.NDArray[Any]) -> _Array:
         return _Array(self._files.enter_context(_nameless(self._folder)), like.dtype, like.shape[1:])
 
-
-class HeldColumns:
-    """The same in memory: where nothing is written, all rows lie there already."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, list[Rows]] = {}
-
-    def __enter__(self) -> HeldColumns:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._parts.clear()
-
-    def append(self, columns: Mapping[str, Rows]) -> None:
-        """As ``MappedColumns.append``."""
-        for name, rows in columns.items():
-            self._parts.setdefault(name, []).append(rows)
-
-    def columns(self) -> dict[str, Rows]:
-        """As ``MappedColumns.columns``; what was taken is not kept beside it."""
-        return {name: read_only(concatenated_rows(self._parts.pop(name))) for name in [*self._parts]}
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._folder is not None:
+                raise
+            raise DualevalError(
+                f"the columns of metrics of all rows cannot be written to a temporary file in "
+                f"{tempfile.gettempdir()}: {error.strerror or error}. Make room there, or name another "
+                "folder by the variable TMPDIR."
+            ) from error
 
 
 def read_only(rows: Rows) -> Rows:
     """The same rows, which cannot be written to."""
-    if isinstance(rows, RaggedRows):
-        return rows_of(rows.form, _read_only(rows.values), _read_only(rows.offsets))
-    return _read_only(rows)
+    return each_array(_read_only, rows)
 
 
 def copied(rows: Rows) -> Rows:
     """The same rows in memory of their own, which can be written to."""
-    if isinstance(rows, RaggedRows):
-        return rows_of(rows.form, rows.values.copy(), rows.offsets.copy())
-    return rows.copy()
+    return each_array(np.ndarray.copy, rows)
 
 
 class _Array:
@@ -127,17 +114,7 @@ class _Array:
 
 
 def _nameless(folder: Path | None) -> IO[bytes]:
-    if folder is None:
-        return tempfile.TemporaryFile()
-    # As a partial file is called: the next run removes one whose process ended on these two lines.
-    path = folder / f"{PREDICTIONS}.{secrets.token_hex(4)}.partial"
-    file = path.open("x+b")
-    try:
-        path.unlink()
-    except BaseException:
-        file.close()
-        raise
-    return file
+    return tempfile.TemporaryFile(dir=folder, prefix=f"{PREDICTIONS}.")
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

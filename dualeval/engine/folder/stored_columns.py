@@ -7,10 +7,10 @@ values of all rows; so a few rows can be read without the others.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,62 +20,31 @@ from dualeval.columns import Column, RaggedRows, Rows, form_of, rows_of, to_rows
 _OFFSET = np.dtype("<i8")
 PLAIN = "plain"
 
-# Reads so many values of a dtype from so many bytes after the start.
-Source: TypeAlias = Callable[[np.dtype[Any], int, int], npt.NDArray[Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StoredColumn:
     """Where a column lies."""
 
-    name: str
+    # "plain", "ragged" or "text".
+    form: str
     # Its little-endian numpy dtype.
     dtype: np.dtype[Any]
     # The shape of one row; () for a scalar column. Of a ragged one that of one value of a row.
     row_shape: tuple[int, ...]
-    # Bytes from the start.
+    # Bytes from the start: of its offsets, if it has some, and of its values.
     offset: int
-    # "plain", "ragged" or "text".
-    form: str
-    # Number of its rows.
-    rows: int
-    # Number of their values; of a plain column that of its rows.
-    values: int
-
-    @property
-    def kind(self) -> tuple[str, np.dtype[Any], tuple[int, ...]]:
-        """What is the same in every file of a run."""
-        return self.form, self.dtype, self.row_shape
+    values_at: int
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row; of a ragged column those of one value of a row."""
         return int(self.dtype.itemsize * np.prod(self.row_shape, dtype=np.int64))
 
-    @property
-    def end(self) -> int:
-        """Bytes from the start to behind the column."""
-        return self._values_at + self.values * self.row_bytes
-
-    @property
-    def _values_at(self) -> int:
-        return self.offset + (0 if self.form == PLAIN else _OFFSET.itemsize * (self.rows + 1))
-
-    def read(self, source: Source, start: int, stop: int) -> Rows:
-        """Rows ``start`` to ``stop``."""
+    def empty(self, rows: int) -> Rows:
+        """Rows that hold nothing: zeros, or no values."""
         if self.form == PLAIN:
-            return self._values(source, start, stop)
-        offsets = self.offsets(source, start, stop)
-        return rows_of(self.form, self._values(source, offsets[0], offsets[-1]), offsets - offsets[0])
-
-    def offsets(self, source: Source, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Where the values of rows ``start`` to ``stop`` of a ragged column begin, and the last one's end."""
-        return source(_OFFSET, stop - start + 1, self.offset + _OFFSET.itemsize * start)
-
-    def _values(self, source: Source, start: int, stop: int) -> npt.NDArray[Any]:
-        count = int(stop - start) * self.row_bytes // self.dtype.itemsize
-        found = source(self.dtype, count, int(self._values_at + start * self.row_bytes))
-        return found.reshape(stop - start, *self.row_shape)
+            return np.zeros((rows, *self.row_shape), self.dtype)
+        return rows_of(self.form, np.empty((0, *self.row_shape), self.dtype), np.zeros(rows + 1, np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +61,21 @@ class RowsOfChunks(ABC):
 
     def read_rows(self, column: str, start: int, stop: int) -> Rows:
         """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
-        return self.columns[column].read(self._read, start, stop)
+        found = self.columns[column]
+        if found.form == PLAIN:
+            return self._values(found, start, stop)
+        offsets = self.read_offsets(column, start, stop)
+        return rows_of(found.form, self._values(found, *offsets[[0, -1]].tolist()), offsets - offsets[0])
 
-    def read_offsets(self, column: str) -> npt.NDArray[np.int64]:
-        """Where the values of each row of a ragged column begin, and the last one's end."""
-        return self.columns[column].offsets(self._read, 0, sum(self.rows))
+    def read_offsets(self, column: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """Where the values of rows of a ragged column begin, and the last one's end."""
+        count = (sum(self.rows) if stop is None else stop) - start + 1
+        return self._read(_OFFSET, count, self.columns[column].offset + _OFFSET.itemsize * start)
+
+    def _values(self, column: StoredColumn, start: int, stop: int) -> npt.NDArray[Any]:
+        count = (stop - start) * column.row_bytes // column.dtype.itemsize
+        found = self._read(column.dtype, count, column.values_at + start * column.row_bytes)
+        return found.reshape(stop - start, *column.row_shape)
 
     @abstractmethod
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
@@ -122,17 +101,15 @@ def place_columns(described: Iterable[Mapping[str, Any]], rows: int, offset: int
     """Where columns lie that are written one after the other."""
     columns = {}
     for entry in described:
-        column = StoredColumn(
-            name=entry["name"],
+        form = entry.get("form", PLAIN)
+        column = columns[entry["name"]] = StoredColumn(
+            form=form,
             dtype=np.dtype(entry["dtype"]),
             row_shape=tuple(entry["shape"]),
             offset=offset,
-            form=entry.get("form", PLAIN),
-            rows=rows,
-            values=entry.get("values", rows),
+            values_at=offset + (0 if form == PLAIN else _OFFSET.itemsize * (rows + 1)),
         )
-        columns[column.name] = column
-        offset = column.end
+        offset = column.values_at + entry.get("values", rows) * column.row_bytes
     return columns
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import RaggedRows, Rows, concatenated_rows, rows_of
-from dualeval.engine.folder.mapped_columns import HeldColumns, MappedColumns
+from dualeval.columns import Rows, concatenated_rows, described
+from dualeval.engine.folder.mapped_columns import MappedColumns, read_only
 from dualeval.engine.folder.stored_columns import PLAIN, RowsOfChunks, StoredColumn
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
@@ -31,7 +31,10 @@ def evaluated_of(rows: Mapping[str, Rows]) -> npt.NDArray[np.bool_]:
 def windows_of(
     files: Sequence[RowsOfChunks], plan: EvalPlan, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, Rows]]]:
-    """Read the rows of consecutive chunks, about ``WINDOW_ROWS`` at a time."""
+    """Read the rows of consecutive chunks, about ``WINDOW_ROWS`` at a time.
+
+    Zeros, or ragged rows of length 0, are those of samples that could not be read.
+    """
     where = _places(files, plan)
     known = _known_columns(files)
     wanted = {name: known[name] for name in (EVALUATED, *columns)}
@@ -47,7 +50,8 @@ def windows_of(
         ):
             last += 1
             size += sizes[last]
-        yield first, _window(files, plan, where, range(chunk, last + 1), wanted)
+        chunks = range(chunk, last + 1)
+        yield first, {name: _rows_of(files, plan, where, chunks, name, wanted[name]) for name in wanted}
         chunk = last + 1
 
 
@@ -58,12 +62,20 @@ def read_columns(
     folder: Path | None,
     step: Callable[[], None] = lambda: None,
 ) -> dict[str, Rows]:
-    """Read columns of all evaluated samples, in data-set order."""
-    with MappedColumns(folder) if folder is not None else HeldColumns() as found:
+    """Read columns of all evaluated samples, in data-set order, mapped from files in a folder."""
+
+    def pieces() -> Iterator[dict[str, Rows]]:
         for _, rows in windows_of(files, plan, columns):
             evaluated = evaluated_of(rows)
-            found.append({name: rows[name][evaluated] for name in columns})
+            yield {name: rows[name][evaluated] for name in columns}
             step()
+
+    if folder is None:  # where nothing is written, all rows lie in memory already
+        held = list(pieces())
+        return {name: read_only(concatenated_rows([piece.pop(name) for piece in held])) for name in columns}
+    with MappedColumns(folder) as found:
+        for piece in pieces():
+            found.append(piece)
         return found.columns()
 
 
@@ -73,18 +85,14 @@ def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
     for file in files:
         for name, column in file.columns.items():
             like = known.setdefault(name, column)
-            if like.kind != column.kind:
+            if (like.form, like.dtype, like.row_shape) != (column.form, column.dtype, column.row_shape):
+                own, other = described(column.empty(0)), described(like.empty(0))
                 raise DualevalError(
-                    f"column {name!r} is {_described(column)} in {file.path}, and {_described(like)} in "
-                    "another file: each batch must give the same columns, of the same dtype and row shape. "
-                    "Fix the task and start over with --fresh."
+                    f"column {name!r} is {own} in {file.path}, and {other} in another file: each batch must "
+                    "give the same columns, of the same dtype and row shape. Fix the task and start over "
+                    "with --fresh."
                 )
     return known
-
-
-def _described(column: StoredColumn) -> str:
-    form = "" if column.form == PLAIN else f"{column.form}, "
-    return f"{form}{column.dtype} with rows of shape {column.row_shape}"
 
 
 def _ragged_bytes(
@@ -99,56 +107,36 @@ def _ragged_bytes(
     for file in files if ragged else ():
         chunks = np.array(file.chunks, np.int64)
         first = where[chunks, 1]
-        for name in ragged:
-            if name in file.columns:
-                offsets = file.read_offsets(name)
-                values = offsets[first + np.array(file.rows, np.int64)] - offsets[first]
-                sizes[chunks] += values * wanted[name].row_bytes
+        for name in file.columns.keys() & ragged:
+            offsets = file.read_offsets(name)
+            values = offsets[first + np.array(file.rows, np.int64)] - offsets[first]
+            sizes[chunks] += values * wanted[name].row_bytes
     return sizes
 
 
-def _window(
+def _rows_of(
     files: Sequence[RowsOfChunks],
     plan: EvalPlan,
     where: npt.NDArray[np.int64],
     chunks: range,
-    wanted: Mapping[str, StoredColumn],
-) -> dict[str, Rows]:
-    """Columns of consecutive chunks; zeros, or ragged rows of length 0, where no sample could be read."""
-    first, stop = plan.chunk_samples(chunks[0]).start, plan.chunk_samples(chunks[-1]).stop
-    plain = {
-        name: np.zeros((stop - first, *column.row_shape), column.dtype)
-        for name, column in wanted.items()
-        if column.form == PLAIN
-    }
-    ragged: dict[str, dict[int, Rows]] = {name: {} for name in wanted if name not in plain}
-    for file_number in sorted(set(where[chunks.start : chunks.stop, 0].tolist())):
-        file = files[file_number]
+    name: str,
+    column: StoredColumn,
+) -> Rows:
+    """One column of consecutive chunks."""
+    numbers = where[chunks.start : chunks.stop, 0]
+    parts: dict[int, Rows] = {}
+    for number in sorted(set(numbers.tolist())):
+        if name not in files[number].columns:
+            continue
         # One read a column and file: a file's chunks of this window lie close together.
-        own = [c for c in chunks if where[c, 0] == file_number]
-        low = min(int(where[c, 1]) for c in own)
-        high = max(int(where[c, 1]) + len(plan.chunk_samples(c)) for c in own)
-        for name in set(wanted) & set(file.columns):
-            block = file.read_rows(name, low, high)
-            for c in own:
-                samples = plan.chunk_samples(c)
-                source = int(where[c, 1]) - low
-                part = block[source : source + len(samples)]
-                if name in ragged:
-                    ragged[name][c] = part
-                else:
-                    plain[name][samples.start - first : samples.stop - first] = part
-    for name, parts in ragged.items():
-        for c in chunks:
-            parts.setdefault(c, _without_values(wanted[name], len(plan.chunk_samples(c))))
-    return {
-        **plain,
-        **{name: concatenated_rows([parts[c] for c in chunks]) for name, parts in ragged.items()},
-    }
-
-
-def _without_values(like: StoredColumn, rows: int) -> RaggedRows:
-    return rows_of(like.form, np.empty((0, *like.row_shape), like.dtype), np.zeros(rows + 1, np.int64))
+        own = (chunks.start + np.flatnonzero(numbers == number)).tolist()
+        places = [(int(where[c, 1]), int(where[c, 1]) + len(plan.chunk_samples(c))) for c in own]
+        low = min(start for start, _ in places)
+        block = files[number].read_rows(name, low, max(stop for _, stop in places))
+        parts |= {c: block[start - low : stop - low] for c, (start, stop) in zip(own, places, strict=True)}
+    sizes = ((c, len(plan.chunk_samples(c))) for c in chunks if c not in parts)
+    parts |= {c: column.empty(size) for c, size in sizes}
+    return concatenated_rows([parts[c] for c in chunks])
 
 
 def _places(files: Sequence[RowsOfChunks], plan: EvalPlan) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Column, Ragged, RaggedRows, Rows, each_part, to_rows
+from dualeval.columns import Column, Ragged, Rows, each_part, kind_of, to_rows
 from dualeval.engine.compute import Compute
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.loop import unreadable
@@ -21,7 +21,7 @@ from dualeval.engine.nests import tensors_in
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
-from dualeval.engine.row_differences import differing_rows
+from dualeval.engine.row_comparison import Difference, differing_rows
 from dualeval.tasks import Dataset, Task
 from dualeval.tools.invariance.findings import ColumnDifference, ShapeDiagnosis
 from dualeval.tools.invariance.settings import copy_if_possible
@@ -183,10 +183,8 @@ class ColumnRows:
     # Whether it is an output of the model, and no column that the task observes.
     is_output: bool = False
     rows: set[int] = field(default_factory=set)
-    # The largest absolute difference of finite floats so far; None where there is none.
-    largest: float | None = None
-    # The number of its row.
-    largest_at: int | None = None
+    # How far these are apart, at samples by their numbers.
+    apart: Difference | None = None
 
     @classmethod
     def of(cls, name: str) -> ColumnRows:
@@ -200,53 +198,44 @@ class ColumnRows:
         anywhere among the job's is no other. Outputs of another shape, as of shorter sequences, are left to
         the columns that the task makes of them.
         """
-        if job is None:
-            wrong = np.arange(len(samples))
-        else:
-            beside = job[samples.start : samples.stop]
-            if self.is_output and _kind(own) != _kind(beside):
-                wrong = np.empty(0, np.intp)
-            elif self.is_output:
-                wrong = self._missing(own, job, differing_rows(own, beside), samples)
-            elif _kind(own) != _kind(beside):
-                wrong = np.arange(len(samples))
-            else:
-                wrong = differing_rows(own, beside)
-                self._measure(own, beside, wrong, samples)
+        wrong = np.arange(len(samples))
+        if job is not None and kind_of(own) == kind_of(job):
+            wrong = differing_rows(own, job[samples.start : samples.stop])
+            there = wrong + samples.start
+            if self.is_output:
+                wrong, there = _missing(own, job, wrong)
+            self.apart = self.apart or Difference.of(own)
+            if len(wrong):
+                self.apart.measure(own[wrong], job[there], lambda row: str(samples[int(wrong[row])]))
+        elif job is not None and self.is_output:
+            wrong = wrong[:0]
         found: npt.NDArray[np.intp] = wrong + samples.start
         self.rows.update(found.tolist())
         return found
 
-    def _missing(
-        self, own: Rows, job: Rows, wrong: npt.NDArray[np.intp], samples: range
-    ) -> npt.NDArray[np.intp]:
-        """Those of some rows that are nowhere among the job's, measured beside the nearest one."""
-        found = []
-        for place in wrong.tolist():
-            row = np.repeat(own[place : place + 1], len(job), axis=0)
-            if len(differing_rows(row, job)) == len(job):
-                found.append(place)
-                if row.dtype.kind == "f":
-                    with np.errstate(invalid="ignore"):
-                        apart = np.abs(row.astype(np.float64) - job).reshape(len(job), -1)
-                    nearest = np.nan_to_num(apart, nan=np.inf).max(axis=1).argmin()
-                    chosen = job[nearest : nearest + 1]
-                    self._measure(own[place : place + 1], chosen, np.zeros(1, np.intp), samples[place:])
-        return np.array(found, np.intp)
-
-    def _measure(self, own: Rows, job: Rows, wrong: npt.NDArray[np.intp], samples: range) -> None:
-        if isinstance(own, RaggedRows) or isinstance(job, RaggedRows) or own.dtype.kind != "f":
-            return
-        for place in wrong.tolist():
-            with np.errstate(invalid="ignore"):
-                moved = np.abs(own[place].astype(np.float64) - job[place].astype(np.float64))
-            largest = float(np.max(moved, where=np.isfinite(moved), initial=-1.0))
-            if largest >= 0 and (self.largest is None or largest > self.largest):
-                self.largest, self.largest_at = largest, samples[place]
-
     def difference(self, dataset: Dataset) -> ColumnDifference:
-        at = None if self.largest_at is None else dataset.id(self.largest_at)
-        return ColumnDifference(rows_differ=len(self.rows), largest=self.largest, largest_at=at)
+        if self.apart is None or self.apart.largest_at is None:
+            return ColumnDifference(rows_differ=len(self.rows))
+        at = dataset.id(int(self.apart.largest_at))
+        return ColumnDifference(rows_differ=len(self.rows), largest=self.apart.largest, largest_at=at)
+
+
+def _missing(
+    own: Rows, job: Rows, wrong: npt.NDArray[np.intp]
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Those of some rows that are nowhere among the job's, and the row there that is nearest to each."""
+    found = []
+    for place in wrong.tolist():
+        row = np.repeat(own[place : place + 1], len(job), axis=0)
+        if len(differing_rows(row, job)) == len(job):
+            nearest = 0
+            if row.dtype.kind == "f":
+                with np.errstate(invalid="ignore"):
+                    apart = np.abs(row.astype(np.float64) - job).reshape(len(job), -1)
+                nearest = int(np.nan_to_num(apart, nan=np.inf).max(axis=1).argmin())
+            found.append((place, nearest))
+    places, there = np.array(found, np.intp).reshape(-1, 2).T
+    return places, there
 
 
 def _rows(column: Column) -> Rows:
@@ -258,11 +247,6 @@ def _rows(column: Column) -> Rows:
 
 def _without_bfloat16(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _kind(rows: Rows) -> tuple[Any, ...]:
-    values = rows.values if isinstance(rows, RaggedRows) else rows
-    return type(rows), values.dtype, values.shape[1:]
 
 
 def _is_output(name: str) -> bool:

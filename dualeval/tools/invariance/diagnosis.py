@@ -24,7 +24,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import compiler_settings
-from dualeval.engine.row_differences import differing_rows
+from dualeval.engine.row_comparison import differing_rows
 from dualeval.engine.samples import as_dataset
 from dualeval.errors import UsageError
 from dualeval.tasks import Task
