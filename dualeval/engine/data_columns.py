@@ -126,7 +126,10 @@ def _whole(
         step()
     kept = further.kept()
     for name, why in kept.left_out.items():
-        raise UsageError(f"{_kind(dataset)}.columns(indices): the column {name!r} cannot be kept: {why}")
+        raise UsageError(
+            f"{_kind(dataset)}.columns(indices): the column {name!r} cannot be kept: {why}. "
+            "Expected one text, number or bool a sample: mend it, or leave it out of what columns() returns."
+        )
     return kept
 
 
@@ -135,8 +138,8 @@ def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
     found = dataset.columns(samples)  # type: ignore[attr-defined]
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise UsageError(
-            f"{_kind(dataset)}.columns(indices) returned {type(found).__name__}, expected a dict of values "
-            "by column, one a sample. Mend it, or give it another name."
+            f"{_kind(dataset)}.columns(indices) returned a {type(found).__name__}, expected a dict of values "
+            "by the names of columns, which are texts, one value a sample. Mend it, or give it another name."
         )
     columns = {}
     for name, values in found.items():

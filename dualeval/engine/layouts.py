@@ -78,9 +78,11 @@ def layout_by_trial(
     if asked != AUTO or layout != CHANNELS_LAST or not _has_own_code(model):
         return layout, None
     failure = _failure_of(compute_in, CHANNELS_LAST)
-    # What fails in both layouts, the first batch raises again, with its own message.
-    if failure is None or _failure_of(compute_in, CONTIGUOUS) is not None:
+    if failure is None:
         return layout, None
+    # What fails in both layouts the first batch raises again: not for the layout.
+    if _failure_of(compute_in, CONTIGUOUS) is not None:
+        return CONTIGUOUS, None
     return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, the model fails ({with_type(failure)})"
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from dualeval.engine.identity.attributes import attributes_of
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
+from dualeval.engine.identity.plain import module_name
 from dualeval.errors import UsageError
 from dualeval.further_columns import FurtherColumns, WithColumns
 from dualeval.tasks import Dataset
@@ -162,7 +163,7 @@ class Samples:
 
     def fingerprint(self, count: int) -> str:
         contents = self._contents() if self._given is None else self._given
-        said = f"{type(self._data).__module__}.{self.kind} {len(self)} {count} {contents}"
+        said = f"{module_name(type(self._data).__module__)}.{self.kind} {len(self)} {count} {contents}"
         return hashlib.sha256(said.encode()).hexdigest()
 
     def _contents(self) -> str:

@@ -242,8 +242,8 @@ class ModelTask(Task):
             if self._classes is None:
                 self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
-            # A derived class may write into them.
-            late = type(self).observe is ModelTask.observe
+            # Another one around this method may write into them.
+            late = getattr(self.observe, "__func__", None) is _OBSERVE
             return observed_logits(outputs, target, _TOP, self.requested, late=late, any_label=True)
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
@@ -369,6 +369,7 @@ class ModelTask(Task):
 
 # It returns the columns that it gets: they need not be made for it. One of a derived class is not marked.
 vars(ModelTask.postprocess)["only_reads"] = True
+_OBSERVE = ModelTask.observe
 
 
 def _name_of(model: Any) -> str:

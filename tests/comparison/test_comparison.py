@@ -516,7 +516,7 @@ def test_what_is_not_a_finished_run_is_refused(runs: tuple[Path, Path], tmp_path
     result = dualeval.rescore(tmp_path / "run", metrics=evaluated.metrics())
     (tmp_path / "scores").mkdir()
     (tmp_path / "scores" / RESULT).write_text(result.to_json())
-    with pytest.raises(UsageError, match=rf"no rows\. Give the run's own folder: {tmp_path / 'run'}\."):
+    with pytest.raises(UsageError, match=rf"no rows: those are in {tmp_path / 'run'}\."):
         dualeval.compare(tmp_path / "scores", runs[0])
     damaged = changed(runs[1], tmp_path / "damaged")
     with (damaged / PREDICTIONS).open("ab") as file:

@@ -17,7 +17,7 @@ import pytest
 
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.lease import Lease
-from dualeval.engine.folder.process import launch_of
+from dualeval.engine.folder.process import _space, launch_of
 from dualeval.errors import UsageError
 from dualeval.world import Meeting, World
 from tests.conftest import Launch
@@ -231,6 +231,7 @@ def test_without_proc_the_count_decides(tmp_path: Path, monkeypatch: pytest.Monk
         return read_text(path, *options, **more)
 
     monkeypatch.setattr(Path, "read_text", no_proc)
+    monkeypatch.setattr("dualeval.engine.folder.process._space", _space.__wrapped__)
     dead_lease(tmp_path)
     claim = read(tmp_path)
     assert (claim["space"], claim["start"]) == ("", "")

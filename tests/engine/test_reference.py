@@ -279,8 +279,7 @@ def test_a_reference_that_is_damaged_meanwhile_costs_no_batch(
         raise DualevalError("its file is damaged")
 
     monkeypatch.setattr("dualeval.engine.stored_rows.StoredRows.batch", damaged)
-    monkeypatch.setattr("dualeval.engine.finish.batches_of_predictions", damaged)
-    monkeypatch.setattr("dualeval.engine.finish._Ended._metric_digests", lambda *_: {})
+    monkeypatch.setattr("dualeval.engine.finish.batches_of_predictions", lambda *_: iter(()))
     result = evaluate(Seeded(seed=1), tmp_path / "b", reference=first)
     assert result.reference["problem"] == "its file is damaged"
     assert result.warnings[-1] == f"not compared with {first}: its file is damaged"

@@ -305,7 +305,7 @@ def test_columns_that_close_their_own_bracket_are_refused(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     from dualeval.metrics.torchmetrics import from_text
 
-    with pytest.raises(UsageError, match=r"behind @ expected|no column for 'target'"):
+    with pytest.raises(UsageError, match=r"behind @ expected|missing a required argument: 'target'"):
         from_text(f"torchmetrics:MeanSquaredError()@{columns}")
 
 

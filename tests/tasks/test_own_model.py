@@ -398,7 +398,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     ),
     (lambda: wrong(logger="jsonl:x"), r"'logger' is not an option of an evaluation\. Did you mean loggers\?"),
     (lambda: wrong(nprocs=2), r"'nprocs' is not an option of an evaluation\. Did you mean nproc\?"),
-    (lambda: wrong(xyzzy=2), r"There are .*, loggers, .*, backend, .*, device, nproc\."),
+    (lambda: wrong(xyzzy=2), r"There are .*, loggers, .*, backend, .*, note, nproc\."),
     (lambda: wrong(rows="target"), r"rows is the text 'target': expected a list"),
     (lambda: wrong(observe=lambda outputs, batch: outputs), "observe returned a Tensor, expected a dict"),
     (lambda: wrong(collate=1), "collate is a int"),

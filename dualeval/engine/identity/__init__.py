@@ -9,12 +9,14 @@ import enum
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from types import FunctionType, MappingProxyType, ModuleType
+from itertools import islice
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from dualeval.engine.identity.attributes import attributes_of, both_readings, is_incidental, reading
@@ -28,7 +30,7 @@ from dualeval.engine.identity.model import (
     structure_fingerprint,
 )
 from dualeval.engine.identity.plain import name_of, short_hex
-from dualeval.engine.identity.source import has_source, source_fingerprints
+from dualeval.engine.identity.source import has_source, is_own, source_fingerprints
 from dualeval.engine.sharding.detect import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -49,6 +51,8 @@ _VALUES = (
     *(bool, int, float, complex, str, bytes, enum.Enum),
     *(FunctionType, functools.partial, Tensor, np.ndarray, np.generic),
 )
+# Entries of a container, or attributes, in which the user's own objects are looked for.
+_LOOKED_AT = 32
 _OBJECTS = "functions with values of their own"  # as a module's name
 
 
@@ -69,7 +73,13 @@ def job_identity(
         *task.sources(),
         *(item for each in measures if hasattr(each, "sources") for item in each.sources()),
     ]
-    objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules, *measures]
+    objects = [*model.modules]
+    for item in (task, dataset, getattr(dataset, "wrapped", None), *measures):
+        for each in _inside(item):
+            if isinstance(each, FunctionType):
+                hasher.meet(each)
+            else:
+                objects.append(each)
     return {
         "task": task.name,
         **_sources(objects, named, hasher),
@@ -89,6 +99,32 @@ def job_identity(
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
     }
+
+
+def _inside(item: Any, depth: int = 4) -> Iterator[Any]:
+    """An object, and the user's own objects and functions in it, as what a ``Subset`` is of, a transform."""
+    yield item
+    if depth == 0 or isinstance(item, (FunctionType, type, ModuleType)):
+        return
+    many = isinstance(item, (list, tuple, dict))
+    kept = [*item.values()] if isinstance(item, dict) else item if many else [*attributes_of(item).values()]
+    for each in kept[:_LOOKED_AT]:
+        kind = type(each)
+        if kind is MethodType:
+            yield from _inside([each.__self__, each.__func__], depth - 1)
+        elif isinstance(each, functools.partial):
+            yield from _inside([each.func, *each.args, *each.keywords.values()], depth - 1)
+        elif kind in (list, tuple, dict):
+            yield from islice(_inside(each, depth - 1), 1, None)
+        elif (kind is FunctionType and is_own(each)) or (
+            kind is not FunctionType and not isinstance(each, nn.Module) and _has_own_parts(kind)
+        ):
+            yield from _inside(each, depth - 1)
+
+
+def _has_own_parts(kind: type) -> bool:
+    """Whether a class is the user's, or one of torch's that wraps another data set."""
+    return is_own(kind) or issubclass(kind, torch.utils.data.Dataset)
 
 
 def _sources(
@@ -121,7 +157,8 @@ def task_attributes(task: Task) -> dict[str, Any]:
     return {
         name: shown(reading().value(name, value), hasher)
         for name, value in sorted(attributes_of(task).items())
-        if _holds_values(value) and not is_incidental(name)
+        # Those are in the job by themselves.
+        if _holds_values(value) and not is_incidental(name) and name != "given_options"
     }
 
 

@@ -209,9 +209,7 @@ class Hasher:
     # -- callables and classes -------------------------------------------------------------------------
 
     def _function(self, value: FunctionType) -> bytes:
-        self._meet(value)
-        if value.__qualname__.startswith("<"):  # a lambda stands under no name
-            self.met[value.__module__ or "builtins"] |= names_in(value.__code__)
+        self.meet(value)
         extra = {name: item for name, item in vars(value).items() if name not in _NOT_OF_A_FUNCTION}
         parts = [
             value.__defaults__,
@@ -226,8 +224,12 @@ class Hasher:
         text = definition(value)
         return sha256_of("function", name_of(value), self.digest(text), *map(self.digest, parts))
 
-    def _meet(self, item: type | FunctionType) -> None:
-        self.met[item.__module__ or "builtins"].add(item.__qualname__.partition(".")[0])
+    def meet(self, item: type | FunctionType) -> None:
+        """Note the module of a class or function, and the name that is used of it."""
+        used = self.met[item.__module__ or "builtins"]
+        used.add(item.__qualname__.partition(".")[0])
+        if isinstance(item, FunctionType) and item.__qualname__.startswith("<"):
+            used |= names_in(item.__code__)  # a lambda stands under no name
 
     def _code(self, value: CodeType) -> bytes:
         counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
@@ -243,7 +245,7 @@ class Hasher:
     def _class(self, value: type) -> bytes:
         kinds = value.__mro__
         for kind in kinds:
-            self._meet(kind)
+            self.meet(kind)
         bodies = [self.body(kind) for kind in kinds if not has_source(kind)]
         put_in = [function for kind in kinds for function in _put_into(kind)]
         return sha256_of("class", name_of(value), *bodies, *map(self.digest, put_in))
