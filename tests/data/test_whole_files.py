@@ -168,7 +168,6 @@ class Damaging(TinyTask):
     """Damages a file of the journal when a forward comes to a batch."""
 
     __module__ = TinyTask.__module__
-    dualeval_identity_ignores = ("_damage",)
 
     def __init__(self, count: int, batch: int, damage: Callable[[], object]) -> None:
         super().__init__(count)

@@ -7,17 +7,21 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy
 import PIL
 import PIL.Image
 import pytest
+from torch.utils.data import Dataset, Subset
 
 from dualeval import own_code
-from dualeval.engine.identity import source
+from dualeval.engine.identity import _inside, source
 from dualeval.engine.identity.hasher import Hasher
+from dualeval.engine.identity.plain import module_name
 from dualeval.engine.identity.script import used_of_script
+from dualeval.engine.samples import wrap
 from dualeval.errors import UsageError
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
@@ -373,3 +377,45 @@ def test_a_folder_of_another_version_of_dualeval_says_so(
     said = r"job\.source\.dualeval: .* the other one has another version of it"
     with pytest.raises(UsageError, match=said):
         evaluate(TinyTask(20), tmp_path)
+
+
+# What data sets and metrics keep
+
+
+class Pictures(Dataset[int]):
+    """A data set without a fingerprint."""
+
+    def __init__(self, transform: object) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Doubles:
+    def apply(self, value: int) -> int:
+        return 2 * value
+
+
+def halves(value: int) -> float:
+    return value / 2
+
+
+@pytest.mark.parametrize(
+    ("transform", "reached"),
+    [(halves, halves), (partial(halves), halves), ([{"a": halves}], halves), (Doubles().apply, Doubles)],
+    ids=["function", "partial", "nested", "method"],
+)
+def test_what_a_subset_is_of_is_reached(transform: object, reached: object) -> None:
+    found = [*_inside(Subset(Pictures(transform), [0]))]
+    assert any(isinstance(each, Pictures) for each in found)
+    assert any(each is reached or type(each) is reached for each in found)
+
+
+def test_a_data_set_of_the_script_has_the_name_by_which_it_is_imported() -> None:
+    kinds = [type("Rows", (list,), {"__module__": name}) for name in ("__main__", module_name("__main__"))]
+    one, other = (wrap(kind([1.0])).fingerprint(1) for kind in kinds)
+    assert one == other

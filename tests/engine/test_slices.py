@@ -153,7 +153,7 @@ def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: st
     [
         (
             lambda indices: ["x"],
-            "Odd.columns\\(indices\\) returned list, expected a dict of values by column",
+            "Odd.columns\\(indices\\) returned a list, expected a dict of values by the names",
         ),
         (lambda indices: {"a": [1]}, "the column 'a' is a list for 64 samples, expected one text"),
         (

@@ -49,6 +49,21 @@ def evaluate(**options: Any) -> Result:
     return dualeval.evaluate(**{"batch_size": 16, "launcher": "none", "workers": 0, **options})
 
 
+def test_an_observe_around_the_tasks_own_may_write_into_its_columns() -> None:
+    data = TensorDataset(numbers(20, 4), torch.arange(20) % 3)
+    plain, patched = (dualeval.ModelTask(model=linear(4, 3), data=data, metrics=["loss"]) for _ in range(2))
+    own = patched.observe
+
+    def doubled(outputs: Any, batch: Any) -> Any:
+        columns = own(outputs, batch)
+        columns["loss"].mul_(2)
+        return columns
+
+    patched.observe = doubled  # type: ignore[method-assign]
+    one, two = (dualeval.evaluate(task).metrics["loss"] for task in (plain, patched))
+    assert two == pytest.approx(2 * one)
+
+
 def test_pairs_of_input_and_class() -> None:
     model, inputs = linear(5, 7), numbers(SAMPLES, 5)
     labels = torch.arange(SAMPLES) % 7

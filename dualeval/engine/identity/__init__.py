@@ -73,9 +73,11 @@ def job_identity(
         *task.sources(),
         *(item for each in measures if hasattr(each, "sources") for item in each.sources()),
     ]
-    objects = [*model.modules]
-    for item in (task, dataset, getattr(dataset, "wrapped", None), *measures):
-        for each in _inside(item):
+    items = [task, dataset, getattr(dataset, "wrapped", None), *measures]
+    objects = [*items, *model.modules]
+    # What has a fingerprint of its own says what it depends on.
+    for item in items:
+        for each in () if _has_fingerprint(item) else _inside(item):
             if isinstance(each, FunctionType):
                 hasher.meet(each)
             else:
@@ -99,6 +101,12 @@ def job_identity(
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
     }
+
+
+def _has_fingerprint(item: Any) -> bool:
+    if isinstance(item, Task):
+        return type(item).fingerprint is not Task.fingerprint
+    return callable(getattr(item, "fingerprint", None))
 
 
 def _inside(item: Any, depth: int = 4) -> Iterator[Any]:
