@@ -60,8 +60,8 @@ def test_an_observe_around_the_tasks_own_may_write_into_its_columns() -> None:
         return columns
 
     patched.observe = doubled  # type: ignore[method-assign]
-    one, two = (dualeval.evaluate(task).metrics["loss"] for task in (plain, patched))
-    assert two == pytest.approx(2 * one)
+    losses: list[Any] = [dualeval.evaluate(task).metrics["loss"] for task in (plain, patched)]
+    assert losses[1] == pytest.approx(2 * losses[0])
 
 
 def test_pairs_of_input_and_class() -> None:
