@@ -1,6 +1,7 @@
 """How often 'dualeval compare' is wrong: its tests where there is no difference, its gates at the margin.
 
-Prints the tables of docs/compare.md, and writes a page to results/. Each line is 2,000 simulated comparisons.
+Prints the tables, and writes them to a page in results/, to which docs/compare.md links. Each line is 2,000
+simulated comparisons.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""How often 95 % intervals hold the population's value; it makes the tables in docs/metrics.md.
+"""How often 95 % intervals hold the population's value.
 
 Of each population samples are drawn again and again; the metric of the package counts them, and it is counted
 how many of its intervals hold the value of the population. Beside it stands the usual interval of the same
 samples, the value ± 1.96 standard errors as if they were independent. The losses are those of the embedded
 job, which is evaluated first.
 
-    python benchmarks/coverage.py [--rounds N] [--docs]
+    python benchmarks/coverage.py [--rounds N]
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet
 import torch
-from common import BIN, ONE_THREAD, ROOT, end_on_sigterm, machine, run_process, table, write_results
+from common import BIN, ONE_THREAD, end_on_sigterm, machine, run_process, table, write_results
 
 from dualeval.metrics import Mean, Metric, Ratio
 from dualeval.metrics.clusters import cluster_intervals
@@ -36,8 +35,6 @@ Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 Draw: TypeAlias = Callable[[np.random.Generator, int], Columns]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
-PAGE = ROOT / "docs/metrics.md"
-MARKS = ("<!-- made by benchmarks/coverage.py -->", "<!-- end -->")
 MEANS, BOUNDED, FUNCTIONS, CLUSTERS = "means", "values of 0 to 1", "functions and ratios", "clusters"
 _SIZES = {
     MEANS: (10, 30, 100, 300, 1_000),
@@ -329,20 +326,10 @@ def short(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def write_page(body: str) -> None:
-    """Put the tables between their marks in docs/metrics.md."""
-    begin, end = map(re.escape, MARKS)
-    text = PAGE.read_text("utf-8")
-    new, count = re.subn(f"{begin}.*{end}", lambda _: f"{MARKS[0]}\n\n{body}\n{MARKS[1]}", text, flags=re.S)
-    assert count == 1, f"{PAGE} has {count} pairs of marks"
-    PAGE.write_text(new, "utf-8")
-
-
 def main() -> None:
     """Simulate, print and write the results; ends with 1 where intervals cover too seldom."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=2_000, help="samples of each population and size")
-    parser.add_argument("--docs", action="store_true", help=f"write the tables into {PAGE.name}, too")
     parser.add_argument("--only-check", action="store_true", help="write nothing")
     arguments = parser.parse_args()
     end_on_sigterm()
@@ -354,8 +341,6 @@ def main() -> None:
             cells.append(measure(population, size, arguments.rounds))
             print(f"{cells[-1].population}, {size}: {_shown(cells[-1])}", file=sys.stderr, flush=True)
     body = report(cells, arguments.rounds)
-    if arguments.docs:
-        write_page(body)
     found = short(cells)
     if arguments.only_check:
         print(body)

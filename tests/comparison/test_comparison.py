@@ -181,7 +181,7 @@ def test_the_detectable_difference_is_found_four_times_in_five(simulation: Any, 
 
 @pytest.fixture
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/comparison.py, whose tables are those of docs/compare.md."""
+    """benchmarks/comparison.py, to whose tables docs/compare.md links."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import comparison
 

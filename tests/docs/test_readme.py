@@ -140,11 +140,23 @@ def test_make_targets_exist(target: str) -> None:
     [
         "README.md",
         "CONTRIBUTING.md",
+        "CHANGELOG.md",
         *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
     ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
+    for link in links:
         if not link.startswith("http"):
-            assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+            path, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors_of(target), f"{page}: {link}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a link may name behind #: the headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
