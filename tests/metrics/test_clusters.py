@@ -121,7 +121,7 @@ def test_few_clusters_with_a_wrong_answer_are_rough(mirrored: bool) -> None:
 def test_few_wrong_answers_in_clusters_are_covered(
     clusters: int, size: int, right: float, within: float
 ) -> None:
-    """These were at 41, 60 and 82 %; docs/metrics.md has many more."""
+    """These were at 41, 60 and 82 %; benchmarks/results/ has many more."""
     drawn, both, held = np.random.default_rng(7), 1 / within - 1, 0
     cluster = np.repeat(np.arange(clusters), size)
     for _ in range(200):
@@ -312,7 +312,7 @@ def test_a_column_that_makes_no_clusters(cluster: str, said: str) -> None:
 
 
 class Scans(dualeval.ModelTask):
-    """As in docs/metrics.md."""
+    """A task that keeps a column of its data."""
 
     def observe(self, outputs: Any, batch: Any) -> dict[str, Any]:
         return {**super().observe(outputs, batch), "patient": batch["patient"]}
