@@ -14,18 +14,10 @@ PAGE = Path(__file__).resolve().parent / "launchers.md"
 def tables() -> dict[str, str]:
     """Give each table's text by the name that stands in its two markers."""
     rows = LAUNCHERS.values()
-    numbers = range(1, len(LAUNCHERS) + 1)
     return {
         "backends": _table(
             ("`--launcher`", "started by", *(f"`{name}`" for name in BACKENDS)),
             ((_page(each), f"`{each.start}`", *(_backend(each, name) for name in BACKENDS)) for each in rows),
-        ),
-        "variables": _table(
-            ("", "`--launcher`", "rank, number of ranks, and both on the node", "also required"),
-            (
-                (str(number), f"`{each.name}`", _ranks(each) or "one process", _words(each.others))
-                for number, each in zip(numbers, rows, strict=True)
-            ),
         ),
         "exit codes": _table(
             ("", "bad input", "SIGTERM, SIGINT", "SIGUSR2", "anything else"),
@@ -58,16 +50,6 @@ def _backend(launcher: Launcher, name: str) -> str:
     defaults = list(launcher.backends)[: 2 if launcher.starts_mpi else 1]
     condition = launcher.backends[name]
     return f"{'**yes**' if name in defaults else 'yes'}{f', {condition}' if condition else ''}"
-
-
-def _ranks(launcher: Launcher) -> str:
-    return ", ".join(
-        f"`{name}`{' (optional)' if name in launcher.optional else ''}" for name in launcher.ranks if name
-    )
-
-
-def _words(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":
