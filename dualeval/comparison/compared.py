@@ -22,7 +22,7 @@ from dualeval.errors import UsageError
 from dualeval.options.choices import check_groups
 from dualeval.wording import counted, csv_cell
 
-# Below these the simulations of docs/compare.md err too often.
+# Below these the simulations of benchmarks/comparison.py err too often.
 _FEW_SAMPLES = 100
 _FEW_CLUSTERS = 20
 # Ids of flipped samples in JSON; --flips writes all.

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import TypeAlias
 
 NORMAL_95 = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
-# Of fewer samples the simulation in docs/metrics.md has not shown that intervals of means cover.
+# Of fewer samples benchmarks/coverage.py has not shown that intervals of means cover.
 SHOWN_FROM = 100
 
 Ends: TypeAlias = tuple[float, float]
@@ -193,7 +193,7 @@ def clustered_interval(
     for this variance (E. Korn, B. Graubard, Survey Methodology 24, 1998, 193-201), at most all. Clusters that
     do not differ show no variance: then the number of clusters is taken, as if the samples of each were all
     alike. Few clusters with a wrong answer show little of it: the harmonic mean of both numbers is taken,
-    with the weights differing**2 and 3. The simulation in docs/metrics.md has shown that these weights cover.
+    with the weights differing**2 and 3. benchmarks/coverage.py has shown that these weights cover.
     """
     square = student_95(degrees) ** 2
     alike = min(float(samples), mean * (1 - mean) / variance) if variance > 0 else clusters

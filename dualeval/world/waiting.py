@@ -1,7 +1,7 @@
 """Waits that speak: one that takes long says what it waits for, and what to check.
 
 Before the control plane is open nobody watches the ranks, and most waits are calls of libraries that say
-nothing by themselves. ``waiting`` is put around each of them; docs/waits.md lists them all.
+nothing by themselves. ``waiting`` is put around each of them; docs/waits.md lists them.
 """
 
 from __future__ import annotations
