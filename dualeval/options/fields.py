@@ -15,7 +15,6 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -187,7 +186,6 @@ class OptionField:
             check_choice(said, value, self.choices)
 
 
-@lru_cache(maxsize=64)
 def fields_of(options_class: type) -> tuple[OptionField, ...]:
     """The options that a dataclass declares, in its order."""
     declared = [field for field in dataclasses.fields(options_class) if field.init]
