@@ -312,7 +312,8 @@ def _hints(owner: Any, annotations: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if isinstance(owner, type):
             # Inherited fields are looked up in the modules of their own classes.
-            return {name: typing.get_type_hints(owner)[name] for name in annotations}
+            found = typing.get_type_hints(owner)
+            return {name: found[name] for name in annotations}
     except (NameError, TypeError, KeyError):
         pass
     found = {}
