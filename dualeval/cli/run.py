@@ -21,7 +21,6 @@ from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.engine.session import Session
 from dualeval.errors import EXIT_DONE
 from dualeval.launch import examine
-from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.launch.starts import may_start_ranks
 from dualeval.options.choices import SCHEDULES
@@ -31,12 +30,12 @@ from dualeval.options.job import Job, owners_of, start_of
 from dualeval.options.several import is_several
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
-from dualeval.wording import printable_lines
 from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.result import Result
+    from dualeval.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
     srun -N2 --ntasks-per-node 4 dualeval run       mpirun -np 8 dualeval run
     """
     started = perf_counter()
-    launcher, nproc, dry_run = flags["launcher"], flags["nproc"], flags["dry_run"]
+    launcher, nproc = flags["launcher"], flags["nproc"]
     detection = examine(os.environ, launcher)
     world = detection.place
     of_file = start_of(flags["config"])
@@ -167,14 +166,12 @@ def run(context: click.Context, /, **flags: Any) -> None:
         is_alone = world.size == 1 and not is_several(jobs)
         if is_alone and (check_paths := getattr(job.options, "check_paths", None)):
             check_paths()
-    if dry_run:
-        context.exit(_print_dry_run(jobs, invocation, world, nproc) if world.is_main else EXIT_DONE)
     if world.is_main:
         for note in detection.notes:
             click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, jobs[0][1], invocation, context.obj))
-    context.exit(_evaluate(jobs, invocation, launcher))
+    context.exit((_try_out if flags["dry_run"] else _evaluate)(jobs, invocation, launcher))
 
 
 def is_flag(name: str) -> bool:
@@ -183,79 +180,24 @@ def is_flag(name: str) -> bool:
     return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
 
 
-def _print_dry_run(
-    jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, world: World, nproc: int | None
-) -> int:
-    """Check one job or several, and print their options; returns the exit code."""
-    if is_several(jobs):
-        from dualeval.cli.several import dry_run
+def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, launcher: str | None) -> int:
+    """The run, stopped before its loop; prints the options as they would be used. Returns the exit code."""
+    session = _session(jobs[0][1], invocation, launcher)
 
-        code, found = dry_run(jobs, lambda job: _dry_run(job, invocation, world, nproc))
-    else:
-        code, found = EXIT_DONE, _dry_run(jobs[0][1], invocation, world, nproc)
-    click.echo(json_text(found), nl=False)
+    def try_one(job: Job) -> dict[str, Any]:
+        return session.try_out(_task(job, invocation, session), **_asked(job, invocation, session))
+
+    def try_all(session: Session) -> tuple[int, dict[str, Any]]:
+        if not is_several(jobs):
+            return EXIT_DONE, try_one(jobs[0][1])
+        from dualeval.cli.several import try_out
+
+        return try_out(jobs, session, try_one)
+
+    code, found = options.work_in_session(session, try_all, lambda ended: ended[0])
+    if found is not None and session.world.is_main:
+        click.echo(json_text(found[1]), nl=False)
     return code
-
-
-def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None) -> dict[str, Any]:
-    """Check a job as far as one process can, and return its options as they would be used."""
-    import torch
-
-    from dualeval.backends import check_mesh, choose_backend
-    from dualeval.engine import numerics
-    from dualeval.engine.building import automatic_workers
-    from dualeval.engine.evaluation_mode import set_evaluation_mode
-    from dualeval.engine.folder.layout import check_path
-    from dualeval.engine.reference import Reference
-    from dualeval.engine.samples import as_dataset
-    from dualeval.engine.sharding.parameters import check_device
-    from dualeval.engine.trial import check_names
-    from dualeval.metrics.by_name import chosen_metrics
-    from dualeval.world.devices import device_here
-    from dualeval.world.local_ranks import last_rank
-
-    # What every rank would find here.
-    last = world if nproc is None else last_rank(nproc, world, invocation.session.backend)
-    backend = choose_backend(invocation.session.backend, last)
-    device = device_here(job.device, nproc or 1, last, allow_shared_gpu=invocation.session.allow_shared_gpu)
-    numerics.check_precision(job.precision, device)
-    if job.shard is not None:
-        check_mesh(backend)
-        check_device(job.offload, device)
-    if invocation.out is not None:
-        check_path(invocation.out)
-    if invocation.reference is not None:
-        Reference.open(invocation.reference)
-    check_installed(invocation.targets, "--logger")
-    if fetch := getattr(job.options, "fetch", None):
-        fetch()
-    task = job.make_task()
-    # Whether weights fit the model, and the model the data, does not depend on the device.
-    cpu = torch.device("cpu")
-    with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
-        # Of a model that is divided no process has to hold all of it.
-        model = task.build_model(cpu) if job.shard is None else task.build_late(cpu)
-    dataset = as_dataset(task.dataset())
-    samples = min(job.limit or job.sample or len(dataset), len(dataset))
-    task.check_batches(job.batch_size, samples)
-    if task.rows is not None:
-        # Else its metrics are known when its columns are, which takes a forward.
-        columns = (*task.rows, *task.on_request)
-        check_names(chosen_metrics(job.metric_of_run, task.metrics(), columns), task.rows)
-    if world.is_main:
-        for sentence in [*task.notes(), *task.data_warnings(), *set_evaluation_mode(model)]:
-            click.echo(f"dualeval: note: {printable_lines(sentence)}", err=True)
-    workers = job.workers
-    if workers is None:
-        own = own_cores()
-        cores = share_of_cores(own, [own] * last.local_size)
-        workers = automatic_workers(task, dataset, cores)
-    return {**_as_used(job, device.type, workers), **task.options()}
-
-
-def _as_used(job: Job, device: str, workers: int | None) -> dict[str, Any]:
-    """The options as given, with what this machine decides where they are left open."""
-    return {**job.to_json(), "device": job.device or device, "workers": workers}
 
 
 def _start_ranks(
@@ -295,16 +237,7 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
 def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, launcher: str | None) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
     job = jobs[0][1]
-    said: set[str] = set()
-
-    def note_once(sentence: str) -> None:
-        # Of several models most have the same to say.
-        if sentence not in said:
-            said.add(sentence)
-            say(f"dualeval: note: {sentence}")
-
-    given = {**vars(invocation.session), "device": job.device, "launcher": launcher, "note": note_once}
-    session = Session(**given)
+    session = _session(job, invocation, launcher)
     if is_several(jobs):
         from dualeval.cli.several import Models, exit_code_of
 
@@ -331,6 +264,19 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
     )
 
 
+def _session(job: Job, invocation: _Invocation, launcher: str | None) -> Session:
+    said: set[str] = set()
+
+    def note_once(sentence: str) -> None:
+        # Of several models most have the same to say.
+        if sentence not in said:
+            said.add(sentence)
+            say(f"dualeval: note: {sentence}")
+
+    given = {**vars(invocation.session), "device": job.device, "launcher": launcher, "note": note_once}
+    return Session(**given)
+
+
 def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> _Invocation:
     """The invocation for one of several models, which may be the one that the others are compared with."""
     reference = invocation.reference
@@ -346,10 +292,7 @@ def _run_engine(
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
-    if session.world.is_main:
-        check_installed(invocation.targets, "--logger")
-    _fetch(job, session)
-    task = job.make_task(cache)
+    task = _task(job, invocation, session, cache)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
@@ -358,11 +301,7 @@ def _run_engine(
     try:
         return session.evaluate(
             task,
-            out=NEW_FOLDER if invocation.out is None else invocation.out,
-            **job.run_options,
-            **invocation.run,
-            reference=invocation.reference,
-            job=_as_used(job, session.backend.device.type, job.workers),
+            **_asked(job, invocation, session),
             show=shown,
             report=invocation.report,
             started=invocation.started,
@@ -374,9 +313,23 @@ def _run_engine(
             shown.close()
 
 
-def _fetch(job: Job, session: Session) -> None:
-    """Have one rank a node fetch what the task's options ask for."""
+def _asked(job: Job, invocation: _Invocation, session: Session) -> dict[str, Any]:
+    """What the session is asked for: options of a run, and those that the result shows."""
+    return {
+        **job.run_options,
+        **invocation.run,
+        "out": NEW_FOLDER if invocation.out is None else invocation.out,
+        "reference": invocation.reference,
+        "job": {**job.to_json(), "device": job.device or session.backend.device.type},
+    }
+
+
+def _task(job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None) -> Task:
+    """The task, when one rank a node has fetched what its options ask for."""
+    if session.world.is_main:
+        check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         if session.world.local_rank == 0:
             fetch()
         session.control.meet()
+    return job.make_task(cache)
