@@ -194,9 +194,9 @@ def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, la
 
         return try_out(jobs, session, try_one)
 
-    code, found = options.work_in_session(session, try_all, lambda ended: ended[0])
-    if found is not None and session.world.is_main:
-        click.echo(json_text(found[1]), nl=False)
+    code, ended = options.work_in_session(session, try_all, lambda tried: tried[0])
+    if ended is not None and session.world.is_main:
+        click.echo(json_text(ended[1]), nl=False)
     return code
 
 

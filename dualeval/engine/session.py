@@ -103,7 +103,7 @@ class Session:
             mix_machines=mix_machines,
             heartbeat_timeout=heartbeat_timeout,
             forward_timeout=forward_timeout,
-            stop_signals=stop_signals,
+            stop_signals=stop_signals,  # type: ignore[arg-type]  # any sequence is taken
             on_stall=on_stall,
             debug=debug,
             stop=stop,
