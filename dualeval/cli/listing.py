@@ -72,7 +72,7 @@ def list_metrics() -> None:
     """The metrics that --metric takes by name, by task."""
     for task, kind in _kinds():
         if isinstance(kind, TaskKind):
-            known: Mapping[str, str] = getattr(kind.source, "known_metrics", {})
+            known: Mapping[str, str] = getattr(kind.source, "known_metrics", dict)()
             click.echo(f"{task} ({kind.origin}):{'' if known else ' what its metrics() returns'}")
             _show(known.items(), indent="  ")
     rows = []

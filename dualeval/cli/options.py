@@ -10,7 +10,8 @@ import click
 
 from dualeval.cli.grouped import flag_for, grouped, with_flag
 from dualeval.errors import EXIT_DONE, DualevalError
-from dualeval.options.job import COMMON, LAUNCH
+from dualeval.options.evaluation import LAUNCH
+from dualeval.options.job import COMMON
 from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:

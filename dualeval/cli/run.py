@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -14,63 +14,64 @@ import click
 
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH, Words, grouped
-from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, jobs_of, task_flags
+from dualeval.cli.task_flags import TaskCommand, config_flag, flags_of, job_flags, jobs_of, task_flags
 from dualeval.engine.end.process import say
 from dualeval.engine.end.signals import numbers_of
-from dualeval.engine.options import check_timeout
+from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.engine.session import Session
 from dualeval.errors import EXIT_DONE
 from dualeval.launch import examine
-from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.launch.starts import may_start_ranks
-from dualeval.options.choices import SCHEDULES, check_choice, check_sharding
-from dualeval.options.job import DATA, LAUNCH, MODEL, RUN, Job, owners_of, start_of
+from dualeval.options.choices import SCHEDULES
+from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
+from dualeval.options.fields import Given, fields_of
+from dualeval.options.job import Job, owners_of, start_of
 from dualeval.options.several import is_several
-from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
-from dualeval.wording import printable_lines
 from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.result import Result
+    from dualeval.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Invocation:
     """How this invocation runs and shows a job: nothing that its result depends on."""
 
+    session: SessionOptions
     out: Path | None
     reference: Path | None
-    fresh: bool
-    replay: bool
-    mix_machines: bool
-    backend: str | None
-    allow_shared_gpu: bool
+    # Of `RunOptions`.
+    run: Mapping[str, Any]
+    targets: Sequence[Target]
     progress: bool
     as_json: bool
-    schedule: str
-    heartbeat_timeout: float
-    forward_timeout: float
-    stop_signals: tuple[str, ...]
-    loggers: tuple[str, ...]
     report: bool
-    debug: bool
     started: float
 
-    def __post_init__(self) -> None:
-        check_choice("--schedule", self.schedule, SCHEDULES)
-        check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
-        check_timeout("--forward-timeout", self.forward_timeout)
-        numbers_of(self.stop_signals)
-        _ = self.targets
 
-    @property
-    def targets(self) -> list[Target]:
-        """Where the result is logged."""
-        return targets_of(self.loggers, None, "--logger")
+# Options that are none of a job, by what they belong to.
+_OF_SESSION = (
+    *("backend", "allow_shared_gpu", "mix_machines", "debug"),
+    *("heartbeat_timeout", "forward_timeout", "stop_signals"),
+)
+_OF_RUN = ("schedule", "replay", "fresh", "mix_machines")
+
+
+def _given(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) -> dict[str, Any]:
+    """The options of a class that the command has, checked."""
+    found = {}
+    for field in fields_of(options_class):
+        value = flags[field.name] if field.name in names else None
+        value = value.value if isinstance(value, Given) else value
+        if value is not None:
+            field.check(value)
+            found[field.name] = value
+    return found
 
 
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
@@ -80,19 +81,7 @@ class _Invocation:
 @job_flags(
     "batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "shard", "offload", "on_error"
 )
-@grouped(
-    "--schedule",
-    group=RUN,
-    type=Words(SCHEDULES, "WORD"),
-    default=SCHEDULES[0],
-    help="static (default); dynamic (by load); lockstep.",
-)
-@grouped(
-    "--replay/--no-replay",
-    group=RUN,
-    default=True,
-    help="Before resuming, check two finished batches.",
-)
+@flags_of(RunOptions, "schedule", "replay")
 @grouped("--nproc", group=LAUNCH, type=int, metavar="N", help="Start N processes on this machine.")
 @job_flags("device", "workers")
 @grouped(
@@ -108,30 +97,8 @@ class _Invocation:
     help="Launcher of the ranks.  [default: detected]",
 )
 @options.ALLOW_SHARED_GPU
-@grouped("--mix-machines", group=LAUNCH, is_flag=True, help="Let devices or versions differ between ranks.")
-@grouped(
-    "--heartbeat-timeout",
-    group=LAUNCH,
-    type=float,
-    metavar="S",
-    default=60.0,
-    help="Seconds until a rank counts as hung.  [default: 60]",
-)
-@grouped(
-    "--forward-timeout",
-    group=LAUNCH,
-    type=float,
-    metavar="S",
-    default=1800.0,
-    help="Seconds to compute one batch.  [default: 1800]",
-)
-@grouped(
-    "--stop-signals",
-    group=LAUNCH,
-    metavar="NAMES",
-    default=",".join(DEFAULT_SIGNALS),
-    help="Save and exit.  [default: " + ",".join(DEFAULT_SIGNALS) + "]",
-)
+@flags_of(RunOptions, "mix_machines")
+@flags_of(SessionOptions, "heartbeat_timeout", "forward_timeout", "stop_signals")
 @grouped(
     "--out",
     group=RUN,
@@ -146,7 +113,7 @@ class _Invocation:
     metavar="RUN",
     help="Compare predictions with a finished run's.",
 )
-@grouped("--fresh", group=RUN, is_flag=True, help="Remove an earlier run's files from --out first.")
+@flags_of(RunOptions, "fresh")
 @grouped(
     "--logger",
     "loggers",
@@ -171,7 +138,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
     srun -N2 --ntasks-per-node 4 dualeval run       mpirun -np 8 dualeval run
     """
     started = perf_counter()
-    launcher, nproc, dry_run = flags["launcher"], flags["nproc"], flags["dry_run"]
+    launcher, nproc = flags["launcher"], flags["nproc"]
     detection = examine(os.environ, launcher)
     world = detection.place
     of_file = start_of(flags["config"])
@@ -183,32 +150,28 @@ def run(context: click.Context, /, **flags: Any) -> None:
     # The ranks that it starts read the same file.
     if nproc is None and may_start_ranks(world):
         nproc = of_file.get("nproc")
-    flags["stop_signals"] = tuple(flags["stop_signals"].split(","))
-    of_invocation = _Invocation.__dataclass_fields__.keys() & flags.keys()
-    invocation = _Invocation(started=started, **{name: flags[name] for name in of_invocation})
     jobs = jobs_of(flags)
-    job = jobs[0][1]
-    for _, each in jobs:
-        check_sharding(
-            shard=each.shard,
-            offload=each.offload,
-            optimize=each.optimize,
-            schedule=invocation.schedule,
-            dashes=True,
-        )
+    invocation = _Invocation(
+        session=SessionOptions(**_given(flags, SessionOptions, _OF_SESSION)),
+        run=_given(flags, RunOptions, _OF_RUN),
+        targets=targets_of(flags["loggers"], None, "--logger"),
+        started=started,
+        **{name: flags[name] for name in ("out", "reference", "progress", "as_json", "report")},
+    )
+    numbers_of(invocation.session.stop_signals)
+    for _, job in jobs:
+        job.check_schedule(invocation.run.get("schedule", SCHEDULES[0]))
         # Under a launcher a path may be missing on one node alone, which all ranks have to hear. Of several
         # models a path may be a pattern, or that of a model that fails while the others go on.
         is_alone = world.size == 1 and not is_several(jobs)
-        if is_alone and (check_paths := getattr(each.options, "check_paths", None)):
+        if is_alone and (check_paths := getattr(job.options, "check_paths", None)):
             check_paths()
-    if dry_run:
-        context.exit(_print_dry_run(jobs, invocation, world, nproc) if world.is_main else EXIT_DONE)
     if world.is_main:
         for note in detection.notes:
             click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
-        context.exit(_start_ranks(nproc, world, job, invocation, context.obj))
-    context.exit(_evaluate(jobs, invocation, launcher))
+        context.exit(_start_ranks(nproc, world, jobs[0][1], invocation, context.obj))
+    context.exit((_try_out if flags["dry_run"] else _evaluate)(jobs, invocation, launcher))
 
 
 def is_flag(name: str) -> bool:
@@ -217,79 +180,24 @@ def is_flag(name: str) -> bool:
     return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
 
 
-def _print_dry_run(
-    jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, world: World, nproc: int | None
-) -> int:
-    """Check one job or several, and print their options; returns the exit code."""
-    if is_several(jobs):
-        from dualeval.cli.several import dry_run
+def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, launcher: str | None) -> int:
+    """The run, stopped before its loop; prints the options as they would be used. Returns the exit code."""
+    session = _session(jobs[0][1], invocation, launcher)
 
-        code, found = dry_run(jobs, lambda job: _dry_run(job, invocation, world, nproc))
-    else:
-        code, found = EXIT_DONE, _dry_run(jobs[0][1], invocation, world, nproc)
-    click.echo(json_text(found), nl=False)
+    def try_one(job: Job) -> dict[str, Any]:
+        return session.try_out(_task(job, invocation, session), **_asked(job, invocation, session))
+
+    def try_all(session: Session) -> tuple[int, dict[str, Any]]:
+        if not is_several(jobs):
+            return EXIT_DONE, try_one(jobs[0][1])
+        from dualeval.cli.several import try_out
+
+        return try_out(jobs, session, try_one)
+
+    code, ended = options.work_in_session(session, try_all, lambda tried: tried[0])
+    if ended is not None and session.world.is_main:
+        click.echo(json_text(ended[1]), nl=False)
     return code
-
-
-def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None) -> dict[str, Any]:
-    """Check a job as far as one process can, and return its options as they would be used."""
-    import torch
-
-    from dualeval.backends import check_mesh, choose_backend
-    from dualeval.engine import numerics
-    from dualeval.engine.building import automatic_workers
-    from dualeval.engine.evaluation_mode import set_evaluation_mode
-    from dualeval.engine.folder.layout import check_path
-    from dualeval.engine.reference import Reference
-    from dualeval.engine.samples import as_dataset
-    from dualeval.engine.sharding.parameters import check_device
-    from dualeval.engine.trial import check_names
-    from dualeval.metrics.by_name import chosen_metrics
-    from dualeval.world.devices import device_here
-    from dualeval.world.local_ranks import last_rank
-
-    # What every rank would find here.
-    last = world if nproc is None else last_rank(nproc, world, invocation.backend)
-    backend = choose_backend(invocation.backend, last)
-    device = device_here(job.device, nproc or 1, last, allow_shared_gpu=invocation.allow_shared_gpu)
-    numerics.check_precision(job.precision, device)
-    if job.shard is not None:
-        check_mesh(backend)
-        check_device(job.offload, device)
-    if invocation.out is not None:
-        check_path(invocation.out)
-    if invocation.reference is not None:
-        Reference.open(invocation.reference)
-    check_installed(invocation.targets, "--logger")
-    if fetch := getattr(job.options, "fetch", None):
-        fetch()
-    task = job.make_task()
-    # Whether weights fit the model, and the model the data, does not depend on the device.
-    cpu = torch.device("cpu")
-    with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
-        # Of a model that is divided no process has to hold all of it.
-        model = task.build_model(cpu) if job.shard is None else task.build_late(cpu)
-    dataset = as_dataset(task.dataset())
-    samples = min(job.limit or job.sample or len(dataset), len(dataset))
-    task.check_batches(job.batch_size, samples)
-    if task.rows is not None:
-        # Else its metrics are known when its columns are, which takes a forward.
-        columns = (*task.rows, *task.on_request)
-        check_names(chosen_metrics(job.metric_of_run, task.metrics(), columns), task.rows)
-    if world.is_main:
-        for sentence in [*task.notes(), *task.data_warnings(), *set_evaluation_mode(model)]:
-            click.echo(f"dualeval: note: {printable_lines(sentence)}", err=True)
-    workers = job.workers
-    if workers is None:
-        own = own_cores()
-        cores = share_of_cores(own, [own] * last.local_size)
-        workers = automatic_workers(task, dataset, cores)
-    return {**_as_used(job, device.type, workers), **task.options()}
-
-
-def _as_used(job: Job, device: str, workers: int | None) -> dict[str, Any]:
-    """The options as given, with what this machine decides where they are left open."""
-    return {**job.to_json(), "device": job.device or device, "workers": workers}
 
 
 def _start_ranks(
@@ -298,17 +206,17 @@ def _start_ranks(
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
     from dualeval.world.local_ranks import last_rank, start_ranks
 
-    last = last_rank(nproc, world, invocation.backend)
+    last = last_rank(nproc, world, invocation.session.backend)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
     command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
     return start_ranks(
         command,
         last,
-        backend=invocation.backend,
+        backend=invocation.session.backend,
         device=job.device,
-        allow_shared_gpu=invocation.allow_shared_gpu,
-        stop_signals=numbers_of(invocation.stop_signals),
+        allow_shared_gpu=invocation.session.allow_shared_gpu,
+        stop_signals=numbers_of(invocation.session.stop_signals),
         takes_signals=True,
     )
 
@@ -329,26 +237,7 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
 def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, launcher: str | None) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
     job = jobs[0][1]
-    said: set[str] = set()
-
-    def note_once(sentence: str) -> None:
-        # Of several models most have the same to say.
-        if sentence not in said:
-            said.add(sentence)
-            say(f"dualeval: note: {sentence}")
-
-    session = Session(
-        backend=invocation.backend,
-        device=job.device,
-        note=note_once,
-        launcher=launcher,
-        allow_shared_gpu=invocation.allow_shared_gpu,
-        mix_machines=invocation.mix_machines,
-        heartbeat_timeout=invocation.heartbeat_timeout,
-        forward_timeout=invocation.forward_timeout,
-        stop_signals=invocation.stop_signals,
-        debug=invocation.debug,
-    )
+    session = _session(job, invocation, launcher)
     if is_several(jobs):
         from dualeval.cli.several import Models, exit_code_of
 
@@ -375,6 +264,19 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
     )
 
 
+def _session(job: Job, invocation: _Invocation, launcher: str | None) -> Session:
+    said: set[str] = set()
+
+    def note_once(sentence: str) -> None:
+        # Of several models most have the same to say.
+        if sentence not in said:
+            said.add(sentence)
+            say(f"dualeval: note: {sentence}")
+
+    given = {**vars(invocation.session), "device": job.device, "launcher": launcher, "note": note_once}
+    return Session(**given)
+
+
 def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> _Invocation:
     """The invocation for one of several models, which may be the one that the others are compared with."""
     reference = invocation.reference
@@ -387,14 +289,10 @@ def _run_engine(
     job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None
 ) -> Result:
     from dualeval.engine.end.process import show_until_end
-    from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
-    if session.world.is_main:
-        check_installed(invocation.targets, "--logger")
-    _fetch(job, session)
-    task = job.make_task(cache)
+    task = _task(job, invocation, session, cache)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
@@ -403,14 +301,7 @@ def _run_engine(
     try:
         return session.evaluate(
             task,
-            out=NEW_FOLDER if invocation.out is None else invocation.out,
-            **job.run_options,
-            schedule=invocation.schedule,
-            fresh=invocation.fresh,
-            reference=invocation.reference,
-            replay=invocation.replay,
-            mix_machines=invocation.mix_machines,
-            job=_as_used(job, session.backend.device.type, job.workers),
+            **_asked(job, invocation, session),
             show=shown,
             report=invocation.report,
             started=invocation.started,
@@ -422,9 +313,23 @@ def _run_engine(
             shown.close()
 
 
-def _fetch(job: Job, session: Session) -> None:
-    """Have one rank a node fetch what the task's options ask for."""
+def _asked(job: Job, invocation: _Invocation, session: Session) -> dict[str, Any]:
+    """What the session is asked for: options of a run, and those that the result shows."""
+    return {
+        **job.run_options,
+        **invocation.run,
+        "out": NEW_FOLDER if invocation.out is None else invocation.out,
+        "reference": invocation.reference,
+        "job": {**job.to_json(), "device": job.device or session.backend.device.type},
+    }
+
+
+def _task(job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None) -> Task:
+    """The task, when one rank a node has fetched what its options ask for."""
+    if session.world.is_main:
+        check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         if session.world.local_rank == 0:
             fetch()
         session.control.meet()
+    return job.make_task(cache)

@@ -41,19 +41,22 @@ def exit_code_of(rows: Sequence[ModelRow]) -> int:
     return EXIT_USAGE if codes == {EXIT_USAGE} else EXIT_FAILED
 
 
-def dry_run(
-    jobs: Sequence[tuple[str | None, Job]], check: Callable[[Job], dict[str, Any]]
+def try_out(
+    jobs: Sequence[tuple[str | None, Job]], session: Session, try_one: Callable[[Job], dict[str, Any]]
 ) -> tuple[int, dict[str, Any]]:
-    """Check every model; returns the exit code, and what is printed."""
+    """Try each model without its loop; a collective. Returns the exit code, and what is printed."""
+    found = found_models(jobs) if session.world.is_main else None
+    session.control.meet()
     models, rows = [], []
-    for candidate in candidates_of(jobs, found_models(jobs)):
-        try:
-            models.append({"name": candidate.name, "job": check(candidate.job)})
-            rows.append(ModelRow(name=candidate.name, exit_code=EXIT_DONE))
-        except DualevalError as error:
-            say(f"dualeval: error: {candidate.name}: {text_of(error)}")
-            models.append({"name": candidate.name, "error": text_of(error)})
-            rows.append(ModelRow(name=candidate.name, exit_code=error.exit_code))
+    for candidate in candidates_of(jobs, session.backend.broadcast_json(found, src=0)):
+        used, failure = session.attempt(partial(try_one, candidate.job))
+        if failure is None:
+            models.append({"name": candidate.name, "job": used})
+        else:
+            if session.world.is_main:
+                say(f"dualeval: error: {candidate.name}: {text_of(failure)}")
+            models.append({"name": candidate.name, "error": text_of(failure)})
+        rows.append(ModelRow(name=candidate.name, exit_code=failure.exit_code if failure else EXIT_DONE))
     return exit_code_of(rows), {"models": models}
 
 

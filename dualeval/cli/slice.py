@@ -50,7 +50,7 @@ def slice_run(
     """
     if not by:
         raise UsageError("--by is missing: name a column, as in 'dualeval slice RUN --by scanner'")
-    check_groups(by, bins or (), dashes=True)
+    check_groups(by, bins or (), sign="--")
     from dualeval.engine.rescoring import check_columns, check_finished, finished_run
     from dualeval.engine.slices import Slicing
     from dualeval.report.table import make_console, print_slices

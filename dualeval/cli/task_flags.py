@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from click.shell_completion import CompletionItem
 
 from dualeval.cli.grouped import GroupedCommand, flag_for, grouped, with_flag
 from dualeval.errors import DualevalError, UsageError
-from dualeval.options.job import COMMON, MODEL, RUN, Job, asked_task, refuse_foreign, texts_of
+from dualeval.options.evaluation import MODEL, RUN
+from dualeval.options.fields import fields_of
+from dualeval.options.job import COMMON, Job, asked_task, refuse_foreign, texts_of
 from dualeval.options.plugins import DEFAULT_TASK, TASK_GROUP, TaskKind, entry_points_of, task_kind
 from dualeval.tasks import TASKS
 
@@ -120,16 +123,21 @@ class _Flags:
     flags: list[click.Parameter]
 
 
-def job_flags(*names: str) -> Callable[[Any], Any]:
-    """The flags of some fields of Job, in this order, as a decorator of a command."""
+def flags_of(options_class: type, *names: str) -> Callable[[Any], Any]:
+    """The flags of some fields of a dataclass of options, in this order, as a decorator of a command."""
+    by_name = {field.name: field for field in fields_of(options_class)}
 
     def decorated(command: Any) -> Any:
         # As decorators that stand above each other: the lowest comes first.
         for name in reversed(names):
-            command = with_flag(flag_for(COMMON[name], multiple=name == "metric"))(command)
+            command = with_flag(flag_for(by_name[name], multiple=name == "metric"))(command)
         return command
 
     return decorated
+
+
+# Those of a job.
+job_flags = partial(flags_of, Job)
 
 
 def config_flag(command: Any) -> Any:

@@ -43,10 +43,19 @@ def evaluate(task: Task, run: Run) -> Result:
     check(task, run)
     with mesh_of(run) as mesh:
         # A function of its own: a model that is divided is gone before the ranks' mesh ends.
-        return _evaluate(task, run, mesh)
+        result = _evaluate(task, run, mesh)
+    assert result is not None
+    return result
 
 
-def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None) -> Result:
+def try_out(task: Task, run: Run) -> None:
+    """Do all that ``evaluate`` does before it opens a folder: what cannot be evaluated is refused."""
+    check(task, run)
+    with mesh_of(run) as mesh:
+        _evaluate(task, run, mesh, is_dry=True)
+
+
+def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = False) -> Result | None:
     # A step that changes something for as long as the run lasts enters the stack. One that has something for
     # people to read calls ``note_all``; what the result has to say, too, is joined to the warnings as well.
     with ExitStack() as stack:
@@ -76,6 +85,8 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None) -> Result:
         # All ranks agree on the job, and open what earlier runs have left of it.
         facts = agree(evaluation, identity, attributes)
         del identity  # holds the model's tensors as they were built
+        if is_dry:
+            return None
         # ``finish`` and ``let_go`` close it; where a step raises, the end of the session does (engine/end/).
         opened = open_rows(evaluation, facts)
 

@@ -103,7 +103,7 @@ class Session:
             mix_machines=mix_machines,
             heartbeat_timeout=heartbeat_timeout,
             forward_timeout=forward_timeout,
-            stop_signals=stop_signals,
+            stop_signals=stop_signals,  # type: ignore[arg-type]  # any sequence is taken
             on_stall=on_stall,
             debug=debug,
             stop=stop,
@@ -253,6 +253,26 @@ class Session:
 
             log_result(result, targets, step, self.note)
         return result
+
+    def try_out(self, task: Task, *, job: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        """Do all that ``evaluate`` does before its loop, and write nothing; a collective.
+
+        Returns:
+            The options as the result would have them.
+        """
+        from dualeval.engine.reference import Reference
+        from dualeval.engine.run import try_out
+
+        self._check_usable()
+        run_options = run_options_of(options)
+        self._watch.begin()
+        with self._concluding():
+            run = self._run(run_options, job, None, cores=self.cores)
+            if run_options.reference is not None:
+                Reference.open(run_options.reference)
+            try_out(task, run)
+        self._idle()
+        return {**run.job, **task.options()}
 
     def _run(
         self,

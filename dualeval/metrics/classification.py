@@ -435,3 +435,16 @@ BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
     "mcc": Matthews,
     "auroc": lambda num_classes: Auroc("auroc", FRACTION, higher_is_better=True),
 }
+# The same, for 'dualeval list metrics'.
+LINES = {
+    "loss": "mean cross entropy",
+    "top1": "fraction of samples whose class is the first prediction; also top2, top3, ...",
+    "accuracy": "the same as top1",
+    "f1": "mean of the F1 of each class (macro_f1 of precision_recall)",
+    "mcc": "Matthews' correlation coefficient, of any number of classes",
+    "auroc": "area under the ROC curve of each class against the rest, averaged",
+    "precision_recall": "precision, recall and F1, for each class and averaged",
+    "confusion": "counts of each class predicted as each other class",
+    "ece": "expected calibration error, 15 bins",
+    "nonfinite_logits": "how many samples have a NaN or an infinity among their logits",
+}

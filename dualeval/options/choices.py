@@ -60,78 +60,13 @@ def check_count(option: str, value: object, least: int) -> None:
         )
 
 
-def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashes: bool = False) -> None:
-    """Check the options that say which part of a data set is evaluated."""
-    sign = "--" if dashes else ""
-    check_count(f"{sign}limit", limit, 1)
-    check_count(f"{sign}sample", sample, 1)
-    check_count(f"{sign}seed", seed, 0)
-    if limit is not None and sample is not None:
-        raise UsageError(
-            f"{sign}limit {limit} takes the first samples and {sign}sample {sample} draws some: leave "
-            "out one of the two"
-        )
-    if seed is not None and sample is None:
-        raise UsageError(f"{sign}seed {seed} draws nothing by itself: give {sign}sample N too")
-
-
-def check_preparation(
-    *, precision: str, keep_batchnorm_fp32: bool, optimize: str | None, dashes: bool = False
-) -> None:
-    """Check the options that say how the model is prepared."""
-    if not keep_batchnorm_fp32:
-        return
-    sign, flag = ("--", "--keep-batchnorm-fp32") if dashes else ("", "keep_batchnorm_fp32")
-    if precision not in CAST:
-        raise UsageError(
-            f"{flag}: with {sign}precision {precision} nothing is cast, and batch norms are in float32 "
-            f"anyway (under autocast too). Leave it out, or give {sign}precision {' or '.join(CAST)}."
-        )
-    if optimize == FOLD:
-        raise UsageError(
-            f"{flag}: {sign}optimize {FOLD} makes batch norms a part of the convolutions before them, so "
-            "that none is left to keep. Leave out one of the two."
-        )
-
-
-def check_sharding(
-    *,
-    shard: str | None,
-    offload: bool,
-    optimize: str | None,
-    schedule: str | None = None,
-    dashes: bool = False,
-) -> None:
-    """Check the options that say how the model is divided over the ranks."""
-    sign = "--" if dashes else ""
-    if shard is None:
-        if offload:
-            raise UsageError(
-                f"{sign}offload keeps a rank's part of a sharded model in host memory, and the model is not "
-                f"sharded: give {sign}shard {FSDP} too"
-            )
-        return
-    if optimize is not None:
-        raise UsageError(
-            f"{sign}optimize {optimize}: with {sign}shard {shard} a layer's weights are only there while it "
-            "computes, so that nothing can be folded into them, or compiled with them. Leave out one of the "
-            "two"
-        )
-    if schedule == DYNAMIC:
-        raise UsageError(
-            f"{sign}schedule {schedule}: with {sign}shard {shard} each forward waits for all ranks, "
-            f"so that none can take more batches than another. Leave {sign}schedule out"
-        )
-
-
 def columns_of_groups(by: Sequence[str]) -> tuple[str, ...]:
     """The columns that ``by`` names: each text is one, or a cross of several with ``*``."""
     return tuple(dict.fromkeys(name.strip() for text in by for name in text.split("*")))
 
 
-def check_groups(by: Sequence[str], bins: object, *, dashes: bool = False) -> None:
-    """Check where columns of numbers are cut into groups."""
-    sign = "--" if dashes else ""
+def check_groups(by: Sequence[str], bins: object, *, sign: str = "") -> None:
+    """Check where columns of numbers are cut into groups; ``sign`` is what stands before options' names."""
     if not isinstance(bins, (tuple, list)) or (
         bins and not (_numbers(bins, math.isfinite) and list(bins) == sorted({*bins}))
     ):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dualeval.errors import UsageError
-from dualeval.options.choices import check_choice, check_count
+from dualeval.options.choices import check_choice, check_count, check_kind
 from dualeval.wording import did_you_mean, refuse_url
 
 _BOOLS = {
@@ -60,8 +60,10 @@ def option(
     shown: str | None = None,
     metavar: str | None = None,
     is_repeated: bool = False,
+    fits: Callable[[object], bool] | None = None,
+    expected: str = "",
 ) -> Any:
-    """A field of a dataclass of options."""
+    """A field of a dataclass of options; ``fits`` checks what its type does not say."""
     said = {
         "help": help,
         "group": group,
@@ -72,6 +74,8 @@ def option(
         "shown": shown,
         "metavar": metavar,
         "is_repeated": is_repeated or None,
+        "fits": fits,
+        "expected": expected,
     }
     metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
     return dataclasses.field(default=default, metadata=metadata)
@@ -109,6 +113,8 @@ class OptionField:
     shown: str | None
     metavar: str
     is_repeated: bool
+    fits: Callable[[object], bool] | None
+    expected: str
 
     @property
     def flag(self) -> str:
@@ -165,14 +171,19 @@ class OptionField:
             return str(folder / value)
         return value
 
-    def check(self, value: Any) -> None:
-        """Check a value for the bounds and choices of the field, and a path for being one; None passes."""
+    def check(self, value: Any, said: str = "") -> None:
+        """Check a value for kind, bounds and choices; messages name the flag, or what ``said`` is."""
+        said = said or self.flag
+        if self.is_switch:
+            check_kind(said, value, isinstance(value, bool), "True or False")
+        if self.fits is not None:
+            check_kind(said, value, self.fits(value), self.expected)
         if [*_kinds(self.kind)] == [Path] and not isinstance(value, str | os.PathLike | None):
-            raise UsageError(f"{self.flag} {value!r}: expected a path")
+            raise UsageError(f"{said} {value!r}: expected a path")
         if self.least is not None:
-            check_count(self.flag, value, self.least)
+            check_count(said, value, self.least)
         if self.choices and value is not None:
-            check_choice(self.flag, value, self.choices)
+            check_choice(said, value, self.choices)
 
 
 def fields_of(options_class: type) -> tuple[OptionField, ...]:
@@ -202,6 +213,8 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
                 shown=said.get("shown"),
                 metavar=said.get("metavar") or _metavar(hints[field.name]),
                 is_repeated=said.get("is_repeated", False),
+                fits=said.get("fits"),
+                expected=said.get("expected", ""),
             )
         )
     return tuple(found)
@@ -299,7 +312,8 @@ def _hints(owner: Any, annotations: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if isinstance(owner, type):
             # Inherited fields are looked up in the modules of their own classes.
-            return {name: typing.get_type_hints(owner)[name] for name in annotations}
+            found = typing.get_type_hints(owner)
+            return {name: found[name] for name in annotations}
     except (NameError, TypeError, KeyError):
         pass
     found = {}

@@ -6,23 +6,13 @@ import shlex
 import sys
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dualeval.errors import UsageError
-from dualeval.options.choices import (
-    LAYOUTS,
-    ON_ERROR,
-    OPTIMIZATIONS,
-    PRECISIONS,
-    SHARDINGS,
-    check_groups,
-    check_part,
-    check_preparation,
-    check_sharding,
-    columns_of_groups,
-)
+from dualeval.options.choices import columns_of_groups
+from dualeval.options.evaluation import LAUNCH, EvaluationOptions
 from dualeval.options.fields import (
     Given,
     OptionField,
@@ -47,15 +37,9 @@ if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.tasks import Task
 
-# Headings of the help; those of a task's own options stand between DATA and RUN.
-MODEL = "Model"
-DATA = "Data"
-RUN = "Run"
-LAUNCH = "Launch"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(EvaluationOptions):
     """What to evaluate and how; ``Job.of`` makes one.
 
     Every field but the first two is also a flag of ``dualeval run`` and a key of a job file, and so is every
@@ -64,63 +48,14 @@ class Job:
     Attributes:
         kind: the kind of evaluation.
         options: the task's own, an object of ``kind.options_class``.
-        metric: names of metrics; empty for the task's default ones.
-        batch_size: samples a batch.
-        limit: evaluate only the first samples.
-        sample: evaluate only so many, drawn at random by their ids.
-        seed: another one draws others.
-        cluster: a column whose equal entries mark samples that are not independent.
-        keep: columns of the data that are kept in the rows; empty for all small ones, "none" for none.
-        by: columns, or crosses of them with ``*``, by whose values the metrics are computed again.
-        bins: where columns of numbers are cut for that.
-        precision: one of ``choices.PRECISIONS``.
-        keep_batchnorm_fp32: leave batch norms in float32 where the precision casts.
-        layout: one of ``choices.LAYOUTS``.
-        optimize: one of ``choices.OPTIMIZATIONS``, or None.
-        shard: one of ``choices.SHARDINGS``, or None.
-        offload: keep a rank's part of a sharded model in host memory.
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
-        workers: reading processes of each rank; None decides by task and cores.
-        on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
     """
 
     kind: TaskKind
     options: Any
-    metric: tuple[str, ...] = option((), "Metric; repeat it for several.", group=RUN, shown="all")
-    limit: int | None = option(None, "Evaluate only the first N samples.", group=DATA, least=1)
-    sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=DATA, least=1)
-    seed: int | None = option(
-        None, "With --sample: another number draws others.", group=DATA, least=0, shown="0"
-    )
-    cluster: str | None = option(
-        None,
-        "Samples with equal entries are not independent.",
-        group=DATA,
-        metavar="COLUMN",
-    )
-    keep: tuple[str, ...] = option(
-        (), "Columns of the data for the rows, or none.", group=DATA, metavar="A,B"
-    )
-    by: tuple[str, ...] = option(
-        (), "Metrics by group (A*B: crossed); repeatable.", group=RUN, metavar="COLUMN", is_repeated=True
-    )
-    bins: tuple[float, ...] = option(
-        (), "With --by: cuts numbers.", group=RUN, metavar="0,40,60", shown="quartiles"
-    )
-    batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
-    precision: str = option(
-        "fp32", "fp32 (default), tf32, [amp-]fp16, [amp-]bf16.", group=RUN, choices=PRECISIONS
-    )
-    keep_batchnorm_fp32: bool = option(False, "With fp16, bf16: batch norms in fp32.", group=RUN)
-    layout: str = option("auto", "auto (default), contiguous or channels-last.", group=RUN, choices=LAYOUTS)
-    optimize: str | None = option(None, "fold (batch norms) or compile.", group=RUN, choices=OPTIMIZATIONS)
-    shard: str | None = option(None, "Divide the model over the ranks: fsdp.", group=RUN, choices=SHARDINGS)
-    offload: bool = option(False, "With --shard: a rank's part in host memory.", group=RUN)
-    on_error: str = option(
-        "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
-    )
     device: str | None = option(None, "cpu, cuda or cuda:N.", group=LAUNCH, shown="a GPU if any")
-    workers: int | None = option(None, "Reading processes per rank.", group=LAUNCH, least=0, shown="by task")
+
+    _sign: ClassVar[str] = "--"
 
     @property
     def task(self) -> str:
@@ -136,7 +71,7 @@ class Job:
     @property
     def run_options(self) -> dict[str, Any]:
         """The options of ``Session.evaluate`` that are the job's; the device is its session's."""
-        options = {name: getattr(self, name) for name in COMMON if name != "device"}
+        options = {field.name: getattr(self, field.name) for field in fields(EvaluationOptions)}
         return {**options, "metric": self.metric_of_run}
 
     @classmethod
@@ -170,18 +105,11 @@ class Job:
         if missing := [field for name, field in own.items() if field.is_required and name not in given]:
             needs = " and ".join(_described(field) for field in missing)
             raise UsageError(f"--task {kind.name} needs {needs}.")
-        for name, value in shared.items():
-            COMMON[name].check(value)
         if "seed" in own and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
-        check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes=True)
-        check_groups(shared.get("by", ()), shared.get("bins", ()), dashes=True)
-        of_model = ("precision", "keep_batchnorm_fp32", "optimize")
-        check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
-        of_sharding = ("shard", "offload", "optimize")
-        check_sharding(**{name: shared.get(name, COMMON[name].default) for name in of_sharding}, dashes=True)
-        options = _options(kind, given)
-        return cls(kind=kind, options=options, **shared)
+        # What every run has is checked first.
+        job = cls(kind=kind, options=None, **shared)
+        return replace(job, options=_options(kind, given))
 
     @classmethod
     def read(cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Job:

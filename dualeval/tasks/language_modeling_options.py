@@ -26,17 +26,20 @@ class LanguageModelingOptions(TextOptions):
         "more": ', tokenizer="models/mine"',
     }
 
-    known_metrics: ClassVar[Mapping[str, str]] = {
-        "perplexity": "exp of the mean loss of a token (texts)",
-        "word_perplexity": "exp of the loss over the number of words (texts)",
-        "byte_perplexity": "exp of the loss over the number of bytes (texts)",
-        "bits_per_byte": "the loss in bits over the number of bytes (texts)",
-        "acc": "fraction of rows whose likeliest choice is the answer (choices)",
-        "acc_norm": "the same, of log-likelihoods divided by the characters of the choice",
-        "acc_bytes": "the same, divided by its bytes",
-        "exact_match": "fraction of rows whose greedy answer is right (prompts)",
-        "cut_contexts": "rows whose context was too long and lost its beginning (choices, prompts)",
-    }
+    @staticmethod
+    def known_metrics() -> Mapping[str, str]:
+        """The metrics that can be asked for by name."""
+        return {
+            "perplexity": "exp of the mean loss of a token (texts)",
+            "word_perplexity": "exp of the loss over the number of words (texts)",
+            "byte_perplexity": "exp of the loss over the number of bytes (texts)",
+            "bits_per_byte": "the loss in bits over the number of bytes (texts)",
+            "acc": "fraction of rows whose likeliest choice is the answer (choices)",
+            "acc_norm": "the same, of log-likelihoods divided by the characters of the choice",
+            "acc_bytes": "the same, divided by its bytes",
+            "exact_match": "fraction of rows whose greedy answer is right (prompts)",
+            "cut_contexts": "rows whose context was too long and lost its beginning (choices, prompts)",
+        }
 
     data: Path = option(
         help="Text file, folder of such, or table (.jsonl, .parquet, .csv).", group=_DATA, metavar="PATH"

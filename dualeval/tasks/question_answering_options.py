@@ -26,15 +26,17 @@ class QuestionAnsweringOptions(TextOptions):
         "more": ', tokenizer="models/mine"',
     }
 
-    # The metrics that can be asked for by name.
-    known_metrics: ClassVar[Mapping[str, str]] = {
-        "exact_match": "percentage of questions whose answer is right",
-        "f1": "mean F1 of the words of the answers, in percent",
-        "answer_counts": "how many questions have an answer, and how many none (SQuAD v2.0)",
-        "nonfinite_logits": "how many questions have a NaN or an infinity among their logits",
-        "window_work": "computed windows and tokens; always included",
-        "best_thresholds": "the null thresholds that give the best exact match and F1 (SQuAD v2.0)",
-    }
+    @staticmethod
+    def known_metrics() -> Mapping[str, str]:
+        """The metrics that can be asked for by name."""
+        return {
+            "exact_match": "percentage of questions whose answer is right",
+            "f1": "mean F1 of the words of the answers, in percent",
+            "answer_counts": "how many questions have an answer, and how many none (SQuAD v2.0)",
+            "nonfinite_logits": "how many questions have a NaN or an infinity among their logits",
+            "window_work": "computed windows and tokens; always included",
+            "best_thresholds": "the null thresholds that give the best exact match and F1 (SQuAD v2.0)",
+        }
 
     data: Path = option(help="Questions in the JSON format of SQuAD.", group=_DATA, metavar="FILE")
     max_length: int = option(

@@ -30,14 +30,17 @@ class SegmentationOptions(PictureOptions):
         "more": ', masks="val/masks", preprocessing="imagenet"',
     }
 
-    known_metrics: ClassVar[Mapping[str, str]] = {
-        "iou": "intersection over union of each class, and the mean (mIoU)",
-        "pixel_accuracy": "fraction of labelled pixels whose class is predicted",
-        "mean_accuracy": "that fraction of each class's pixels, and the mean",
-        "dice": "Dice coefficient of each class, which is its F1, and the mean",
-        "picture_iou": "mean IoU of each picture alone, averaged over pictures",
-        "nonfinite_logits": "how many pictures have a NaN or an infinity among their logits",
-    }
+    @staticmethod
+    def known_metrics() -> Mapping[str, str]:
+        """The metrics that can be asked for by name."""
+        return {
+            "iou": "intersection over union of each class, and the mean (mIoU)",
+            "pixel_accuracy": "fraction of labelled pixels whose class is predicted",
+            "mean_accuracy": "that fraction of each class's pixels, and the mean",
+            "dice": "Dice coefficient of each class, which is its F1, and the mean",
+            "picture_iou": "mean IoU of each picture alone, averaged over pictures",
+            "nonfinite_logits": "how many pictures have a NaN or an infinity among their logits",
+        }
 
     model: str = option(
         help="torchvision name, hf:DIR, pkg.mod:fn, file.", group="Model", resolve=model_beside

@@ -26,24 +26,20 @@ class TextClassificationOptions(TextOptions):
         "more": ', tokenizer="models/mine"',
     }
 
-    # The metrics that can be asked for by name.
-    known_metrics: ClassVar[Mapping[str, str]] = {
-        "accuracy": "fraction of texts whose class is the first prediction; also top2, top3, ...",
-        "f1": "mean of the F1 of each class",
-        "binary_f1": "F1 of class 1, where there are two",
-        "mcc": "Matthews' correlation coefficient, of any number of classes",
-        "loss": "mean cross entropy",
-        "ece": "expected calibration error, 15 bins",
-        "auroc": "area under the ROC curve of each class against the rest, averaged",
-        "precision_recall": "precision, recall and F1, for each class and averaged",
-        "confusion": "counts of each class predicted as each other class",
-        "nonfinite_logits": "how many texts have a NaN or an infinity among their logits",
-        "pearson": "Pearson's correlation of prediction and label (regression)",
-        "spearman": "Spearman's rank correlation of prediction and label (regression)",
-        "mse": "mean squared error (regression)",
-        "mae": "mean absolute error (regression)",
-        "text_work": "computed tokens, and texts that were cut; always included",
-    }
+    @staticmethod
+    def known_metrics() -> Mapping[str, str]:
+        """The metrics that can be asked for by name; it imports torch."""
+        from dualeval.metrics.classification import LINES
+
+        return {
+            **LINES,
+            "binary_f1": "F1 of class 1, where there are two",
+            "pearson": "Pearson's correlation of prediction and label (regression)",
+            "spearman": "Spearman's rank correlation of prediction and label (regression)",
+            "mse": "mean squared error (regression)",
+            "mae": "mean absolute error (regression)",
+            "text_work": "computed tokens, and texts that were cut; always included",
+        }
 
     data: Path = option(
         help="Table of texts and labels: .csv, .tsv, .jsonl or .parquet.", group=_DATA, metavar="FILE"

@@ -26,19 +26,6 @@ def test_single_is_the_default_without_a_launcher() -> None:
             assert backend.device == torch.device("cpu")
 
 
-# Which backend runs under which launcher: every other pair is an error.
-PAIRS = {
-    "none": {"single"},
-    "torchrun": {"torch"},
-    "horovodrun": {"horovod"},
-    "openmpi": {"torch", "horovod", "mpi"},
-    "mpich": {"torch", "horovod", "mpi"},
-    "srun": {"torch", "horovod", "mpi"},
-    "flux": {"torch", "horovod"},
-    "env": {"torch", "horovod"},
-}
-
-
 def world_of(launcher: str) -> World:
     size = 1 if launcher == "none" else 2
     return world_at(launcher, 0, size, 0, size, mpi=launcher in ("openmpi", "mpich", "srun"))
@@ -50,14 +37,14 @@ def test_every_pair_of_launcher_and_backend(
     launcher: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(horovod, "runs_over_mpi", lambda: True)
-    if backend in PAIRS[launcher]:
+    if backend in LAUNCHERS[launcher].backends:
         assert choose_backend(backend, world_of(launcher)) == backend
         return
     with pytest.raises(LaunchError, match=f"--backend {backend} cannot run") as caught:
         choose_backend(backend, world_of(launcher))
     assert "Start it with '" in str(caught.value)
     default = choose_backend(None, world_of(launcher))
-    assert default in PAIRS[launcher]
+    assert default in LAUNCHERS[launcher].backends
     assert f"leave --backend out to take {default}." in str(caught.value)
 
 

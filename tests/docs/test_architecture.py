@@ -19,7 +19,7 @@ PACKAGE = ROOT / "dualeval"
 # its own.
 GROUND = {
     *("errors", "wording", "whole_files", "own_code", "process_start", "vision_library", "further_columns"),
-    *("options.choices", "options.fields"),
+    *("options.choices", "options.evaluation", "options.fields"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
     *("models.model_errors", "models.weights_name"),
 }

@@ -214,12 +214,17 @@ def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> 
         (["--offload"], "--offload keeps a rank's part"),
         (["--shard", "fsdp", "--optimize", "fold"], "with --shard fsdp a layer's weights"),
         (["--shard", "fsdp", "--schedule", "dynamic"], "--schedule dynamic: with --shard fsdp"),
-        (["--shard", "fsdp", "--offload", "--device", "cpu", "--dry-run"], "this run computes there"),
     ],
 )
 def test_flags_that_do_not_go_together(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         command.main(["run", *words], standalone_mode=False)
+
+
+def test_a_device_that_cannot_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--shard", "fsdp", "--offload", "--device", "cpu", "--dry-run"]
+    assert command.main(words, standalone_mode=False) == 2
+    assert "this run computes there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["bench", "--dry-run"], ["doctor", "--invariance"]])

@@ -341,7 +341,7 @@ def test_metrics_from_the_rows(made: Made, tmp_path: Path, kind: str) -> None:
     result = run(made["gpt2"], made[kind], tmp_path / "out")
     again = rescore(tmp_path / "out", metrics=metrics_of_run(tmp_path / "out" / JOB, ()))
     assert (again.metrics, again.metrics_digest) == (result.metrics, result.metrics_digest)
-    assert {*result.metrics} <= {*LanguageModelingOptions.known_metrics}
+    assert {*result.metrics} <= {*LanguageModelingOptions.known_metrics()}
 
 
 def test_the_result_says_what_was_evaluated(made: Made, tmp_path: Path) -> None:

@@ -98,9 +98,10 @@ def invoked(*words: str, model: str = "nets:make") -> Any:
 
 
 def message_of(done: Any) -> str:
-    assert isinstance(done.exception, UsageError), done.output
-    assert done.exception.exit_code == EXIT_USAGE
-    return str(done.exception)
+    if isinstance(done.exception, UsageError):
+        return str(done.exception)
+    assert done.exit_code == EXIT_USAGE, done.output
+    return str(done.output)
 
 
 def carrying(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, *, on_factory: bool = False) -> str:

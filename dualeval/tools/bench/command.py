@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import click
 from dualeval.cli.grouped import PATH, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
-from dualeval.options.choices import CAST, PRECISIONS, check_preparation
-from dualeval.options.job import COMMON, DATA, LAUNCH, MODEL, RUN, Job, start_of
+from dualeval.options.choices import CAST, PRECISIONS
+from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
+from dualeval.options.job import COMMON, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
 from dualeval.result import json_text
 from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
@@ -115,12 +117,7 @@ def bench(context: click.Context, /, **flags: Any) -> None:
     if options.train:
         _check_training(options, job, flags)
     for precision in options.precision or [job.precision]:
-        check_preparation(
-            precision=precision,
-            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
-            optimize=job.optimize,
-            dashes=True,
-        )
+        replace(job, precision=precision)  # checks what goes with it
     if flags["dry_run"] and flags["as_json"]:
         raise UsageError(
             "--json prints what was measured, and --dry-run measures nothing: leave out one of them."

@@ -13,7 +13,8 @@ from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_fl
 from dualeval.errors import EXIT_DONE, LaunchError
 from dualeval.launch import examine
 from dualeval.options.choices import AUTO
-from dualeval.options.job import COMMON, DATA, LAUNCH, MODEL, RUN
+from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
+from dualeval.options.job import COMMON
 from dualeval.result import json_text
 
 FLAG = "--invariance"
