@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -194,7 +195,7 @@ def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, la
 
         return try_out(jobs, session, try_one)
 
-    code, ended = options.work_in_session(session, try_all, lambda tried: tried[0])
+    code, ended = options.work_in_session(session, try_all, itemgetter(0))
     if ended is not None and session.world.is_main:
         click.echo(json_text(ended[1]), nl=False)
     return code
