@@ -195,10 +195,10 @@ def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, la
 
         return try_out(jobs, session, try_one)
 
-    code, ended = options.work_in_session(session, try_all, itemgetter(0))
-    if ended is not None and session.world.is_main:
-        click.echo(json_text(ended[1]), nl=False)
-    return code
+    ended = options.work_in_session(session, try_all, itemgetter(0))
+    if ended[1] is not None and session.world.is_main:
+        click.echo(json_text(ended[1][1]), nl=False)
+    return ended[0]
 
 
 def _start_ranks(
