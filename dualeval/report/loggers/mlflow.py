@@ -55,7 +55,8 @@ def write(record: Record, target: Target) -> str:
         ("tags", tags, _PARAMS),
     ):
         for start in range(0, len(values), most):
-            client.log_batch(identity, **{kind: values[start : start + most]})
+            part: dict[str, Any] = {kind: values[start : start + most]}
+            client.log_batch(identity, **part)
     # Last: what has this is whole.
     client.set_tag(identity, mark, record.key)
     client.set_terminated(identity, "FINISHED")
