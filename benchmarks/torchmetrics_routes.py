@@ -1,4 +1,4 @@
-"""Try every class of the installed TorchMetrics, and write docs/torchmetrics-routes.md.
+"""Try every class of the installed TorchMetrics, and print a page with the route of each.
 
 Each class that can be made gets 24 samples in batches of 8. Its value by this package is compared with
 TorchMetrics' own, updated with the same batches, or with all samples at once where it is computed from the
@@ -12,11 +12,9 @@ import importlib
 import inspect
 import pkgutil
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,14 +27,13 @@ from dualeval.metrics.torchmetrics.library import find_class, torchmetrics
 from dualeval.metrics.torchmetrics.routes import measured_of
 from dualeval.metrics.torchmetrics.states import State, StateKind, isolated, states_of
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "torchmetrics-routes.md"
 SAMPLES, BATCH = 24, 8
 CLASSES = 3
 
 INTRODUCTION = """# Every class of TorchMetrics, and its route
 
 Made by `benchmarks/torchmetrics_routes.py`, which tries all classes of TorchMetrics {version} and compares
-each value with TorchMetrics' own. [torchmetrics](torchmetrics.md) describes each route. The route depends on
+each value with TorchMetrics' own. docs/torchmetrics.md describes each route. The route depends on
 a metric's states, and so on its arguments: the table has the arguments that were tried. With other
 arguments a class may have another route: with `thresholds=100` the states of `MulticlassAUROC` are sums of
 integers.
@@ -436,8 +433,7 @@ def page() -> str:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    PAGE.write_text(page())
-    print(f"wrote {PAGE}", file=sys.stderr)
+    print(page(), end="")
 
 
 if __name__ == "__main__":

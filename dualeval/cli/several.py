@@ -186,7 +186,6 @@ class Models:
             json_text(content),
             table.to_csv(),
             table.to_markdown(),
-            table.to_latex(),
         )
         try:
             for name, text in zip(TABLES, texts, strict=True):

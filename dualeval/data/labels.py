@@ -194,34 +194,21 @@ def _numeric_warning(folders: Sequence[str], noun: str) -> str:
 
 
 def _by_number(folders: Sequence[str], noun: str) -> Labels:
-    numbers = _numbers(folders)
-    if numbers is None:
-        odd = next((name for name in folders if not _NUMBERED.fullmatch(name)), None)
-        found = "before the numbers stand different texts" if odd is None else f"found {odd!r}"
+    numbers = _numbers(folders) or {}
+    ordered = sorted(numbers, key=lambda name: numbers[name])
+    # One that is missing, or there twice, would shift all behind it.
+    expected = [*range(numbers[ordered[0]], numbers[ordered[0]] + len(ordered))] if ordered else [0]
+    if [numbers[folder] for folder in ordered] != expected:
         raise UsageError(
-            f"--class-order number: expected {noun}s such as 0, 1, ..., 10 or class1, class2, {found}. "
-            "Give --class-map FILE."
-        )
-    ordered = sorted(folders, key=lambda name: numbers[name])
-    again = [name for name, count in Counter(numbers.values()).items() if count > 1]
-    if again:
-        same = [folder for folder in ordered if numbers[folder] == again[0]]
-        raise UsageError(
-            f"--class-order number: the {_short(noun)}s {_listed(same)} have one number. Rename one."
+            f"--class-order number: expected {noun}s with each number once and one text before it, such as "
+            f"0, 1, ..., 10 or class1, class2, found {_listed(ordered or folders)}. Give --class-map FILE."
         )
     place = {folder: index for index, folder in enumerate(ordered)}
-    shifted = [folder for folder in ordered if numbers[folder] - numbers[ordered[0]] != place[folder]]
-    warnings = [
-        f"some numbers have no {noun}, so the others move up: {folder!r} is class {place[folder]}. "
-        f"If each {_short(noun)}'s number is its class, give --class-map FILE."
-        for folder in shifted[:1]
-    ]
     return Labels(
         rule="order of numbers",
         classes={folder: place[folder] for folder in folders},
         names=dict(enumerate(ordered)),
         num_classes=len(folders),
-        warnings=tuple(warnings),
     )
 
 
@@ -290,22 +277,17 @@ def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None,
     if unknown:
         raise UsageError(
             f"{said} does not name {len(unknown)} of {len(folders)} {noun}s: {_listed(unknown)}. Add "
-            f"them; null (in CSV an empty index) leaves a {_short(noun)} out."
+            f"them; null leaves a {_short(noun)} out."
         )
     found = {folder: given.classes[folder] for folder in folders}
     classes = {folder: index for folder, index in found.items() if index is not None}
     left_out = tuple(folder for folder, index in found.items() if index is None)
     if not classes:
         raise UsageError(f"{said} leaves every {noun} out: there is nothing to evaluate.")
-    merged = _merged(classes)
-    absent = sorted(set(given.classes) - set(folders))
     short = _short(noun)
     notes = [f"classes: {counted(len(classes), short)} by {given.path}"]
     if left_out:
         notes.append(f"class map: {counted(len(left_out), short)} left out: {_listed(left_out)}")
-    if absent:
-        notes.append(f"class map: {counted(len(absent), short)} of it not in the data: {_listed(absent)}")
-    notes += [f"class map: the {short}s {_listed(same)} are one class, {i}" for i, same in merged.items()]
     own: dict[int, str] = {}
     for folder, index in classes.items():
         own[index] = f"{own[index]}, {folder}" if index in own else folder
@@ -318,7 +300,6 @@ def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None,
         num_classes=None if known is None else len(known.names),
         left_out=left_out,
         notes=tuple(notes),
-        warnings=_contradictions(classes, known, said),
     )
 
 
@@ -327,24 +308,6 @@ def check_indices(classes: Mapping[str, int], count: int, said: str, because: st
     for folder, index in classes.items():
         if index >= count:
             raise UsageError(f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).")
-
-
-def _contradictions(classes: Mapping[str, int], known: KnownClasses | None, said: str) -> tuple[str, ...]:
-    """A sentence where the map gives a folder another class than the one whose name it has."""
-    if known is None:
-        return ()
-    other = {
-        folder: places[0]
-        for folder, index in classes.items()
-        if len(places := known.find(folder, exactly=True)) == 1 and places[0] != index
-    }
-    if not other:
-        return ()
-    folder, place = next(iter(other.items()))
-    return (
-        f"{said} makes {folder!r} class {classes[folder]}, and {known.of} has class {place} of this name "
-        f"({len(other)} such folders). The map was used.",
-    )
 
 
 def _merged(classes: Mapping[str, int]) -> dict[int, list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +24,14 @@ from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
-_MOST_DIGITS = 100  # Python reads no number of thousands
-_WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?nan", re.ASCII | re.IGNORECASE)
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOOKED_FOR = 1000
 _LEFT_OUT = -1
 
 
 class ManifestImages(WithColumns, ImageFiles):
-    """Pictures in the order of a manifest.
-
-    Their ids are the paths as they stand there; where a path stands there again, with ``#2`` behind it, then
-    ``#3``.
-    """
+    """Pictures in the order of a manifest; their ids are the paths as they stand there."""
 
     def __init__(
         self,
@@ -70,7 +63,7 @@ class ManifestImages(WithColumns, ImageFiles):
                 raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
             paths, targets, hashes = paths.select(kept), targets[kept], hashes[kept]
             self.kept = read.kept.select(kept)
-        self._repeats = _repeats(path, paths, hashes)
+        _check_once(path, paths, hashes)
         super().__init__(
             path.parent if image_root is None else image_root,
             paths,
@@ -99,23 +92,7 @@ class ManifestImages(WithColumns, ImageFiles):
         assert isinstance(found, ManifestImages)
         chosen = np.asarray(indices, np.int64)
         found.kept = self.kept.select(chosen)
-        if self._repeats is not None:
-            found._repeats = self._repeats[chosen]
         return found
-
-    def id(self, index: int) -> str:
-        """The path as it stands in the manifest, with ``#2`` behind it where it stands there again."""
-        path = super().id(index)
-        again = 0 if self._repeats is None else int(self._repeats[index])
-        return f"{path}#{again + 1}" if again else path
-
-    def warnings(self) -> list[str]:
-        """Where classes may be others than the model's, and where pictures are listed again."""
-        found = super().warnings()
-        if self._repeats is None or not (again := int(np.count_nonzero(self._repeats))):
-            return found
-        rows = "1 row lists a picture" if again == 1 else f"{again:,} rows list pictures"
-        return [*found, f"{rows} that stood in the manifest before: each row is counted (ids with #2, ...)."]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +129,6 @@ def _read(of: Table) -> _Read:
             first[label] = number
             if kind is str and not is_unicode(label):
                 raise _no_label(of, number, label)
-        if "://" in path and _ADDRESS.match(path):
-            raise _no_path(of, number, path)
         try:
             paths.append(path)
         except UnicodeEncodeError as error:
@@ -193,12 +168,6 @@ def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]
     if label.takes_names:
         return _named(read, label)
     of = read.of
-    for text, number in read.labels.items():
-        if isinstance(text, str) and len(text) > _MOST_DIGITS and _WHOLE.fullmatch(text):
-            raise UsageError(
-                f"{of.where(number)}: the label {text[:20]}... has {len(text):,} digits, expected an "
-                f"index of a class, 0 to {_LARGEST_INDEX:,}"
-            )
     numbers = {text: int(text) for text in read.labels if isinstance(text, int) or _WHOLE.fullmatch(text)}
     for text, number in read.labels.items():
         if isinstance(text, str) and _DECIMAL.fullmatch(text):
@@ -232,35 +201,16 @@ def _named(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
     return labels, np.array([labels.classes.get(text, _LEFT_OUT) for text in texts], np.int64)
 
 
-# -- rows with one path ----------------------------------------------------------------------------------
-
-
-def _repeats(path: Path, paths: FileNames, hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
-    """How many earlier rows have the path of each row; None where no path stands there again."""
-    order = np.argsort(hashes, kind="stable")
-    ordered = hashes[order]
-    alike = np.zeros(len(paths), np.bool_)
-    same = ordered[1:] == ordered[:-1]
-    alike[order[1:]] |= same
-    alike[order[:-1]] |= same
+def _check_once(path: Path, paths: FileNames, hashes: npt.NDArray[np.int64]) -> None:
+    """Refuse a manifest that lists a picture twice."""
+    values, counts = np.unique(hashes, return_counts=True)
     # Paths of one hash need not be equal.
-    count: Counter[bytes] = Counter()
-    repeats: npt.NDArray[np.int32] | None = None
-    suffixed: dict[str, int] = defaultdict(int)
-    for place in np.flatnonzero(alike).tolist():
+    seen: set[bytes] = set()
+    for place in np.flatnonzero(np.isin(hashes, values[counts > 1])).tolist():
         name = paths.stored(place)
-        if count[name]:
-            repeats = np.zeros(len(paths), np.int32) if repeats is None else repeats
-            repeats[place] = count[name]
-            suffixed[f"{paths[place]}#{count[name] + 1}"] = place
-        count[name] += 1
-    if repeats is None:
-        return None
-    own = np.array([hash(name) for name in suffixed], np.int64)
-    for place in np.flatnonzero(np.isin(hashes, own)).tolist():
-        if paths[place] in suffixed:
+        if name in seen:
             raise UsageError(
-                f"{path} lists a path several times, whose second row has the id {paths[place]!r}, and there "
-                "is a picture of this name. Rename it, or leave the repeated rows out."
+                f"{path} lists {paths.shown(place)!r} more than once: leave the others out, as each picture "
+                "is to be counted once."
             )
-    return repeats
+        seen.add(name)

@@ -25,7 +25,6 @@ _SHOWN_AT_MOST = 5
 _KEY = re.compile(r'"((?:[^"\\\n]|\\.)*)"\s*:')
 # "v2.0" and the like; not a date, as "2024-03-01".
 _SECOND = re.compile(r"[vV]?2(\.[^-]*)?")
-_BLANK = re.compile(r"[ \t\r\n]*")
 
 _EXPECTED: dict[type, str] = {
     str: "a text",
@@ -117,7 +116,7 @@ def read_questions(path: Path) -> Questions:
         questions = tuple(_questions(content))
     except _Wrong as wrong:
         raise UsageError(
-            f"{path}, line {_line_of(text, wrong.way)}: {_shown(wrong.way)} {wrong}. Expected the format of "
+            f"{path}: {_shown(wrong.way)} {wrong}. Expected the format of "
             "SQuAD: data[].paragraphs[] with context and qas[], each with id, question and answers[] (text, "
             "answer_start)."
         ) from wrong
@@ -327,34 +326,3 @@ def _shown(way: _Way) -> str:
     """The way as it is written in JavaScript: data[0].paragraphs[2]."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in way)
     return text.removeprefix(".") or "the file"
-
-
-def _line_of(text: str, way: _Way) -> int:
-    """The line on which a value begins; the text is valid JSON that has it."""
-    decoder = json.JSONDecoder()
-
-    def skip(position: int, characters: int = 0) -> int:
-        """Past so many characters, and the white space behind them."""
-        blank = _BLANK.match(text, position + characters)
-        assert blank is not None
-        return blank.end()
-
-    position = skip(0)
-    for step in way:
-        position = skip(position, 1)
-        found = None
-        place: str | int = 0
-        # To the end: of a key that is there twice the last counts.
-        while text[position] not in "]}":
-            if isinstance(step, str):
-                place, position = decoder.raw_decode(text, position)
-                position = skip(skip(position), 1)
-            if place == step:
-                found = position
-            _, position = decoder.raw_decode(text, position)
-            position = skip(position)
-            position = skip(position, 1) if text[position] == "," else position
-            place = place if isinstance(place, str) else place + 1
-        assert found is not None
-        position = found
-    return text.count("\n", 0, position) + 1

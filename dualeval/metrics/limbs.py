@@ -1,26 +1,17 @@
 """Exact sums of many floats side by side: what ``exact`` does for one column, for every element of a tensor.
 
-A sum is a fixed-point integer of 32-bit limbs, lowest first, as in ``exact``: float32 values count units of
-2**-149 in 10 limbs, float64 values units of 2**-1074 in 67. Beside each stand the counts of NaN, +inf and
--inf.
+A sum is a fixed-point integer of 32-bit limbs, lowest first, as in ``exact``: float64 values, and float32
+ones too, count units of 2**-1074 in 67 limbs. Before them stand the counts of NaN, +inf and -inf.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dualeval.metrics.exact import (
-    DOUBLE_SUM_LIMBS,
-    DOUBLE_UNIT_BITS,
-    NONFINITE_KINDS,
-    SUM_LIMBS,
-    SUM_UNIT_BITS,
-    from_limbs,
-)
+from dualeval.metrics.exact import DOUBLE_SUM_LIMBS, DOUBLE_UNIT_BITS, NONFINITE_KINDS, from_limbs
 
 _LIMB_BITS = 32
 _LIMB_MASK = (1 << _LIMB_BITS) - 1
@@ -28,56 +19,29 @@ _LIMB_MASK = (1 << _LIMB_BITS) - 1
 _PIECE_BITS = 24
 _PIECE_MASK = (1 << _PIECE_BITS) - 1
 _COUNTS = len(NONFINITE_KINDS)
+# Slots of the ledger for one sum.
+SUM_SLOTS = _COUNTS + DOUBLE_SUM_LIMBS
+# Of a float64, without the leading one.
+_FRACTION_BITS = 52
+_EXPONENT_MASK = 0x7FF
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumKind:
-    """How sums of one dtype lie in a ledger."""
-
-    dtype: torch.dtype
-    # The integer dtype of the same width.
-    bits: torch.dtype
-    # Of a value, without the leading one.
-    fraction_bits: int
-    limbs: int
-    # A sum counts units of 2**-unit_bits.
-    unit_bits: int
-
-    @property
-    def slots(self) -> int:
-        """Slots of the ledger for one sum."""
-        return _COUNTS + self.limbs
-
-
-FLOAT_SUMS = SumKind(
-    dtype=torch.float32, bits=torch.int32, fraction_bits=23, limbs=SUM_LIMBS, unit_bits=SUM_UNIT_BITS
-)
-DOUBLE_SUMS = SumKind(
-    dtype=torch.float64,
-    bits=torch.int64,
-    fraction_bits=52,
-    limbs=DOUBLE_SUM_LIMBS,
-    unit_bits=DOUBLE_UNIT_BITS,
-)
-
-
-def add_exactly(slots: Tensor, values: Tensor, kind: SumKind) -> None:
+def add_exactly(slots: Tensor, values: Tensor) -> None:
     """Add one value to each of several sums, in place."""
     slots[:, 0] += values.isnan()
     slots[:, 1] += values == math.inf
     slots[:, 2] += values == -math.inf
-    values = values.masked_fill(~values.isfinite(), 0.0)
-    pattern = values.view(kind.bits).to(torch.int64)
-    exponent_mask = (1 << (8 * values.element_size() - 1 - kind.fraction_bits)) - 1
-    exponent = (pattern >> kind.fraction_bits) & exponent_mask
-    fraction = pattern & ((1 << kind.fraction_bits) - 1)
+    values = values.to(torch.float64).masked_fill(~values.isfinite(), 0.0)
+    pattern = values.view(torch.int64)
+    exponent = (pattern >> _FRACTION_BITS) & _EXPONENT_MASK
+    fraction = pattern & ((1 << _FRACTION_BITS) - 1)
     # A normal value has a leading one; a subnormal one the unit of the smallest exponent.
-    fraction = torch.where(exponent > 0, fraction | (1 << kind.fraction_bits), fraction)
+    fraction = torch.where(exponent > 0, fraction | (1 << _FRACTION_BITS), fraction)
     fraction = torch.where(pattern < 0, -fraction, fraction)
     unit = (exponent - 1).clamp_(min=0)
     limbs = slots[:, _COUNTS:]
     sign, fraction = fraction.sign(), fraction.abs()
-    for offset in range(0, kind.fraction_bits + 1, _PIECE_BITS):
+    for offset in range(0, _FRACTION_BITS + 1, _PIECE_BITS):
         piece = (fraction >> offset) & _PIECE_MASK
         place, shift = (unit + offset) // _LIMB_BITS, (unit + offset) % _LIMB_BITS
         piece = piece << shift
@@ -97,14 +61,14 @@ def _carry(limbs: Tensor) -> None:
         limbs[:, 1:] += carries
 
 
-def rounded_sums(slots: Tensor, kind: SumKind) -> Tensor:
+def rounded_sums(slots: Tensor) -> Tensor:
     """The sums as float64, each rounded once, of shape (sums,): also NaN and infinities, as IEEE arithmetic
     has them.
     """
-    return torch.tensor([_rounded(row, kind) for row in slots.tolist()], dtype=torch.float64)
+    return torch.tensor([_rounded(row) for row in slots.tolist()], dtype=torch.float64)
 
 
-def _rounded(row: list[int], kind: SumKind) -> float:
+def _rounded(row: list[int]) -> float:
     nan, positive, negative = row[:_COUNTS]
     if nan or (positive and negative):
         return math.nan
@@ -112,6 +76,6 @@ def _rounded(row: list[int], kind: SumKind) -> float:
         return math.inf if positive else -math.inf
     total = from_limbs(row[_COUNTS:])
     try:
-        return total / (1 << kind.unit_bits)  # Python's int / int rounds correctly
+        return total / (1 << DOUBLE_UNIT_BITS)  # Python's int / int rounds correctly
     except OverflowError:
         return math.inf if total > 0 else -math.inf

@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"([0-9]+)")
 _ODD = re.compile(r"[^\w.+=@-]+")
 _WEIGHTS = "weights"
 # The table in its forms; it lies beside the models' folders, with what keeps other runs out.
-TABLES = (MODELS, "models.csv", "models.md", "models.tex")
+TABLES = (MODELS, "models.csv", "models.md")
 # No model's folder: these, and what a run of one model would have there.
 _TAKEN = (*TABLES, "lease.json", RESULT, JOB, STATUS)
 _LISTED = 5

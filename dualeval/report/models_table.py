@@ -1,4 +1,4 @@
-"""The table of several models that one run has evaluated: on the screen, as CSV, Markdown and LaTeX."""
+"""The table of several models that one run has evaluated: on the screen, as CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,6 @@ DONE, FAILED, NOT_DONE = "done", "failed", "not done"
 _DIGESTS = ("metrics_digest", "samples_digest")
 # Of the screen: the name, the speed and the status of each model, and a metric with its interval.
 _OTHER_COLUMNS, _METRIC_WIDTH = 40, 20
-_LATEX = {
-    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-}
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|~])")
 
 
@@ -133,33 +127,14 @@ class ModelsTable:
         """As a table of Markdown; the best values are bold."""
         head = ["model", *self.metrics, "samples/s", "status"]
         lines = [[_markdown(text) for text in head], ["---", *["---:"] * (len(self.metrics) + 1), "---"]]
-        lines += self._lines(_markdown, lambda text: f"**{text}**", str)
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-    def to_latex(self) -> str:
-        """As a ``tabular`` of plain LaTeX, which needs no package; the best values are bold."""
-        head = ["model", *self.metrics, "samples/s", "status"]
-        ends = f"l{'r' * (len(self.metrics) + 1)}l"
-        body = self._lines(_latex, lambda text: f"\\textbf{{{text}}}", lambda text: f"{{\\small {text}}}")
-        lines = [[_latex(text) for text in head], *body]
-        rows = [f"{' & '.join(line)} \\\\" for line in lines]
-        return "\n".join(
-            [f"\\begin{{tabular}}{{{ends}}}", "\\hline", rows[0], "\\hline", *rows[1:], "\\hline"]
-            + ["\\end{tabular}", ""]
-        )
-
-    def _lines(
-        self, escaped: Callable[[str], str], bold: Callable[[str], str], small: Callable[[str], str]
-    ) -> list[list[str]]:
-        lines = []
         for row in self.rows:
-            line = [escaped(row.name)]
+            line = [_markdown(row.name)]
             for name in self.metrics:
-                value, interval = self.cell(row, name)
-                value = bold(escaped(value)) if self.is_best(row, name) else escaped(value)
-                line.append(f"{value} {small(escaped(f'({interval})'))}" if interval else value)
-            lines.append([*line, _speed(row), escaped(row.said)])
-        return lines
+                value, interval = map(_markdown, self.cell(row, name))
+                value = f"**{value}**" if self.is_best(row, name) else value
+                line.append(f"{value} ({interval})" if interval else value)
+            lines.append([*line, _speed(row), _markdown(row.said)])
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def to_json(self, *, whole: bool) -> str:
         """As one JSON object with the list ``models``."""
@@ -237,7 +212,3 @@ def _speed(row: ModelRow) -> str:
 
 def _markdown(text: str) -> str:
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
-
-
-def _latex(text: str) -> str:
-    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()) if letter.isprintable())

@@ -132,7 +132,7 @@ class ImageClassificationOptions(PictureOptions):
     num_classes: int | None = option(
         None, "Number of classes, if data and weights do not define it.", group=_DATA, least=1
     )
-    class_map: Path | None = option(None, "Class index of each folder: a JSON or CSV file.", group=_DATA)
+    class_map: Path | None = option(None, "Class index of each folder: a JSON file.", group=_DATA)
     class_order: str | None = option(
         None,
         "Order of class folders: number puts 2 before 10.",

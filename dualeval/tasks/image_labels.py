@@ -76,7 +76,7 @@ def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) ->
     each = "Give one folder a class, empty ones too, or say" if labels.noun == "folder" else "Say"
     raise UsageError(
         f"--num-classes {asked}, but {count}. {each} which classes the {labels.noun}s are with --class-map "
-        f"FILE ({labels.noun} to index, JSON or CSV)."
+        f"FILE ({labels.noun} to index, JSON)."
     )
 
 
@@ -93,7 +93,7 @@ def hint_for(labels: Labels, classes: int) -> str:
     if classes > len(labels.classes):
         return (
             f" Where the {labels.noun}s are some of the model's classes, say which with --class-map FILE "
-            f"({labels.noun} to index, JSON or CSV)."
+            f"({labels.noun} to index, JSON)."
         )
     return ""
 

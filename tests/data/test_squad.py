@@ -115,7 +115,7 @@ def test_a_byte_order_mark_and_any_line_end_are_read(tmp_path: Path, mark: bytes
     questions = read_questions(write(tmp_path, mark + text.encode()))
     assert questions[0].context == "One ünd two."
     wrong = mark + text.replace('"Second?"', "7").encode()
-    assert refused(write(tmp_path, wrong)).startswith(", line 26: data[0].paragraphs[0].qas[1].question is")
+    assert refused(write(tmp_path, wrong)).startswith(": data[0].paragraphs[0].qas[1].question is")
 
 
 def test_misplaced_answers_are_found(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Parsed:
 Shape: TypeAlias = "str | Parsed | list[Any] | dict[str, Any]"
 Columns: TypeAlias = "str | Parsed | Sequence[Any] | Mapping[str, Any]"
 
-_KINDS = "a column's name, a list [...] of one entry a sample, a dict {...} or parsed(column)"
+_KINDS = "a column's name, a list [...] of one entry a sample, a dict {...} or Parsed(column)"
 # TorchMetrics is written for int64 classes: some of its kernels take no other integer.
 _WIDENED = (torch.int8, torch.int16, torch.int32)
 
@@ -147,11 +147,11 @@ def _single(shape: Shape, read: Mapping[str, Tensor | list[Any]], place: int) ->
         return [_single(part, read, place) for part in shape]
     text = read[shape.column][place]
     if not isinstance(text, str):
-        raise UsageError(f"parsed({shape.column!r}): the column holds numbers, expected a column of text")
+        raise UsageError(f"Parsed({shape.column!r}): the column holds numbers, expected a column of text")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UsageError(f"parsed({shape.column!r}): {text!a} is not JSON ({error})") from error
+        raise UsageError(f"Parsed({shape.column!r}): {text!a} is not JSON ({error})") from error
 
 
 def _joined(name: str, column: Tensor | list[Any]) -> Any:

@@ -84,7 +84,7 @@ def find_class(name: str) -> type:
         return known[own]
     raise UsageError(
         f"TorchMetrics {torchmetrics().__version__} has no class {name!r}, or a package that the class needs "
-        f"is not installed.{nearest(own, known)} See docs/torchmetrics-routes.md"
+        f"is not installed.{nearest(own, known)} See docs/torchmetrics.md"
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dualeval.errors import RefusedSamples, UsageError, text_of
 from dualeval.metrics.exact import NONFINITE_KINDS
-from dualeval.metrics.limbs import add_exactly, rounded_sums
+from dualeval.metrics.limbs import SUM_SLOTS, add_exactly, rounded_sums
 from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.torchmetrics.arguments import Arguments
 from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
@@ -111,7 +111,7 @@ class InLedger(_Wrapped):
     """A metric whose states are sums: an update of a copy for each batch, and its states into the ledger.
 
     Ledger: the number of updates; then the states one after the other: of integers a slot each; of floats the
-    number of updates that gave float64, then 3 counts of what is not finite and 10 or 67 limbs each.
+    number of updates that gave float64, then 3 counts of what is not finite and 67 limbs each.
     """
 
     # Floats are rounded within an update, and a metric may average over one.
@@ -140,9 +140,9 @@ class InLedger(_Wrapped):
         for state, part, value in zip(self._states, self._parts(ledger), values, strict=True):
             if state.kind is StateKind.INTEGER:
                 part += value.to(torch.int64)
-            elif state.sums is not None:
+            elif state.kind is StateKind.FLOAT:
                 part[0] += value.dtype == torch.float64
-                add_exactly(part[1:].view(-1, state.sums.slots), value.to(state.sums.dtype), state.sums)
+                add_exactly(part[1:].view(-1, SUM_SLOTS), value)
 
     def compute(self, ledger: Tensor) -> Measured:
         """Put the sums into a copy of the metric, and let it compute; without samples a None."""
@@ -157,8 +157,8 @@ class InLedger(_Wrapped):
                     state.name,
                     _integers(part.clone(), metric._defaults[state.name]).view(state.shape),
                 )
-            elif state.sums is not None:
-                total = rounded_sums(part[1:].view(-1, state.sums.slots), state.sums)
+            elif state.kind is StateKind.FLOAT:
+                total = rounded_sums(part[1:].view(-1, SUM_SLOTS))
                 dtype = torch.float64 if part[0] else metric._defaults[state.name].dtype
                 setattr(metric, state.name, total.to(dtype).view(state.shape))
         metric._update_count = updates

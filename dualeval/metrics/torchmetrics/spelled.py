@@ -2,9 +2,9 @@
 
     torchmetrics:CLASS(ARGUMENTS)@COLUMNS as NAME
 
-ARGUMENTS are literals, or metrics spelled the same way. COLUMNS are ``argument=column``, separated by commas;
-a column stands by itself or in quotes, ``[column]`` is a list with one entry a sample, ``{"key": column}`` a
-dict, and ``parsed(column)`` the JSON in a text. What stands behind @, and behind as, may be left out.
+ARGUMENTS are literals. COLUMNS are ``argument=column``, separated by commas; a column stands by itself or in
+quotes. What stands behind @, and behind as, may be left out. Wrappers, and lists and dicts of columns, are
+for ``from_torchmetrics``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.metrics.torchmetrics.arguments import Parsed, Shape
+from dualeval.metrics.torchmetrics.arguments import Shape
 from dualeval.metrics.torchmetrics.library import find_class
 
 PREFIX = "torchmetrics:"
@@ -79,13 +79,8 @@ def _built(node: ast.expr, text: str) -> Any:
     """A metric of ``Class`` or ``Class(...)``."""
     call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
     kind = find_class(ast.unparse(call.func))
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            raise UsageError(
-                f"{text!r}: ** stands for arguments that nobody can see, expected them one by one"
-            )
     positional = [_value(argument, text) for argument in call.args]
-    named = {str(keyword.arg): _value(keyword.value, text) for keyword in call.keywords}
+    named = {keyword.arg or "**": _value(keyword.value, text) for keyword in call.keywords}
     try:
         return kind(*positional, **named)
     except (TypeError, ValueError, ImportError, RuntimeError, LookupError) as error:
@@ -93,55 +88,28 @@ def _built(node: ast.expr, text: str) -> Any:
 
 
 def _value(node: ast.expr, text: str) -> Any:
-    """A literal, or a metric for a wrapper."""
-    if isinstance(node, ast.Call):
-        return _built(node, text)
-    if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
-        keys = [_value(key, text) for key in node.keys if key is not None]
-        return dict(zip(keys, (_value(value, text) for value in node.values), strict=True))
-    if isinstance(node, ast.List):
-        return [_value(entry, text) for entry in node.elts]
     try:
         return ast.literal_eval(node)
     except ValueError as error:
         raise UsageError(
             f"{text!r}: {ast.unparse(node)!r} is no literal; expected a number, a text in quotes, True, "
-            "False, None, or lists, tuples, sets and dicts of these"
+            "False, None, or lists, tuples, sets and dicts of these. A metric with another one inside is "
+            "made in Python: dualeval.metrics.from_torchmetrics"
         ) from error
 
 
 def _columns(source: str, text: str) -> dict[str, Shape]:
     call = _parsed(f"columns({source})", text)
+    found: dict[str, Shape] = {}
     # What closes the bracket early is no call of columns any more.
-    if (
-        not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name))
-        or call.args
-        or not call.keywords
-        or any(keyword.arg is None for keyword in call.keywords)
-    ):
-        raise UsageError(f"{text!r}: behind @ expected argument=column, separated by commas, as in {SYNTAX}")
-    return {str(keyword.arg): _shape(keyword.value, text) for keyword in call.keywords}
-
-
-def _shape(node: ast.expr, text: str) -> Shape:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.List):
-        return [_shape(entry, text) for entry in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [
-            key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
-        ]
-        if len(keys) == len(node.keys):
-            return {key: _shape(value, text) for key, value in zip(keys, node.values, strict=True)}
-    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "parsed"
-    if isinstance(node, ast.Call) and named and len(node.args) == 1 and not node.keywords:
-        inner = _shape(node.args[0], text)
-        if isinstance(inner, str):
-            return Parsed(inner)
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+        for keyword in call.keywords:
+            name = getattr(keyword.value, "id", getattr(keyword.value, "value", None))
+            if isinstance(name, str):
+                found[keyword.arg or "**"] = name
+        if found and len(found) == len(call.keywords):
+            return found
     raise UsageError(
-        f"{text!r}: {ast.unparse(node)!r} is no column; expected a column's name, [column], "
-        f"{{'key': column}} or parsed(column)"
+        f"{text!r}: behind @ expected argument=column, separated by commas, as in {SYNTAX}. Lists and dicts "
+        "of columns are for dualeval.metrics.from_torchmetrics"
     )

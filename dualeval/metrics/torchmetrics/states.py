@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.metrics.limbs import DOUBLE_SUMS, FLOAT_SUMS, SumKind
+from dualeval.metrics.limbs import SUM_SLOTS
 
-# Sums of float32 states have room for float64 values too, as a state becomes float64 with such columns,
-# unless a metric has very many: 560 bytes each.
-_MOST_WIDE = 4_096
+# Sums of floats in the ledger take 560 bytes each.
+_MOST_FLOATS = 4_096
 # What TorchMetrics' base class keeps besides states, and what torch does.
 _BASE = {
     *("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_update_signature"),
@@ -41,8 +40,6 @@ class State:
     # How it is merged.
     kind: StateKind
     shape: torch.Size
-    # How its floats are summed; None for integers and constants.
-    sums: SumKind | None = None
 
     @property
     def size(self) -> int:
@@ -50,7 +47,7 @@ class State:
         elements = self.shape.numel()
         if self.kind is StateKind.CONSTANT:
             return 0
-        return elements if self.sums is None else 1 + elements * self.sums.slots
+        return elements if self.kind is StateKind.INTEGER else 1 + elements * SUM_SLOTS
 
 
 def isolated(metric: Any) -> Any:
@@ -101,28 +98,20 @@ def states_of(metric: Any) -> list[State] | None:
     inner = [part for part in metric.modules() if part is not metric]
     if any(hasattr(part, "_reductions") for part in inner):
         return None  # a wrapper's update decides what reaches the states of the metric inside it
-    floats = sum(
-        default.numel()
-        for default in metric._defaults.values()
-        if isinstance(default, Tensor) and default.is_floating_point()
-    )
     for name, default in metric._defaults.items():
         merged = getattr(metric._reductions[name], "__name__", None)
         if not isinstance(default, Tensor) or default.is_complex():
             return None
-        whole = not default.is_floating_point()
         if merged == "dim_zero_mean" and default.any():
             # Such as a parameter that is kept as a state; that update leaves it alone is checked each time.
-            found.append(State(name=name, kind=StateKind.CONSTANT, shape=default.shape))
+            kind = StateKind.CONSTANT
         elif merged != "dim_zero_sum" or default.any():
             return None
-        elif whole:
-            found.append(State(name=name, kind=StateKind.INTEGER, shape=default.shape))
         else:
-            wide = default.dtype == torch.float64 or floats <= _MOST_WIDE
-            sums = DOUBLE_SUMS if wide else FLOAT_SUMS
-            found.append(State(name=name, kind=StateKind.FLOAT, shape=default.shape, sums=sums))
-    return found if any(state.size for state in found) else None
+            kind = StateKind.FLOAT if default.is_floating_point() else StateKind.INTEGER
+        found.append(State(name=name, kind=kind, shape=default.shape))
+    floats = sum(state.shape.numel() for state in found if state.kind is StateKind.FLOAT)
+    return found if any(state.size for state in found) and floats <= _MOST_FLOATS else None
 
 
 def check_additive(
@@ -171,8 +160,6 @@ def checked(metric: Any, state: State) -> Tensor:
         found = f"of shape {tuple(value.shape)}"
     elif state.kind is StateKind.INTEGER and (value.is_floating_point() or value.is_complex()):
         found, wanted = f"of {value.dtype}", "integers"
-    elif state.sums is FLOAT_SUMS and value.dtype == torch.float64:
-        found, wanted = "of float64", "float32: cast the columns with .float()"
     elif state.kind is StateKind.CONSTANT and not torch.equal(
         value, metric._defaults[state.name].to(value.dtype)
     ):

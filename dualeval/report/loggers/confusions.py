@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ _PAIR = ["target", "prediction"]
 # Whole numbers beyond are no classes of which a matrix could be drawn.
 _MOST_CLASSES = 100_000
 _PER_CLASS = "per_class"
+_ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +105,21 @@ def _of_rows(path: Path, result: Result, names: Sequence[str | None]) -> Confusi
     import pyarrow
     import pyarrow.parquet
 
+    counts: Counter[tuple[int, int]] = Counter()
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             types = {field.name: field.type for field in file.schema_arrow}
             if not all(name in types and pyarrow.types.is_integer(types[name]) for name in _PAIR):
                 return None
-            rows = file.read(_PAIR).drop_null()
+            for rows in file.iter_batches(_ROWS_AT_ONCE, columns=_PAIR):
+                table = pyarrow.Table.from_batches([rows]).drop_null()
+                pairs = table.group_by(_PAIR).aggregate([([], "count_all")]).to_pydict()
+                for target, prediction, count in zip(*pairs.values(), strict=True):
+                    counts[target, prediction] += count
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DualevalError(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
-    pairs = rows.group_by(_PAIR).aggregate([(_PAIR[0], "count")]).to_pydict()
-    counted = zip(pairs["target"], pairs["prediction"], pairs["target_count"], strict=True)
     # Without what a task leaves out, as -1 or -100.
-    entries = sorted([*entry] for entry in counted if entry[0] >= 0)
+    entries = sorted([*pair, count] for pair, count in counts.items() if pair[0] >= 0)
     given = result.job.get("num_classes")
     largest = max((max(target, prediction) for target, prediction, _ in entries), default=-1)
     least = min((prediction for _, prediction, _ in entries), default=0)

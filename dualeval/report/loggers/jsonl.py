@@ -14,22 +14,19 @@ def write(record: Record, target: Target) -> str:
     """Add a line to the file; one that is there already stays the only one."""
     path = Path(target.where)
     path.parent.mkdir(parents=True, exist_ok=True)
-    start = b""
+    ends_whole = True
     if path.exists():
         with path.open("rb") as file:
-            ends_whole = True
             for line in file:
                 ends_whole = line.endswith(b"\n")
                 if _key(line) == record.key:
                     return f"{path} has this result already"
-        start = b"" if ends_whole else b"\n"
     content = {"key": record.key, "step": record.step, "name": record.name, "scalars": record.scalars}
     line = json.dumps({**content, **record.result}, ensure_ascii=False).encode("utf-8", "backslashreplace")
     # In one piece behind what others write at the same time.
-    with path.open("ab", buffering=0) as file:
-        data = start + line + b"\n"
-        while data:
-            data = data[file.write(data) or 0 :]
+    with path.open("ab") as file:
+        file.write(line + b"\n" if ends_whole else b"\n" + line + b"\n")
+        file.flush()
         os.fsync(file.fileno())
     return f"a line in {path}"
 

@@ -40,7 +40,7 @@ def log_result(
     for outcome in outcomes:
         if outcome.error:
             note(f"{outcome}. The result is complete.{again(outcome.target)}")
-        elif step is None or outcome.lacks:  # a training would say it each epoch
+        elif step is None:  # a training would say it each epoch
             note(str(outcome))
 
 
@@ -52,11 +52,9 @@ def export_result(
     note: Callable[[str], None],
 ) -> list[str]:
     """Log a result by itself."""
+    outcomes = send(result, folder, targets, step, _BY_ITSELF_S, note)
     # What has failed comes first.
-    outcomes = sorted(
-        send(result, folder, targets, step, _BY_ITSELF_S, note), key=lambda outcome: not outcome.error
-    )
-    said = [*map(str, outcomes)]
+    said = [*map(str, sorted(outcomes, key=lambda outcome: not outcome.error))]
     if any(outcome.error for outcome in outcomes):
         raise DualevalError("\n".join(said))
     return said

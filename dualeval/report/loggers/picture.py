@@ -1,11 +1,10 @@
-"""A confusion matrix as a picture: counts in cells for few classes, a map and a list for many."""
+"""A confusion matrix as a picture: counts in cells for few classes, a map for many."""
 
 from __future__ import annotations
 
 import io
-import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,23 +12,20 @@ import numpy.typing as npt
 from dualeval.wording import printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from dualeval.report.loggers.confusions import Confusion
 
-# Up to so many classes each cell has its count, up to so many each row its name; where there are more than
-# the third, neighbours share a cell.
-_COUNTED, _NAMED, _CELLS = 30, 100, 500
-_LISTED = 24
-_NAME_LETTERS, _LISTED_LETTERS = 30, 22
+# Up to so many classes each cell has its count, up to so many each row its name; more than the third are not
+# drawn.
+_COUNTED, _NAMED, MOST_DRAWN = 20, 100, 1_000
+_NAME_LETTERS = 30
 _CELL, _LEAST, _MOST = 0.5, 5.0, 12.0  # inches: of a cell's side, and of the matrix's
+_LABEL, _TITLE = 0.5, 0.9  # inches: of an axis' name, and above the matrix
 _LETTER = 0.65  # the width of a letter, of its size
 _POINTS = 72  # of an inch
 # Where the colours begin: a single sample among many is to be seen.
-_FAINTEST = 0.2
+_FAINTEST = -0.04
 _DARK = 0.4
 _STYLE = {"text.parse_math": False, "font.size": 10}  # names of strangers are no formulas
-_PERCENTS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1)
 
 
 def draw_confusion(confusion: Confusion, title: str) -> bytes:
@@ -38,94 +34,59 @@ def draw_confusion(confusion: Confusion, title: str) -> bytes:
     Colours are shares of the samples of each target, on a scale of square roots: a confusion of 1 % is to be
     seen. A last column, NaN, is there where it has entries.
     """
-    from matplotlib import colormaps, style
-    from matplotlib.colors import ListedColormap, PowerNorm
+    from matplotlib import style
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
-    counts = confusion.counts()
-    group = math.ceil(confusion.classes / _CELLS)
-    amounts = _cells(counts, math.ceil(confusion.classes / group), group)
-    shares = amounts / np.maximum(amounts.sum(1, keepdims=True), 1)
+    amounts = _amounts(confusion)
     rows, columns = amounts.shape
+    shares = amounts / np.maximum(amounts.sum(1, keepdims=True), 1)
     side = min(max(_CELL * rows, _LEAST), _MOST)
+    width = _POINTS * side / rows  # of a cell, in points
+    size = min(10.0, 0.9 * width)
+    names = [_fitted(confusion.name(index)) for index in [*range(rows), -1][:columns]]
+    shown = names if rows <= _NAMED else [f"{rows:,}"]
+    margin = _LETTER * size * max(map(len, shown)) / _POINTS + _LABEL
     # Whatever the user's matplotlibrc has set, and without a word about letters that the font lacks.
     with warnings.catch_warnings(), style.context(["default", _STYLE]):
         warnings.simplefilter("ignore")
-        # What is beside the matrix lies outside of the figure, which is saved with it.
-        figure = Figure(figsize=(side, side))
-        axes = figure.add_axes((0, 0, columns / rows, 1))
-        image = axes.imshow(
-            np.ma.masked_equal(shares, 0),
-            ListedColormap(colormaps["Blues"](np.linspace(_FAINTEST, 1, 256))),
-            norm=PowerNorm(0.5, 0, 1),
-            interpolation="nearest",
-            extent=(-0.5, group * columns - 0.5, group * rows - 0.5, -0.5),
-            aspect="auto",
-        )
+        # Margins are made here: matplotlib's own ways to fit a figure lay all names out twice.
+        wide, high = margin + side * columns / rows + _LABEL, margin + side + _TITLE
+        figure = Figure(figsize=(wide, high))
+        axes = figure.add_axes((margin / wide, margin / high, side * columns / rows / wide, side / high))
+        norm = PowerNorm(0.5, _FAINTEST, 1)
+        axes.imshow(np.ma.masked_equal(shares, 0), "Blues", norm=norm, interpolation="nearest", aspect="auto")
         axes.set(xlabel="predicted", ylabel="target")
-        axes.set_title(f"{printable(title)}\n{_summary(counts, confusion.classes, group)}", loc="left")
-        right = columns / rows + 0.3 / side
-        scale = figure.colorbar(
-            image, figure.add_axes((right, 1 - 2.5 / side, 0.2 / side, 2.5 / side)), ticks=_PERCENTS
-        )
-        scale.ax.yaxis.set_major_formatter(PercentFormatter(1))
-        if confusion.classes <= _NAMED:
-            _name(axes, confusion, columns, size=min(10.0, 0.9 * _POINTS * side / rows))
-        if confusion.classes <= _COUNTED:
-            _write_counts(axes, amounts, shares, width=_POINTS * side / rows)
-        else:
-            figure.text(right + 1.2 / side, 1, _most_frequent(confusion, counts), verticalalignment="top")
+        figure.text(0.1 / wide, 1 - 0.1 / high, f"{printable(title)}\n{_summary(amounts)}", va="top")
+        if rows <= _NAMED:
+            axes.set_yticks(range(rows), names[:rows], fontsize=size)
+            axes.set_xticks(range(columns), names, fontsize=size, rotation=90)
+        for row, column in np.argwhere(amounts).tolist() if rows <= _COUNTED else ():
+            text = f"{amounts[row, column]:,}"
+            colour = "white" if shares[row, column] > _DARK else "black"
+            fitting = min(11.0, 0.9 * width / (_LETTER * len(text)))
+            axes.text(column, row, text, color=colour, fontsize=fitting, ha="center", va="center")
         with io.BytesIO() as file:
-            figure.savefig(file, format="png", dpi=100, bbox_inches="tight", pad_inches=0.2)
+            figure.savefig(file, format="png", dpi=100)
             return file.getvalue()
 
 
-def _cells(counts: npt.NDArray[np.int64], rows: int, group: int) -> npt.NDArray[np.int64]:
-    """Each cell's count; a row, or column, is that of ``group`` neighbours."""
-    predicted = np.where(counts[:, 1] < 0, rows, counts[:, 1] // group)
-    amounts = np.zeros((rows, rows + bool((counts[:, 1] < 0).any())), np.int64)
-    np.add.at(amounts, (counts[:, 0] // group, predicted), counts[:, 2])
+def _amounts(confusion: Confusion) -> npt.NDArray[np.int64]:
+    """Each cell's count."""
+    target, prediction, count = confusion.counts().T
+    classes = confusion.classes
+    amounts = np.zeros((classes, classes + bool((prediction < 0).any())), np.int64)
+    np.add.at(amounts, (target, np.where(prediction < 0, classes, prediction)), count)
     return amounts
 
 
-def _summary(counts: npt.NDArray[np.int64], classes: int, group: int) -> str:
-    total = int(counts[:, 2].sum())
-    right = int(counts[counts[:, 0] == counts[:, 1], 2].sum())
+def _summary(amounts: npt.NDArray[np.int64]) -> str:
+    total, right = int(amounts.sum()), int(amounts.trace())
     share = f", {100 * right / total:.2f} % on the diagonal" if total else ""
-    shared = f"; each cell is {group} x {group} classes" if group > 1 else ""
-    return f"{classes:,} classes, {total:,} samples{share}{shared}; colours are shares of each row"
+    return f"{len(amounts):,} classes, {total:,} samples{share}\ncolours are shares of each row"
 
 
-def _name(axes: Axes, confusion: Confusion, columns: int, *, size: float) -> None:
-    names = [_fitted(confusion.name(index), _NAME_LETTERS) for index in range(confusion.classes)]
-    axes.set_yticks(range(len(names)), names, fontsize=size)
-    names += [confusion.name(-1)] * (columns - len(names))
-    axes.set_xticks(range(columns), names, fontsize=size, rotation=90)
-
-
-def _write_counts(axes: Axes, amounts: npt.NDArray[np.int64], shares: Any, *, width: float) -> None:
-    for row, column in np.argwhere(amounts).tolist():
-        text = f"{amounts[row, column]:,}"
-        size = min(11.0, 0.9 * width / (_LETTER * len(text)))
-        colour = "white" if shares[row, column] > _DARK else "black"
-        axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center")
-
-
-def _most_frequent(confusion: Confusion, counts: npt.NDArray[np.int64]) -> str:
-    """The pairs that are mixed up most often, a line each."""
-    wrong = counts[counts[:, 0] != counts[:, 1]]
-    support = np.bincount(counts[:, 0], counts[:, 2], confusion.classes)
-    lines = ["most frequent confusions (share of the target)\n"]
-    # Equal counts in the order of the classes.
-    order = np.lexsort((wrong[:, 1], wrong[:, 0], -wrong[:, 2]))
-    for target, predicted, count in wrong[order][:_LISTED].tolist():
-        pair = [_fitted(confusion.name(index), _LISTED_LETTERS) for index in (target, predicted)]
-        lines.append(f"{count:,}  ({100 * count / support[target]:.0f} %)   {pair[0]}  as  {pair[1]}")
-    return "\n".join(lines)
-
-
-def _fitted(text: str, most: int) -> str:
+def _fitted(text: str) -> str:
     """As much of a name as there is room for."""
     text = printable(" ".join(text.split()))
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= _NAME_LETTERS else f"{text[: _NAME_LETTERS - 3]}..."

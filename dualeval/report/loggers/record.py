@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of, is_confusion
-from dualeval.report.loggers.picture import draw_confusion
+from dualeval.report.loggers.picture import MOST_DRAWN, draw_confusion
 from dualeval.report.loggers.targets import is_installed
 from dualeval.result import Result
 
@@ -59,6 +60,7 @@ class Record:
     # The content of result.json.
     result: dict[str, Any]
 
+    @cached_property
     def pictures(self) -> dict[str, bytes]:
         """The confusion matrices as PNG files, by name; none where matplotlib is not there."""
         if not is_installed("matplotlib"):
@@ -70,6 +72,7 @@ class Record:
                 confusion, f"{name.removesuffix('_matrix').replace('_', ' ').capitalize()}{behind}"
             )
             for name, confusion in self.confusions.items()
+            if confusion.classes <= MOST_DRAWN
         }
 
 

@@ -1,4 +1,4 @@
-"""A result sent to trackers, each in a process of its own, which ends in time whatever its tracker does.
+"""A result sent to trackers, in a process of its own, which ends in time whatever they do.
 
 Trackers print, register functions for the end, start services, and keep one run a process, which may be the
 caller's own. None of that reaches this process.
@@ -13,17 +13,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import monotonic, sleep
-from typing import IO, Any
+from threading import Lock
+from time import monotonic
+from typing import IO, TYPE_CHECKING, Any
 
 from dualeval.errors import message_of, with_type
+from dualeval.process_start import end_with_parent
 from dualeval.report.loggers.targets import Target, is_installed
 from dualeval.result import SCHEMA_VERSION, Result, result_from
+
+if TYPE_CHECKING:
+    from dualeval.report.loggers.record import Record
 
 # The working folder is not on its path: a file there could have the name of a module.
 _CODE = """
@@ -46,11 +51,9 @@ _DEFAULTS = {
 # The service of a run that the caller's own script has open.
 _OF_CALLER = "WANDB_SERVICE"
 _MOST_LETTERS = 600
+_MOST_BYTES = 2**20  # of all answers
 # After so long people are told what is waited for.
 _QUIET_S = 10.0
-# It ends itself, too, where nobody is left to end it.
-_LATER_S = 5.0
-_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +66,11 @@ class Outcome:
     said: str = ""
     # Why it is not there; empty where it is.
     error: str = ""
-    # What of it is not there, with what to type; empty where it is whole.
-    lacks: str = ""
 
     def __str__(self) -> str:
         if self.error:
             return f"not logged to {self.target.text}: {self.error}"
-        return f"logged to {self.target.kind}: {self.said}{self.lacks}"
+        return f"logged to {self.target.kind}: {self.said}"
 
 
 def send(
@@ -81,143 +82,129 @@ def send(
     note: Callable[[str], None],
 ) -> list[Outcome]:
     """Write a result into trackers, all at the same time."""
-    variables = {**_DEFAULTS, **os.environ}
-    variables.pop(_OF_CALLER, None)
     end = monotonic() + limit_s
-    quiet = min(end, monotonic() + _QUIET_S)
     try:
-        content = _content(result, folder, step)
-        with ExitStack() as stack:
-            started = [
-                stack.enter_context(_started(target, content, variables, limit_s)) for target in targets
-            ]
-            for sending in started:
-                if not sending.has_ended(quiet):
-                    note(
-                        f"still logging to {sending.target.text}: it has not answered yet, and is given "
-                        f"{limit_s:.0f} s in all. The result is complete."
-                    )
-            return [sending.outcome(end, limit_s) for sending in started]
+        with _started(_content(result, folder, targets, step)) as (process, answered, printed):
+            if not _has_ended(process, min(end, monotonic() + _QUIET_S)):
+                there = _answers(answered)
+                late = " and ".join(target.text for target in targets if target.text not in there)
+                note(
+                    f"still logging to {late}: it has not answered yet, and is given {limit_s:.0f} s in all. "
+                    "The result is complete."
+                )
+            why = f"no answer within {limit_s:.0f} s"
+            if _has_ended(process, end):
+                why = f"its process ended with {process.returncode}: {_last_line(printed)}"
+            answers = _answers(answered)
     except (OSError, ValueError, TypeError) as error:  # no process, no disk, a metric of an odd form
         return [Outcome(target=target, error=with_type(error)) for target in targets]
+    return [Outcome(target=target, **answers.get(target.text, {"error": why})) for target in targets]
 
 
-def _content(result: Result, folder: Path | None, step: int | None) -> dict[str, Any]:
+def _content(
+    result: Result, folder: Path | None, targets: Sequence[Target], step: int | None
+) -> dict[str, Any]:
     # As in the file: which run prints it makes no difference.
     fields = {"schema_version": SCHEMA_VERSION, **result.digests, **asdict(replace(result, earlier=False))}
-    return {"result": fields, "folder": None if folder is None else str(folder), "step": step}
+    to = [asdict(target) for target in targets]
+    return {"result": fields, "folder": None if folder is None else str(folder), "step": step, "targets": to}
 
 
 @contextmanager
-def _started(
-    target: Target, content: Mapping[str, Any], variables: Mapping[str, str], limit_s: float
-) -> Iterator[_Sending]:
+def _started(content: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], IO[str], IO[str]]]:
+    """The process that writes a result, and the files of its standard output and error."""
+    variables = {**_DEFAULTS, **os.environ}
+    variables.pop(_OF_CALLER, None)
     with (
         tempfile.TemporaryFile("w+") as given,
-        tempfile.TemporaryFile("w+") as answer,
+        tempfile.TemporaryFile("w+") as answered,
         tempfile.TemporaryFile("w+", errors="replace") as printed,
     ):
-        json.dump({**content, "target": asdict(target)}, given, default=str)
+        json.dump(content, given, default=str)
         given.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, str(_ROOT), str(limit_s + _LATER_S), str(os.getpid())],
+            [sys.executable, "-c", _CODE, str(_ROOT)],
             stdin=given,
-            stdout=answer,
+            stdout=answered,
             stderr=printed,
             env=variables,
             # Ctrl-C is this process's.
             start_new_session=True,
         )
         try:
-            yield _Sending(target=target, process=process, answer=answer, printed=printed)
+            yield process, answered, printed
         finally:
-            if process.poll() is None:
-                _end(process.pid)
+            with suppress(ProcessLookupError):  # it has ended, and left nothing
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sending:
-    """A process that writes a result into a tracker."""
-
-    target: Target
-    process: subprocess.Popen[bytes]
-    # Files of its standard output and error.
-    answer: IO[str]
-    printed: IO[str]
-
-    def has_ended(self, end: float) -> bool:
-        """Wait for it until some time."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, end - monotonic()))
-        return self.process.returncode is not None
-
-    def outcome(self, end: float, limit_s: float) -> Outcome:
-        """Wait for it until some time, with which the limit of all is over."""
-        has_ended = self.has_ended(end)
-        self.answer.seek(0)
-        if text := self.answer.read():
-            return Outcome(target=self.target, **json.loads(text))
-        if not has_ended:
-            return Outcome(target=self.target, error=f"no answer within {limit_s:.0f} s")
-        self.printed.seek(0)
-        lines = [*filter(None, map(str.strip, self.printed.read().split("\n")))]
-        last = lines[-1][:_MOST_LETTERS] if lines else "nothing was printed"
-        return Outcome(target=self.target, error=f"its process ended with {self.process.returncode}: {last}")
+def _has_ended(process: subprocess.Popen[bytes], end: float) -> bool:
+    """Wait for a process until some time."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, end - monotonic()))
+    return process.returncode is not None
 
 
-def _end(pid: int) -> None:
-    """End a process, and what it has started, also in sessions of their own, before it."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for parent in found:
-        found += [number for number, above in parents.items() if above == parent]
-    for number in reversed(found):
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
+def _answers(answered: IO[str]) -> dict[str, dict[str, str]]:
+    """What has become of the result so far, by tracker."""
+    # Not read as a file: the process writes at the place where this one reads.
+    return dict(map(json.loads, os.pread(answered.fileno(), _MOST_BYTES, 0).splitlines()))
+
+
+def _last_line(printed: IO[str]) -> str:
+    printed.seek(0)
+    lines = printed.read().strip().splitlines()
+    return lines[-1].strip()[:_MOST_LETTERS] if lines else "nothing was printed"
 
 
 # -- the process that was started ----------------------------------------------------------------------
 
 
 def main() -> None:
-    """Write what standard input has into a tracker, and the answer where standard output was.
-
-    Arguments of the process: the package's folder, the most seconds that it may take, and the process that
-    waits for it.
-    """
+    """Write what standard input has into trackers, and a line for each where standard output was."""
+    end_with_parent(signal.SIGKILL)
     # What a tracker prints is no answer.
-    answer = os.fdopen(os.dup(1), "w")
+    answered = os.dup(1)
     os.dup2(2, 1)
-    limit_s, waiting = float(sys.argv[2]), int(sys.argv[3])
-    threading.Thread(target=_end_in_time, args=(limit_s, waiting), daemon=True).start()
-    with answer:
-        json.dump(written(json.load(sys.stdin)), answer)
+
+    def answer(text: str, fields: dict[str, str]) -> None:
+        os.write(answered, f"{json.dumps([text, fields])}\n".encode())
+
+    write_all(json.load(sys.stdin), answer)
 
 
-def _end_in_time(limit_s: float, waiting: int) -> None:
-    """End this process where it takes too long or nobody waits for it any more."""
-    end = monotonic() + limit_s
-    while monotonic() < end and os.getppid() == waiting:
-        sleep(_LOOK_S)
-    _end(os.getpid())
-
-
-def written(content: Mapping[str, Any]) -> dict[str, str]:
-    """Write a result into a tracker: what became of it, as fields of ``Outcome``."""
+def write_all(content: Mapping[str, Any], answer: Callable[[str, dict[str, str]], object]) -> None:
+    """Write a result into trackers; ``answer`` is called with each and what became of it."""
     from dualeval.report.loggers.record import record_of
 
-    target = Target(**content["target"])
+    targets = [Target(**fields) for fields in content["targets"]]
     folder = None if content["folder"] is None else Path(content["folder"])
     try:
         record = record_of(result_from(content["result"]), folder, content["step"])
-        said = importlib.import_module(f"dualeval.report.loggers.{target.kind}").write(record, target)
+        if any(target.kind != "jsonl" for target in targets):
+            record.pictures  # noqa: B018 - drawn once, and not by several threads
+    except Exception as error:  # noqa: BLE001 - as below
+        for target in targets:
+            answer(target.text, _failure(error))
+        return
+    importing = Lock()  # modules that import each other do not bear it from two threads
+    with ThreadPoolExecutor(len(targets)) as pool:
+        for target in targets:
+            pool.submit(lambda to: answer(to.text, _written(record, to, importing)), target)
+
+
+def _written(record: Record, target: Target, importing: Lock) -> dict[str, str]:
+    try:
+        with importing:
+            module = importlib.import_module(f"dualeval.report.loggers.{target.kind}")
+        said = module.write(record, target)
     except Exception as error:  # noqa: BLE001 - whatever a tracker raises is reported, and costs no result
-        return {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}
-    if not record.confusions or target.kind == "jsonl" or is_installed("matplotlib"):
-        return {"said": said}
-    lacks = " (without the picture of the confusion matrix: type pip install matplotlib)"
-    return {"said": said, "lacks": lacks}
+        return _failure(error)
+    if record.confusions and target.kind != "jsonl" and not is_installed("matplotlib"):
+        said += " (without the picture of the confusion matrix: type pip install matplotlib)"
+    return {"said": said}
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    return {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +17,8 @@ _OF_PACKAGES = ("tensorboard", "wandb", "mlflow")
 # Those that keep several runs in one place, so that the steps of a training need a name.
 _NAMED = ("wandb", "mlflow")
 _FILES = ("tensorboard", "jsonl")
-_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_.-]")
-# Letters that W&B refuses in the name of a project.
-_PROJECT = re.compile(r"([^/\\?%:]+/)?[^/\\?%:]+")
 _EXAMPLES = "tensorboard:runs/tb, wandb:my-project, mlflow:file:mlruns, jsonl:results.jsonl"
 
 
@@ -64,11 +60,6 @@ def _target(text: str, step: int | None, option: str) -> Target:
                 f"{option} {text!r}: {name!r} is no name of a run: expected 1 to 64 letters, digits, '-', "
                 "'_' and '.'"
             )
-        if kind == "wandb" and not _PROJECT.fullmatch(where):
-            raise UsageError(
-                f"{option} {text!r}: expected wandb:PROJECT or wandb:ENTITY/PROJECT, where neither name is "
-                "empty or has / \\ ? % or : in it"
-            )
         name = name or None
         if name is None and step is not None:
             raise UsageError(
@@ -100,25 +91,12 @@ def counted_from(text: str, folder: Path) -> str:
 
 
 def check_installed(targets: Sequence[Target], option: str = "loggers") -> None:
-    """Check, without imports, that the packages of loggers are installed, and that files are files."""
+    """Check, without imports, that the packages of loggers are installed."""
     for target in targets:
-        # These raise nothing where the name is too long.
-        is_odd = os.path.exists(target.where) and not os.path.isfile(target.where)  # noqa: PTH110, PTH113
-        if target.kind == "jsonl" and is_odd:
-            raise UsageError(
-                f"{option} {target.text!r}: {target.where} is no regular file. Give a new file, or one that "
-                "has results, such as jsonl:results.jsonl."
-            )
         if target.kind in _OF_PACKAGES and not is_installed(target.kind):
             raise UsageError(
                 f"{option} {target.text!r} needs the package {target.kind}, which is not installed here. "
                 f"Type: pip install 'dualeval[{target.kind}]'"
-            )
-        scheme = target.where.partition(":")[0].partition("+")[0]
-        if target.kind == "mlflow" and scheme in _DATABASES and not is_installed("sqlalchemy"):
-            raise UsageError(
-                f"{option} {target.text!r}: a database needs all of MLflow, and mlflow-skinny is installed "
-                "here. Type: pip install mlflow"
             )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -30,7 +29,6 @@ def write(record: Record, target: Target) -> str:
     step = record.step or 0
     for value in _values(record):
         writer.add_event(Event(step=step, wall_time=record.time, summary=Summary(value=[value])))
-    writer.add_event(Event(step=step, wall_time=record.time, summary=_job(record)))
     writer.close()
     for path in earlier:
         path.unlink()
@@ -45,7 +43,7 @@ def _values(record: Record) -> Iterator[Summary.Value]:
             summary_description="" if unit is None else f"unit: {unit}",
         )
         yield Summary.Value(tag=name, simple_value=number, metadata=metadata)
-    for name, png in record.pictures().items():
+    for name, png in record.pictures.items():
         with Image.open(io.BytesIO(png)) as picture:
             width, height = picture.size
         image = Summary.Image(width=width, height=height, colorspace=_RGBA, encoded_image_string=png)
@@ -55,17 +53,6 @@ def _values(record: Record) -> Iterator[Summary.Value]:
     texts["result.json"] = f"```json\n{json.dumps(record.result, indent=1, ensure_ascii=False)}\n```"
     for name, text in texts.items():
         yield from text_pb(name, text.encode("utf-8", "backslashreplace")).value
-
-
-def _job(record: Record) -> Summary:
-    """The options as hyperparameters, so that runs can be told apart and sorted by them."""
-    options = {
-        name: value
-        for name, value in record.params.items()
-        if name.startswith(("job.", "world.")) and isinstance(value, bool | int | float | str)
-    }
-    found: Summary = hparams_pb(options, trial_id=record.key, start_time_secs=record.time)
-    return found
 
 
 def _markdown(table: Table) -> str:

@@ -52,7 +52,7 @@ def write(record: Record, target: Target) -> str:
     config = {name: record.result[name] for name in (*JOB, "intervals", "units", "directions", "warnings")}
     run.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
     row: dict[str, Any] = dict(record.scalars)
-    for name, png in record.pictures().items():
+    for name, png in record.pictures.items():
         row[name] = wandb.Image(Image.open(io.BytesIO(png)))
     for name, table in record.tables.items():
         row[name] = wandb.Table(columns=[*table.columns], data=table.rows)
@@ -69,21 +69,16 @@ def write(record: Record, target: Target) -> str:
 
 def _mode(environ: Mapping[str, str]) -> Any:
     """What the user has set, or else online with a key and offline without."""
-    settings = wandb.setup().settings
     if environ.get("WANDB_MODE"):
         return environ["WANDB_MODE"]
+    settings = wandb.setup().settings
     has_key = bool(settings.api_key) or any(environ.get(name) for name in _KEYS)
-    if has_key or _in_netrc(environ, urlsplit(settings.base_url).hostname or ""):
-        return settings.mode
-    return "offline"
-
-
-def _in_netrc(environ: Mapping[str, str], host: str) -> bool:
-    """Whether 'wandb login' has left a key for a host."""
+    # What 'wandb login' has left.
     path = Path(environ.get("NETRC") or Path.home() / ".netrc")
     with suppress(FileNotFoundError, NetrcParseError):  # no such file, or one that wandb cannot read either
-        return netrc(str(path)).authenticators(host) is not None
-    return False
+        host = urlsplit(settings.base_url).hostname or ""
+        has_key = has_key or netrc(str(path)).authenticators(host) is not None
+    return settings.mode if has_key else "offline"
 
 
 def _logged_before(identity: str, mark: str) -> Path | None:
