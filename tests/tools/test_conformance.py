@@ -230,9 +230,62 @@ NAMES = Names(
 )
 
 
+OF_A_CLUSTER = Names(
+    folders={},
+    homes=("/users/ada",),
+    hosts={"gpu01.site.org": "node1", "gpu01": "node1", "gpu-a100-02": "node2", "h0": "node3", "vm": "node4"},
+    users=("ada",),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        # Hosts of the run: beside other names, in other case, with any domain.
+        ("slurmstepd-h0: error: *** STEP 2.2 ON gpu01", "slurmstepd-node3: error: *** STEP 2.2 ON node1"),
+        ("gpu01-ib0 gpu01_x x_gpu01", "node1-ib0 node1_x x_node1"),
+        ("GPU01, Gpu01.Site.Org, gpu01.other.org.", "node1, node1, node1."),
+        ("at h0:\\ngpu01\\r \x1b[31mh0\x1b[0m", "at node3:\\nnode1\\r node3"),
+        # Others of the same cluster.
+        ("gpu02, gpu02.site.org, gpu-a100-17, vm3", "another-host, another-host, another-host, another-host"),
+        ("license.site.org and site.org", "another-host and another-host"),
+        ("nodes gpu[01-02,07],h[0-1] and gpu-a100-[01", "nodes HOSTS,HOSTS and HOSTS"),
+        # No hosts.
+        (
+            "Open MPI 4.1.4, torch 2.13.0+cpu, hdf5, vmlinux",
+            "Open MPI 4.1.4, torch 2.13.0+cpu, hdf5, vmlinux",
+        ),
+        ("digest 9f0ch07e1 eccb6c44204111a5", "digest 9f0ch07e1 eccb6c44204111a5"),
+        ("dualeval run --vm x", "dualeval run --vm x"),
+        # Addresses.
+        ("connect to 10.77.0.11. From fd77::11.", "connect to ADDRESS. From ADDRESS."),
+        ("peer:10.77.0.11 peer:fd77::11: refused", "peer:ADDRESS peer:ADDRESS: refused"),
+        ("[::ffff:10.77.0.11]:29500 ::ffff:127.0.0.1", "[ADDRESS]:29500 ::ffff:127.0.0.1"),
+        ("10.77.0.11_x 10.77.0.11.29500 10.77.0.11/24", "ADDRESS_x ADDRESS.29500 ADDRESS/24"),
+        ("port 02:42:ac:11:00:02 is down", "port ADDRESS is down"),
+        ("::1 0.0.0.0 c10::Error std::fd::add 12:30:05", "::1 0.0.0.0 c10::Error std::fd::add 12:30:05"),
+        # Homes.
+        ("/home/bob/x y/z", "~/.../z"),
+        ("/home/bob smith/a, b/c: denied", "~/.../c: denied"),
+        ("'/users/bob/my dir/secret/x y' is not /tmp/a", "'~/.../x y' is not /tmp/a"),
+        ("/export/home/bob/secret/x in /Users/ada/x", "~/.../x in ~/.../x"),
+        ("/users/ada/bin/mpirun --out runs/1", "~/.../mpirun --out runs/1"),
+        ("/scratch/ada_1/x of user ada.", "/scratch/USER_1/x of user USER."),
+    ],
+)
+def test_rather_too_much_is_taken_out(text: str, cleaned: str) -> None:
+    assert OF_A_CLUSTER.clean(text) == cleaned
+
+
 def test_hosts_that_are_named_as_the_report_names_them() -> None:
     names = Names(folders={}, hosts={"node2": "node1", "node1": "node2"})
-    assert names.clean("node1 waits for node2") == "node2 waits for node1"
+    assert names.clean("node1 waits for node2 and node3") == "node2 waits for node1 and another-host"
+
+
+@pytest.mark.parametrize("address", ["10.1.2.3", "fd77::11"])
+def test_an_address_as_a_name_takes_no_number_out(address: str) -> None:
+    names = Names(folders={}, hosts={address: "node1", address.partition(".")[0]: "node1"})
+    assert names.clean(f"10 ranks at {address}") == "10 ranks at ADDRESS"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +293,17 @@ def test_hosts_that_are_named_as_the_report_names_them() -> None:
     [
         ("in /scratch/ada/runs/c1/logs/003.err", "in OUT/logs/003.err"),
         ("/home/ada/env/bin/torchrun: not found", "ENV/bin/torchrun: not found"),
-        ('File "/users/ada/project/a.py", line 3', 'File "~/project/a.py", line 3'),
-        ("rank 1 on gpu01.site.org (GPU01) and vm", "rank 1 on node1 (node1) and node2"),
-        ("gpu012 and vmlinux and nvm", "gpu012 and vmlinux and nvm"),
-        ("-H gpu01:2,vm:2 x_gpu01-ib0", "-H node1:2,node2:2 x_node1-ib0"),
-        ("ada@\x1b[31mgpu01: /scratch/ada/x, adagrad", "USER@node1: /scratch/USER/x, adagrad"),
+        ("/home/ada/env2/bin", "~/.../bin"),
+        ('File "/users/ada/secret project/a.py", line 3', 'File "~/.../a.py", line 3'),
+        ("see /users/ada/thesis/model.py:12", "see ~/.../model.py:12"),
+        ("/home/bob/x: Permission denied", "~/.../x: Permission denied"),
+        ("cd /root; ls /rootfs", "cd ~; ls /rootfs"),
+        ("rank 1 on gpu01.site.org (gpu01) and vm", "rank 1 on node1 (node1) and node2"),
+        ("gpu012 and vmlinux and nvm", "another-host and vmlinux and nvm"),
+        ("-H gpu01:2,vm:2", "-H node1:2,node2:2"),
+        ("ada@gpu01: /scratch/ada/x, adagrad", "USER@node1: /scratch/USER/x, adagrad"),
         ("connect to 10.1.2.3:29500 and 127.0.0.1 refused", "connect to ADDRESS:29500 and 127.0.0.1 refused"),
+        ("[fe80::1%eth0]:29500", "[ADDRESS%eth0]:29500"),
         ("at 12:30:05, torch 2.13.0, std::runtime_error", "at 12:30:05, torch 2.13.0, std::runtime_error"),
     ],
 )

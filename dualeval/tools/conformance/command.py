@@ -95,7 +95,7 @@ def conformance(
     dualeval conformance --launchers torchrun,mpirun --ranks 1,2,8
 
     Type it once, not under a launcher: it starts the launchers itself. You can share OUT/conformance.md and
-    OUT/conformance.json: they name no host of the job, and not you. Read the last lines of failures before.
+    OUT/conformance.json: they have no host names, users or paths.
     """
     if facts:
         click.echo(node_facts.facts_line(os.environ))
