@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image
 
 Resampling = Image.Resampling
+# Gives rows of a picture, from the first number to before the second, as an image of mode L or RGB.
+Rows: TypeAlias = Callable[[int, int], Image.Image]
 # How far each filter reaches, in pixels of the larger of both pictures.
 _REACH = {Resampling.BILINEAR: 1, Resampling.BICUBIC: 2, Resampling.LANCZOS: 3}
 # Rows more than needed, whatever way centres are rounded.
@@ -33,14 +37,18 @@ _TRIED = (
 
 
 def resized_part(
-    image: Image.Image, resized: tuple[int, int], resample: Resampling, part: tuple[int, int, int, int]
+    rows: Rows,
+    size: tuple[int, int],
+    resized: tuple[int, int],
+    resample: Resampling,
+    part: tuple[int, int, int, int],
 ) -> Image.Image:
     """``image.resize(resized, resample).crop(part)`` in less time."""
     left, upper, right, lower = part
     inside = 0 <= left < right <= resized[0] and 0 <= upper < lower <= resized[1]
-    if inside and part != (0, 0, *resized) and _is_usual(image.size, resized) and _across_first(resample):
-        return _two_passes(image, resized, resample, part)
-    return image.resize(resized, resample).crop(part)
+    if inside and part != (0, 0, *resized) and _is_usual(size, resized) and _across_first(resample):
+        return _two_passes(rows, size, resized, resample, part)
+    return rows(0, size[1]).resize(resized, resample).crop(part)
 
 
 def _is_usual(size: tuple[int, int], resized: tuple[int, int]) -> bool:
@@ -58,21 +66,30 @@ def _across_first(resample: Resampling) -> bool:
         image = Image.fromarray(np.ascontiguousarray(noise[: size[1], : size[0]]))
         part = (resized[0] // 8, resized[1] // 8, resized[0] * 7 // 8, resized[1] * 7 // 8)
         wanted = image.resize(resized, resample).crop(part)
-        if _two_passes(image, resized, resample, part).tobytes() != wanted.tobytes():
+        if _two_passes(rows_of(image), size, resized, resample, part).tobytes() != wanted.tobytes():
             return False
     return True
 
 
+def rows_of(image: Image.Image) -> Rows:
+    """The rows of a picture that is in memory."""
+    return lambda first, last: image.crop((0, first, image.width, last))
+
+
 def _two_passes(
-    image: Image.Image, resized: tuple[int, int], resample: Resampling, part: tuple[int, int, int, int]
+    rows: Rows,
+    size: tuple[int, int],
+    resized: tuple[int, int],
+    resample: Resampling,
+    part: tuple[int, int, int, int],
 ) -> Image.Image:
     left, upper, right, lower = part
-    height = image.height
+    height = size[1]
     scale = height / resized[1]
     reach = _REACH[resample] * max(1.0, scale) + _SPARE
     first = max(0, math.floor(upper * scale - reach))
     last = min(height, math.ceil(lower * scale + reach))
-    across = image.crop((0, first, image.width, last)).resize((resized[0], last - first), resample)
+    across = rows(first, last).resize((resized[0], last - first), resample)
     # The rows that were cut off are put back as black ones: a pass goes by its picture's height.
     columns = across.crop((left, -first, right, height - first))
     return columns.resize((right - left, resized[1]), resample).crop((0, upper, right - left, lower))

@@ -7,19 +7,19 @@ from PIL import Image
 from torch import Tensor
 
 from dualeval.data.preprocessing import Preprocessing, Uncropped
-from dualeval.data.resized_part import resized_part
+from dualeval.data.resized_part import Rows, resized_part
 
 
-def cut_out(image: Image.Image, wanted: Preprocessing) -> Tensor:
+def cut_out(rows: Rows, size: tuple[int, int], wanted: Preprocessing) -> Tensor:
     """Bring a picture to its size, and cut out its centre."""
-    resized = _resized_size(image.size, wanted)
+    resized = _resized_size(size, wanted)
     resample = Image.Resampling[wanted.interpolation.upper()]
     height, width = wanted.crop_size
     if wanted.padding is not None and (resized[0] < width or resized[1] < height):
-        image = _padded(image.resize(resized, resample), height, width, wanted.padding)
+        image = _padded(rows(0, size[1]).resize(resized, resample), height, width, wanted.padding)
         cut = image.crop(_centre_of(image.size, wanted))
     else:
-        cut = resized_part(image, resized, resample, _centre_of(resized, wanted))
+        cut = resized_part(rows, size, resized, resample, _centre_of(resized, wanted))
     bands = cut.getbands()
     if wanted.channel_order == "bgr":
         bands = bands[::-1]

@@ -71,16 +71,6 @@ def test_they_inherit_what_cannot_be_pickled() -> None:
     assert found.metrics == expected.metrics
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_data_set_says_of_reading_is_said_once(workers: int) -> None:
-    task = Holding(40)
-    dataset = task.dataset()
-    setattr(dataset, "reading_notes", lambda: ["the disk is slow"])  # noqa: B010 - no data set has it by itself
-    setattr(task, "dataset", lambda: dataset)  # noqa: B010 - as above
-    _, notes = evaluated(task, batch_size=8, workers=workers)
-    assert notes.count("the disk is slow") == 1
-
-
 def test_they_are_forked_where_python_starts_others_anew() -> None:
     """As Python does by itself from 3.14 on."""
     before = multiprocessing.get_start_method()
