@@ -95,9 +95,13 @@ class Accelerator:
         event.record(torch.accelerator.current_stream(self.device))
         return event
 
-    def pinned(self, count: int) -> Tensor:
-        """Host memory that the device copies from and to by itself."""
-        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
+    def pinned(self, like: Tensor) -> Tensor:
+        """Host memory that the device copies from and to by itself, for a tensor's numbers.
+
+        Dense, in the order of the tensor's own strides: a model may compute otherwise in another order. Torch
+        hands it out again once nobody holds it and the copies that were started with it are done.
+        """
+        return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=True)
 
     def empty(self, like: Tensor) -> Tensor:
         """Memory of the device, taken in the current stream, of a tensor's shape, strides and dtype."""

@@ -90,7 +90,7 @@ def samples_of(task: Task, run: Run) -> Dataset:
     if run.options.workers is None:
         workers = automatic_workers(task, dataset, run.cores, lambda said: run.note_all([said]))
         shown = {"workers": workers} if "workers" in run.job else {}
-        run.decide(shown, workers=workers, fewer_workers=True)
+        run.decide(shown, workers=workers)
     run.workers = checked_workers(run.options)
     return dataset
 

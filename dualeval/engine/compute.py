@@ -86,7 +86,7 @@ class Compute:
         # Batches that may be under way before the oldest is to be waited for.
         self.ahead = accelerator.batches_ahead
         # None on the host: nothing has to be brought there.
-        self._downloads = None if accelerator.is_host else Downloads(accelerator, self.ahead)
+        self._downloads = None if accelerator.is_host else Downloads(accelerator)
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):

@@ -132,9 +132,6 @@ class RunOptions:
     # Reading processes of each rank; 0 reads in the rank's own process. None: none where the samples lie in
     # memory already, else up to one a core; a loop of the caller's own has none.
     workers: int | None = None
-    # Take fewer, with a note, where the shared memory has no room for the batches of all. Without it that is
-    # an error.
-    fewer_workers: bool = False
     # What a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
     on_error: str = "stop"
     # How chunks go to ranks: "static", chunk c to rank c mod size; "dynamic", to the rank that has time for

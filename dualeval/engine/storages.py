@@ -10,7 +10,7 @@ from torch import Tensor
 from dualeval.engine.transfer import map_batch
 
 
-def own_storages(batch: Any, *, samples: int = 1) -> Any:
+def own_storages(batch: Any) -> Any:
     """Give a batch's plain tensors storages of their own where they are small parts of larger ones.
 
     Consecutive samples of a tensor that holds the whole data set are a view of it. Shapes and strides stay,
@@ -28,22 +28,13 @@ def own_storages(batch: Any, *, samples: int = 1) -> Any:
     copies: dict[int, Tensor] = {}
     for tensors in sharing.values():
         storage = next(iter(tensors.values())).untyped_storage().nbytes()
-        taken = sum(_extent(tensor) for tensor in tensors.values())
+        taken = sum(_reach(tensor) * tensor.element_size() for tensor in tensors.values())
         # Where a batch has most of a storage, as with a matrix whose columns are contiguous, little is saved.
-        if 2 * samples * taken <= storage:
+        if 2 * taken <= storage:
             copies.update((name, _alone(tensor)) for name, tensor in tensors.items())
     if not copies:
         return batch
     return map_batch(lambda tensor: copies.get(id(tensor), tensor), batch)
-
-
-def sample_bytes(tensor: Tensor) -> int:
-    """The bytes by which a tensor of one sample grows with each further one, about."""
-    return max(min(tensor.numel(), _reach(tensor)), _first_stride(tensor)) * tensor.element_size()
-
-
-def _extent(tensor: Tensor) -> int:
-    return max(_reach(tensor), _first_stride(tensor)) * tensor.element_size()
 
 
 def _reach(tensor: Tensor) -> int:
@@ -51,11 +42,6 @@ def _reach(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _first_stride(tensor: Tensor) -> int:
-    """The elements from one sample to the next, which may be more than the tensor has of a sample."""
-    return tensor.stride(0) if tensor.ndim and tensor.numel() else 0
 
 
 def _alone(tensor: Tensor) -> Tensor:
