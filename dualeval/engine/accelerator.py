@@ -12,9 +12,8 @@ import os
 import platform
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,25 +31,10 @@ _NO_MEMORY = re.compile(
     r"\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b"
 )
 
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
 # cuBLAS's workspace, and TF32 switched off or on behind torch's back.
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def synchronize(self) -> None:
-        """Let the host wait until the stream has come to it."""
-
-
-class Stream(AbstractContextManager[Any], Protocol):
-    """Work of a device in the order given; as a context, what is started inside goes into it."""
-
-    def wait_stream(self, other: Any, /) -> None:
-        """Let what is given to this stream from now on wait for what the other one has been given."""
 
 
 class Accelerator:
@@ -81,15 +65,15 @@ class Accelerator:
         torch.accelerator.synchronize(self.device)
         torch.get_device_module(self.device).empty_cache()  # torch.accelerator's came with 2.9
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> torch.Stream:
         """A stream beside the current one."""
         return torch.Stream(self.device)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> torch.Stream:
         """The stream that work goes into now; outside of any context the one that computes."""
         return torch.accelerator.current_stream(self.device)
 
-    def record_event(self) -> Event:
+    def record_event(self) -> torch.Event:
         """An event behind all that the current stream has been given, for the host to wait on."""
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
@@ -111,9 +95,9 @@ class Accelerator:
         """Have the current stream copy between pinned memory and the device; the host goes on."""
         target.copy_(source, non_blocking=True)
 
-    def keep_for(self, tensor: Tensor, stream: Stream) -> None:
+    def keep_for(self, tensor: Tensor, stream: torch.Stream) -> None:
         """Keep a tensor's memory, once nobody holds it, until a stream has done what it has been given."""
-        tensor.record_stream(stream)  # type: ignore[arg-type]
+        tensor.record_stream(stream)
 
 
 class Host(Accelerator):
@@ -150,7 +134,7 @@ class Cuda(Accelerator):
         found = {"cublas": _cublas(), "driver": nvidia_driver()}
         return {**found, **{name: os.environ.get(name) for name in _VARIABLES}}
 
-    def record_event(self) -> Event:
+    def record_event(self) -> torch.Event:
         """An event that the host waits for asleep, which leaves its core to the loader's workers."""
         # PyTorch's common event cannot do that: its option ``blocking`` does nothing.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -144,7 +144,7 @@ def _divided(
         )
     sharded = ShardedModel(model, mesh, run)
     check_model(model, run.options)
-    settle_layout(task, dataset, model, run, sharded.copy_in)
+    settle_layout(task, dataset, model, run)
     model = sharded.filled(run.options)
     settle_schedule(model, run)
     stack.enter_context(run.watching(model))
