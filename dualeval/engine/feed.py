@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.nests import zeros_like
@@ -26,8 +27,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import index_of, name_of
 from dualeval.engine.progress import Stage
 from dualeval.engine.samples import Samples
-from dualeval.engine.storages import own_storages
-from dualeval.engine.transfer import Uploads
+from dualeval.engine.transfer import Uploads, map_batch
 from dualeval.errors import DualevalError, UsageError, text_of, with_type
 from dualeval.own_code import keep_own_code, own_code
 from dualeval.process_start import end_with_parent
@@ -84,8 +84,8 @@ class Reader(torch.utils.data.Dataset[Read]):
         # Whether the data set is known to return ready batches, and what takes a failed sample's place.
         self._ready_batches = False
         self._fill_tried = not fill
-        # The data set, where rows of tensors are a batch as they are.
-        self._rows = dataset if isinstance(dataset, Samples) and task._collates_as_torch() else None
+        # Where rows of tensors are a batch as they are.
+        self._stacked = dataset.stacker(task) if isinstance(dataset, Samples) else None
 
     def notes(self) -> list[str]:
         """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
@@ -95,8 +95,8 @@ class Reader(torch.utils.data.Dataset[Read]):
     def __getitem__(self, indices: range) -> Read:
         """Read one batch: its data, None if no sample could be read, and the samples that failed."""
         try:
-            if self._rows is not None and (stacked := self._rows.stacked(indices)) is not None:
-                return stacked, ()
+            if self._stacked is not None:
+                return self._stacked(indices), ()
             samples = self._dataset.__getitems__(indices)
         except Exception as error:
             if _found_no_room(error):
@@ -214,6 +214,27 @@ class _Sending(torch.utils.data.Dataset[bytes]):
                 raise
             # Of the user's own, as a collate: torch would raise another one, with this process's traceback.
             return _with_own_code(DualevalError(f"a reading process: {with_type(error)}"), error)
+
+
+def own_storages(batch: Any) -> Any:
+    """Give a batch's plain tensors storages of their own where they are small parts of larger ones.
+
+    Consecutive samples of a tensor that holds the whole data set are a view of it, and all of a storage goes
+    to another process with its view. Shapes and strides stay, so that a model computes the same bits.
+    """
+
+    def own(tensor: Tensor) -> Tensor:
+        # Memory that needs a gradient, or is read as conjugated or negated, is more than its numbers.
+        if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        # The elements from a tensor's first one to its last.
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+        if 2 * reach * tensor.element_size() > tensor.untyped_storage().nbytes():
+            return tensor
+        return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+    return map_batch(own, batch)
 
 
 def _found_no_room(error: BaseException) -> bool:

@@ -64,33 +64,28 @@ class Uploads:
         return copy
 
 
-class Downloads:
-    """Brings columns to the host."""
+@torch.no_grad()
+def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
+    """Start the copies of a batch's columns to the host, behind what the current stream has been given."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    @torch.no_grad()
-    def start(self, columns: Columns) -> Pending:
-        """Start the copies of a batch's columns behind what the current stream has been given."""
-        kinds = {name: type(column) for name, column in columns.items()}
-        # By name, the tensors that each column is made of.
-        parts = {name: [*map(self._begin, parts_of(column))] for name, column in columns.items()}
-        arrived = self._accelerator.record_event()
-
-        def wait() -> Columns:
-            arrived.synchronize()
-            # Out of the pinned memory: some columns are held until a run ends.
-            return {name: of_parts(kinds[name], [*map(_cloned, own)]) for name, own in parts.items()}
-
-        return wait
-
-    def _begin(self, part: Any) -> Any:
-        if not _is_plain(part, self._accelerator.device):
+    def begin(part: Any) -> Any:
+        if not _is_plain(part, accelerator.device):
             return part.cpu() if isinstance(part, Tensor) else part
-        pinned = self._accelerator.pinned(part)
-        self._accelerator.start_copy(part, pinned)
+        pinned = accelerator.pinned(part)
+        accelerator.start_copy(part, pinned)
         return pinned
+
+    kinds = {name: type(column) for name, column in columns.items()}
+    # By name, the tensors that each column is made of.
+    parts = {name: [*map(begin, parts_of(column))] for name, column in columns.items()}
+    arrived = accelerator.record_event()
+
+    def wait() -> Columns:
+        arrived.synchronize()
+        # Out of the pinned memory: some columns are held until a run ends.
+        return {name: of_parts(kinds[name], [*map(_cloned, own)]) for name, own in parts.items()}
+
+    return wait
 
 
 def _cloned(part: Any) -> Any:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dualeval.engine.feed import own_storages
 from dualeval.engine.nests import tensors_in
-from dualeval.engine.storages import own_storages
 from tests.conftest import Launch
 
 
@@ -25,17 +25,16 @@ def test_small_parts_of_a_storage_get_their_own() -> None:
     for batch, expected in (
         (everything[10:74], 64 * 12),
         ({"a": everything[:64], "b": [everything[64:128]]}, 128 * 12),
+        (everything[10:74, 1:], 64 * 12 - 4),
         (everything[5:5], 0),
         # Its copy would be as large: contiguous columns; most of the samples.
         (torch.zeros(3, 1000).t()[:64], 12_000),
         (everything[:600], 12_000),
     ):
         assert bytes_of(own_storages(batch)) == expected
-    [one, again] = own_storages([everything[7:9]] * 2)
-    assert one is again
-    assert torch.equal(one, everything[7:9])
-    whole = {"a": everything, "b": everything[:1]}
-    assert own_storages(whole) is whole
+    found = own_storages({"a": [everything[7:9, 1:]]})["a"][0]
+    assert torch.equal(found, everything[7:9, 1:]) and found.stride() == (3, 1)
+    assert own_storages(everything) is everything
     conjugated = torch.zeros(100, 2, dtype=torch.complex64).conj()[:1]
     assert own_storages(conjugated) is conjugated
 

@@ -22,7 +22,7 @@ from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.options import RunOptions
-from dualeval.engine.transfer import Downloads, Uploads
+from dualeval.engine.transfer import Uploads, start_download
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import Task
@@ -174,8 +174,8 @@ def test_stages_are_said_on_a_device_only(play: Play) -> None:
 
 
 def test_a_column_of_an_earlier_batch_stays() -> None:
-    downloads = Downloads(Played(["computing"]))
-    pending = [downloads.start({"x": torch.full((5,), number)}) for number in range(8)]
+    device = Played(["computing"])
+    pending = [start_download(device, {"x": torch.full((5,), number)}) for number in range(8)]
     assert [wait()["x"].tolist() for wait in pending] == [[number] * 5 for number in range(8)]
 
 
@@ -211,7 +211,7 @@ TENSORS = {
 def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
     device = Played(["copying"])
     up = Uploads(device).start(TENSORS)
-    down = Downloads(device).start(TENSORS)()
+    down = start_download(device, TENSORS)()
     for name, tensor in TENSORS.items():
         for found in (up[name], down[name]):
             assert isinstance(found, Tensor)
@@ -355,7 +355,7 @@ class Elsewhere(Tensor):
 
 
 def test_columns_of_another_kind_are_brought_to_the_host_as_well() -> None:
-    columns = Downloads(Played()).start({"x": ONES, "y": ONES.as_subclass(Elsewhere), "z": ONES})()
+    columns = start_download(Played(), {"x": ONES, "y": ONES.as_subclass(Elsewhere), "z": ONES})()
     assert list(columns) == ["x", "y", "z"]
     assert [columns[name].tolist() for name in columns] == [[1, 1], [2, 2], [1, 1]]
 
