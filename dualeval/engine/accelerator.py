@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,15 +66,15 @@ class Accelerator:
         torch.accelerator.synchronize(self.device)
         torch.get_device_module(self.device).empty_cache()  # torch.accelerator's came with 2.9
 
-    def new_stream(self) -> torch.Stream:
+    def new_stream(self) -> Any:
         """A stream beside the current one."""
         return torch.Stream(self.device)
 
-    def current_stream(self) -> torch.Stream:
+    def current_stream(self) -> Any:
         """The stream that work goes into now; outside of any context the one that computes."""
         return torch.accelerator.current_stream(self.device)
 
-    def record_event(self) -> torch.Event:
+    def record_event(self) -> Any:
         """An event behind all that the current stream has been given, for the host to wait on."""
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
@@ -95,7 +96,7 @@ class Accelerator:
         """Have the current stream copy between pinned memory and the device; the host goes on."""
         target.copy_(source, non_blocking=True)
 
-    def keep_for(self, tensor: Tensor, stream: torch.Stream) -> None:
+    def keep_for(self, tensor: Tensor, stream: Any) -> None:
         """Keep a tensor's memory, once nobody holds it, until a stream has done what it has been given."""
         tensor.record_stream(stream)
 
@@ -134,7 +135,7 @@ class Cuda(Accelerator):
         found = {"cublas": _cublas(), "driver": nvidia_driver()}
         return {**found, **{name: os.environ.get(name) for name in _VARIABLES}}
 
-    def record_event(self) -> torch.Event:
+    def record_event(self) -> Any:
         """An event that the host waits for asleep, which leaves its core to the loader's workers."""
         # PyTorch's common event cannot do that: its option ``blocking`` does nothing.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

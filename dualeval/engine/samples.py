@@ -142,7 +142,8 @@ class Samples:
         It copies, as a collate does: a forward that writes into its input leaves the caller's tensors alone,
         and memory begins where a kernel's last bits do not depend on it.
         """
-        data, places = self._data, None
+        data: Any = self._data
+        places: Any = None
         if type(data) is Subset and isinstance(data.indices, list | range | np.ndarray | Tensor):
             data, places = data.dataset, data.indices
         if type(data) is not TensorDataset or not task._collates_as_torch():
