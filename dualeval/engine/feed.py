@@ -355,7 +355,7 @@ def _check_room_for_locks(workers: int) -> None:
     if usage.total and usage.free < (workers + 3) * _LOCKS_BYTES:
         raise UsageError(
             f"{_SHARED_MEMORY} on {socket.gethostname()} is full: there is no room for the locks of "
-            f"{workers} reading processes. {_MORE_ROOM} Or type --workers 0."
+            f"reading processes. {_MORE_ROOM} Or type --workers 0."
         )
 
 
