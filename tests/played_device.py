@@ -90,7 +90,6 @@ class Played(Host):
         self.forgets = frozenset(forgets)
         self.computing = self.current = PlayedStream(self, "computing")
         self.streams = [self.computing]
-        self.pinned_memory: list[Tensor] = []
         self.reused = 0
         self._blocks: dict[int, _Block] = {}
         self._given_back: list[_Block] = []
@@ -110,9 +109,9 @@ class Played(Host):
     def record_event(self) -> PlayedEvent:
         return PlayedEvent(self, self.current, len(self.current.work))
 
-    def pinned(self, count: int) -> Tensor:
-        self.pinned_memory.append(torch.full((count,), NOISE, dtype=torch.uint8))
-        return self.pinned_memory[-1]
+    def pinned(self, like: Tensor) -> Tensor:
+        like = torch.empty_like(like, device="meta", requires_grad=False)
+        return _view(torch.full((like.numel() * like.itemsize,), NOISE, dtype=torch.uint8), like)
 
     def empty(self, like: Tensor) -> Tensor:
         block = self._block(like.numel() * like.itemsize)

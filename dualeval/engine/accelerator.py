@@ -12,9 +12,9 @@ import os
 import platform
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,25 +32,10 @@ _NO_MEMORY = re.compile(
     r"\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b"
 )
 
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
 # cuBLAS's workspace, and TF32 switched off or on behind torch's back.
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def synchronize(self) -> None:
-        """Let the host wait until the stream has come to it."""
-
-
-class Stream(AbstractContextManager[Any], Protocol):
-    """Work of a device in the order given; as a context, what is started inside goes into it."""
-
-    def wait_stream(self, other: Any, /) -> None:
-        """Let what is given to this stream from now on wait for what the other one has been given."""
 
 
 class Accelerator:
@@ -81,23 +66,27 @@ class Accelerator:
         torch.accelerator.synchronize(self.device)
         torch.get_device_module(self.device).empty_cache()  # torch.accelerator's came with 2.9
 
-    def new_stream(self) -> Stream:
+    def new_stream(self) -> Any:
         """A stream beside the current one."""
         return torch.Stream(self.device)
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> Any:
         """The stream that work goes into now; outside of any context the one that computes."""
         return torch.accelerator.current_stream(self.device)
 
-    def record_event(self) -> Event:
+    def record_event(self) -> Any:
         """An event behind all that the current stream has been given, for the host to wait on."""
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
         return event
 
-    def pinned(self, count: int) -> Tensor:
-        """Host memory that the device copies from and to by itself."""
-        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
+    def pinned(self, like: Tensor) -> Tensor:
+        """Host memory that the device copies from and to by itself, for a tensor's numbers.
+
+        Dense, in the order of the tensor's own strides: a model may compute otherwise in another order. Torch
+        hands it out again once nobody holds it and the copies that were started with it are done.
+        """
+        return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=True)
 
     def empty(self, like: Tensor) -> Tensor:
         """Memory of the device, taken in the current stream, of a tensor's shape, strides and dtype."""
@@ -107,9 +96,9 @@ class Accelerator:
         """Have the current stream copy between pinned memory and the device; the host goes on."""
         target.copy_(source, non_blocking=True)
 
-    def keep_for(self, tensor: Tensor, stream: Stream) -> None:
+    def keep_for(self, tensor: Tensor, stream: Any) -> None:
         """Keep a tensor's memory, once nobody holds it, until a stream has done what it has been given."""
-        tensor.record_stream(stream)  # type: ignore[arg-type]
+        tensor.record_stream(stream)
 
 
 class Host(Accelerator):
@@ -146,7 +135,7 @@ class Cuda(Accelerator):
         found = {"cublas": _cublas(), "driver": nvidia_driver()}
         return {**found, **{name: os.environ.get(name) for name in _VARIABLES}}
 
-    def record_event(self) -> Event:
+    def record_event(self) -> Any:
         """An event that the host waits for asleep, which leaves its core to the loader's workers."""
         # PyTorch's common event cannot do that: its option ``blocking`` does nothing.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,10 @@ from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.process import launch_of
 from dualeval.engine.identity import ModelIdentity, both_readings, contents_fingerprint, job_identity
-from dualeval.engine.loop import ahead_of
 from dualeval.engine.machines import check_kinds_of_ranks, machine_facts
 from dualeval.engine.parts import identity_of
 from dualeval.engine.preparation import identity_of as identity_of_preparation
 from dualeval.engine.samples_digest import check_ids, hashes_of_ids, joined
-from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 
@@ -71,7 +68,6 @@ def agree(
         # asked for.
         "libraries": job.pop("libraries"),
     }
-    reading = _reading(evaluation)
     ids, hashes = hashes_of_ids(dataset, plan.num_samples, world, step)
     run.control.meet()
     everyone = backend.all_gather_json(
@@ -81,7 +77,6 @@ def agree(
             "machine": machine,
             "host": socket.gethostname(),
             "launch": launch_of(world),
-            "reading": asdict(reading),
             "ids": ids,
         }
     )
@@ -90,12 +85,6 @@ def agree(
     check_ids(dataset, plan.num_samples, hashes, backend)
     # What holds a rank's number is another value on each.
     job = everyone[0]["job"]
-    workers, notes = choose_workers(
-        [Reading(**rank["reading"]) for rank in everyone], chosen=not options.fewer_workers
-    )
-    if notes:
-        run.workers = workers[world.rank]
-    run.note_all(notes)
     # After what costs less to compare, and so of the same samples on every rank.
     job["contents"] = contents_fingerprint(dataset, plan.num_samples, backend, run.control)
     machines = [rank["machine"] for rank in everyone]
@@ -112,22 +101,6 @@ def agree(
         "fingerprint": sha256_of_json(job),
         "samples_digest": joined(plan.num_samples, [rank["ids"] for rank in everyone]),
     }
-
-
-def _reading(evaluation: Evaluation) -> Reading:
-    """What the reading processes of this rank will need of the shared memory."""
-    run, plan = evaluation.run, evaluation.plan
-    batches = -(-plan.num_batches // run.backend.world.size)
-    return measure_reading(
-        evaluation.dataset,
-        evaluation.task,
-        plan.batch_size,
-        workers=min(run.workers, batches),
-        ahead=ahead_of(run.options.schedule),
-        # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
-        held=1 + (run.threads if run.device.type == "cpu" else 1),
-        batches=batches,
-    )
 
 
 def check_same_job(jobs: list[dict[str, Any]], hosts: list[str], alone: list[dict[str, Any]]) -> None:

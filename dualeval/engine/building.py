@@ -90,7 +90,7 @@ def samples_of(task: Task, run: Run) -> Dataset:
     if run.options.workers is None:
         workers = automatic_workers(task, dataset, run.cores, lambda said: run.note_all([said]))
         shown = {"workers": workers} if "workers" in run.job else {}
-        run.decide(shown, workers=workers, fewer_workers=True)
+        run.decide(shown, workers=workers)
     run.workers = checked_workers(run.options)
     return dataset
 
@@ -144,7 +144,7 @@ def _divided(
         )
     sharded = ShardedModel(model, mesh, run)
     check_model(model, run.options)
-    settle_layout(task, dataset, model, run, sharded.copy_in)
+    settle_layout(task, dataset, model, run)
     model = sharded.filled(run.options)
     settle_schedule(model, run)
     stack.enter_context(run.watching(model))

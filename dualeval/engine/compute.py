@@ -21,7 +21,7 @@ from torch import nn
 from dualeval.columns import all_copied, as_columns
 from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
-from dualeval.engine.transfer import Columns, Downloads, Pending
+from dualeval.engine.transfer import Columns, Pending, start_download
 from dualeval.errors import UsageError
 from dualeval.metrics.classification import LogitColumns
 from dualeval.models.model_errors import why_model_failed
@@ -75,18 +75,15 @@ class Compute:
         self._explain = explain
         self._gradients_off = torch.inference_mode if inference else torch.no_grad
         self._task = task
-        self._device = device
         self._autocast = numerics.autocast_of(precision, device)
         self._model = model
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
         # What the model's code has changed in the threads; for `NumericSettings.check_after_loop`.
         self.changed_settings: set[str] = set()
-        accelerator = accelerator_of(device)
+        self._accelerator = accelerator_of(device)
         # Batches that may be under way before the oldest is to be waited for.
-        self.ahead = accelerator.batches_ahead
-        # None on the host: nothing has to be brought there.
-        self._downloads = None if accelerator.is_host else Downloads(accelerator, self.ahead)
+        self.ahead = self._accelerator.batches_ahead
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):
@@ -112,7 +109,7 @@ class Compute:
         if self._pool is not None:
             return self._pool.submit(self._columns_in_pool, data).result
         columns = self._columns(self._model, data)
-        return (lambda: columns) if self._downloads is None else self._downloads.start(columns)
+        return (lambda: columns) if self._accelerator.is_host else start_download(self._accelerator, columns)
 
     def _columns_in_pool(self, data: Any) -> Columns:
         columns = self._columns(self._own.model, data)
@@ -140,7 +137,7 @@ class Compute:
                 return observed.copied()
             columns: Columns = as_columns(observed)
             # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.
-            return columns if self._downloads is not None else all_copied(columns)
+            return all_copied(columns) if self._accelerator.is_host else columns
 
     def _why(self, error: Exception, model: nn.Module) -> str | None:
         return self._explain(error) or why_model_failed(error, model)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import re
+import shutil
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.nests import zeros_like
@@ -21,8 +27,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import index_of, name_of
 from dualeval.engine.progress import Stage
 from dualeval.engine.samples import Samples
-from dualeval.engine.storages import own_storages
-from dualeval.engine.transfer import Uploads
+from dualeval.engine.transfer import Uploads, map_batch
 from dualeval.errors import DualevalError, UsageError, text_of, with_type
 from dualeval.own_code import keep_own_code, own_code
 from dualeval.process_start import end_with_parent
@@ -34,6 +39,20 @@ _LOST_WORKER = re.compile(
     r"(?:is )?(killed by signal: [^.]+|exited unexpectedly[^.]*)"
 )
 
+
+_SHARED_MEMORY = Path("/dev/shm")
+# Of one process; as much as three more is for all together.
+_LOCKS_BYTES = 16 * 1024
+# What torch says when it can put no tensor there.
+_NOT_SHARED = re.compile(r"unable to .*shared memory")
+_MORE_ROOM = (
+    "A container gets more with 'docker run --ipc=host' or --shm-size, in Kubernetes with an emptyDir of "
+    "memory at /dev/shm."
+)
+_NO_ROOM = (
+    "/dev/shm has no room for the batches of reading processes: they are sent through pipes, which takes "
+    f"longer. {_MORE_ROOM}"
+)
 
 _Tree = TypeVar("_Tree")
 
@@ -50,48 +69,46 @@ class FailedSample:
     own_code: str = field(default="", compare=False, repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A batch as the evaluator gets it."""
-
-    # The task's batch on the device; None where no sample of it could be read, or where one could not and its
-    # place is not filled.
-    data: Any
-    # Its unreadable samples, whose places in `data` hold placeholders or zeros.
-    failed: tuple[FailedSample, ...]
+# A batch: the task's data, None where no sample of it could be read, or where one could not and its place is
+# not filled; and its unreadable samples, whose places in the data hold placeholders or zeros.
+Read: TypeAlias = tuple[Any, tuple[FailedSample, ...]]
 
 
-class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
+class Reader(torch.utils.data.Dataset[Read]):
     """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls."""
 
     def __init__(self, dataset: Dataset, task: Task, *, fill: bool = True) -> None:
         self._dataset = dataset
         self._task = task
         self._fill = fill
-        # Whether the data set is known to return ready batches, and the samples to have zeros.
+        # Whether the data set is known to return ready batches, and what takes a failed sample's place.
         self._ready_batches = False
-        self._fill_tried = False
-        # The data set, where rows of tensors are a batch as they are.
-        self._rows = dataset if isinstance(dataset, Samples) and task._collates_as_torch() else None
+        self._fill_tried = not fill
+        # Where rows of tensors are a batch as they are.
+        self._stacked = dataset.stacker(task) if isinstance(dataset, Samples) else None
 
     def notes(self) -> list[str]:
         """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
         notes: Callable[[], list[str]] | None = getattr(self._dataset, "reading_notes", None)
         return [] if notes is None else notes()
 
-    def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
+    def __getitem__(self, indices: range) -> Read:
         """Read one batch: its data, None if no sample could be read, and the samples that failed."""
         try:
-            if self._rows is not None and (stacked := self._rows.stacked(indices)) is not None:
-                return stacked, ()
+            if self._stacked is not None:
+                return self._stacked(indices), ()
             samples = self._dataset.__getitems__(indices)
-        except Exception as error:  # noqa: BLE001 - any error of a data set is the sample's; next: whose
+        except Exception as error:
+            if _found_no_room(error):
+                raise
             samples, failed = self._read_one_by_one(indices, error)
         else:
             failed = ()
             self._ready_batches = not isinstance(samples, list)
-            if isinstance(samples, list) and samples:
-                self._try_to_fill(samples[0])
+            if samples and not self._ready_batches and not self._fill_tried:
+                # Found out at the first batch, and not when a sample fails.
+                self._fill_tried = True
+                self._in_place_of(indices[0], "--on-error skip: a sample may be unreadable", samples[0])
         if isinstance(samples, list) and len(samples) != len(indices):
             raise DualevalError(
                 f"the data set gave {len(samples)} samples for the {len(indices)} indices {indices.start} to "
@@ -99,7 +116,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             )
         return (None if samples is None else self._task.collate(samples)), failed
 
-    def _read_one_by_one(self, indices: range, first: Exception) -> tuple[Any, tuple[FailedSample, ...]]:
+    def _read_one_by_one(self, indices: range, first: Exception) -> Read:
         """The second attempt, each sample alone."""
         samples: dict[int, Any] = {}
         failed: list[FailedSample] = []
@@ -110,12 +127,14 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
                 # Of samples that are left out there may be many.
                 lines = "" if self._fill else own_code(error)
                 failed.append(FailedSample(index=index, error=with_type(error), own_code=lines))
-        if self._ready_batches or (not self._fill and _is_of_batch(first, samples, failed)):
+        if self._ready_batches:
             return self._read_ready_batch_again(indices, first, failed), ()
         if not samples or (failed and not self._fill):
             return None, tuple(failed)
         example = next(iter(samples.values()))
-        samples.update({sample.index: self._in_place_of(sample, example) for sample in failed})
+        for each in failed:
+            why = f"sample {name_of(self._dataset, each.index)} cannot be read: {each.error}"
+            samples[each.index] = self._in_place_of(each.index, why, example)
         return [samples[index] for index in indices], tuple(failed)
 
     def _read_one(self, index: int) -> Any:
@@ -133,40 +152,23 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         try:
             return self._dataset.__getitems__(indices)
         except Exception as error:
-            alone = "".join(
-                f" Alone, sample {name_of(self._dataset, sample.index)} gives {sample.error}."
-                for sample in failed[:1]
-            )
+            data = self._dataset
+            alone = [f" Alone, sample {name_of(data, each.index)} gives {each.error}." for each in failed]
             refusal = UsageError(
-                f"the batch of samples {self._dataset.id(indices[0])} to {self._dataset.id(indices[-1])} "
-                f"(indices {index_of(self._dataset, indices[0])} to "
-                f"{index_of(self._dataset, indices[-1])}) cannot be read: {with_type(first)}.{alone} "
-                f"{type(self._dataset).__name__} returns ready batches, so no single sample can be left out "
-                "(--on-error skip): repair or remove the bad one, or let __getitems__ return a list of "
-                "samples and the task's collate make the batch."
+                f"the batch of samples {data.id(indices[0])} to {data.id(indices[-1])} "
+                f"(indices {index_of(data, indices[0])} to {index_of(data, indices[-1])}) cannot be read: "
+                f"{with_type(first)}.{''.join(alone[:1])} {type(data).__name__} returns ready batches, so no "
+                "single sample can be left out (--on-error skip): repair or remove the bad one, or let "
+                "__getitems__ return a list of samples and the task's collate make the batch."
             )
             keep_own_code(refusal, own_code(first))
             raise refusal from error
 
-    def _try_to_fill(self, example: Any) -> None:
-        """Find out at the first batch that nothing can take the place of a failed sample."""
-        if self._fill_tried or not self._fill:
-            return
-        self._fill_tried = True
-        if getattr(self._dataset, "placeholder", None) is None:
-            self._zeros("--on-error skip: a sample may be unreadable", example)
-
-    def _in_place_of(self, failed: FailedSample, example: Any) -> Any:
+    def _in_place_of(self, index: int, why: str, example: Any) -> Any:
         """What the data set gives for a failed sample; zeros like another one where it gives nothing."""
         placeholder = getattr(self._dataset, "placeholder", None)
         if placeholder is not None:
-            return placeholder(failed.index)
-        return self._zeros(
-            f"sample {name_of(self._dataset, failed.index)} cannot be read: {failed.error}",
-            example,
-        )
-
-    def _zeros(self, why: str, example: Any) -> Any:
+            return placeholder(index)
         try:
             return zeros_like(example)
         except TypeError as error:
@@ -179,28 +181,65 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             ) from error
 
 
-def _is_of_batch(first: Exception, samples: Mapping[int, Any], failed: Sequence[FailedSample]) -> bool:
-    """Whether it is the batch that cannot be read: all samples fail alone, and none as the batch has."""
-    return not samples and not any(each.error.startswith(f"{type(first).__name__}:") for each in failed)
-
-
-class _Returning(torch.utils.data.Dataset[Any]):
-    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback."""
+class _Sending(torch.utils.data.Dataset[bytes]):
+    """A reader's batches, and its errors for people, as messages to another process."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        # Whether the shared memory had room for each batch so far.
+        self._has_room = True
 
-    def __getitem__(self, indices: range) -> Any:
+    def __getitem__(self, indices: range) -> bytes:
+        if self._has_room:
+            try:
+                # Its tensors go into the shared memory. Here: the thread of torch's queue would lose a batch
+                # that finds no room, and the rank would wait for it for ever.
+                return bytes(ForkingPickler.dumps(self._read(indices, [])))
+            except RuntimeError as error:
+                if not _found_no_room(error):
+                    raise
+            self._has_room = False
+            # Where it is set, torch's default_collate makes its batches in the shared memory.
+            torch.utils.data._utils.worker._worker_info = None
+        return pickle.dumps(self._read(indices, [_NO_ROOM]))
+
+    def _read(self, indices: range, notes: list[str]) -> tuple[Any, ...] | DualevalError:
         try:
             data, failed = self._reader[indices]
-            return own_storages(data), failed, self._reader.notes()
+            return own_storages(data), failed, [*notes, *self._reader.notes()]
         except DualevalError as error:
             return _with_own_code(error)
         except Exception as error:
-            if not own_code(error):
+            if _found_no_room(error) or not own_code(error):
                 raise
             # Of the user's own, as a collate: torch would raise another one, with this process's traceback.
             return _with_own_code(DualevalError(f"a reading process: {with_type(error)}"), error)
+
+
+def own_storages(batch: Any) -> Any:
+    """Give a batch's plain tensors storages of their own where they are small parts of larger ones.
+
+    Consecutive samples of a tensor that holds the whole data set are a view of it, and all of a storage goes
+    to another process with its view. Shapes and strides stay, so that a model computes the same bits.
+    """
+
+    def own(tensor: Tensor) -> Tensor:
+        # Memory that needs a gradient, or is read as conjugated or negated, is more than its numbers.
+        if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        # The elements from a tensor's first one to its last.
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+        if 2 * reach * tensor.element_size() > tensor.untyped_storage().nbytes():
+            return tensor
+        return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+    return map_batch(own, batch)
+
+
+def _found_no_room(error: BaseException) -> bool:
+    """Whether torch could not put a tensor into the shared memory: that is full, or no file can be opened."""
+    return isinstance(error, RuntimeError) and _NOT_SHARED.match(text_of(error)) is not None
 
 
 def _with_own_code(said: DualevalError, error: BaseException | None = None) -> DualevalError:
@@ -210,7 +249,7 @@ def _with_own_code(said: DualevalError, error: BaseException | None = None) -> D
 
 
 class Feed:
-    """The batches of one rank, in the order given, on the device."""
+    """The batches of one rank, in the order given: the data on the device, and what could not be read."""
 
     def __init__(
         self,
@@ -232,11 +271,11 @@ class Feed:
         self.wait_s = 0.0
         # Seconds the host spent on writing batches into pinned memory and starting their copies.
         self.transfer_s = 0.0
-        # What the data set says of its reading, in all processes that read for this rank.
+        # What is said of reading, in all processes that read for this rank.
         self.notes: list[str] = []
-        self._handing_out: Generator[Batch] | None = None
+        self._handing_out: Generator[Read] | None = None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Read]:
         self._handing_out = self._hand_out()
         return self._handing_out
 
@@ -245,31 +284,53 @@ class Feed:
         if self._handing_out is not None:
             self._handing_out.close()
 
-    def _hand_out(self) -> Generator[Batch]:
+    def _hand_out(self) -> Generator[Read]:
         accelerator = accelerator_of(self._device)
         uploads = Uploads(accelerator)
-        for data, failed, notes in self._timed(self._load()):
-            self.notes += notes
-            if not accelerator.is_host:
-                self._step("transfer")
-            # Handed out before the next one is waited for: the device computes it as soon as it is there, and
-            # the next one is read and copied meanwhile. No name is kept: it would hold the device's memory.
-            there = accelerator.is_host and _is_of_tensors(data)
-            yield Batch(data=data if there else self._uploaded(uploads, data), failed=failed)
+        loaded, readers = self._load()
+        try:
+            while True:
+                start = perf_counter()
+                item = next(loaded, None)
+                self.wait_s += perf_counter() - start
+                if item is None:
+                    break
+                if isinstance(item, DualevalError):
+                    raise item
+                data, failed, *notes = item
+                self.notes += notes[0] if notes else self._reader.notes()
+                # Handed out before the next one is waited for: the device computes it as soon as it is there,
+                # and the next one is read and copied meanwhile. No name is kept: it would hold the device's
+                # memory.
+                yield (data if accelerator.is_host else self._uploaded(uploads, data)), failed
+        except Exception as error:
+            lost = lost_worker(error)
+            if lost is None:
+                raise
+            # The traceback would be torch's.
+            raise lost from None
+        finally:
+            # They end with the loader's iterator, if nothing else holds that.
+            del loaded
+            _end(readers)
 
     def _uploaded(self, uploads: Uploads, data: Any) -> Any:
+        self._step("transfer")
         start = perf_counter()
         try:
             return uploads.start(data)
         finally:
             self.transfer_s += perf_counter() - start
 
-    def _load(self) -> Iterable[tuple[Any, tuple[FailedSample, ...], list[str]]]:
+    def _load(self) -> tuple[Iterator[Any], Sequence[BaseProcess]]:
+        """The batches as they are read, and the processes that read them."""
         if self._workers == 0:
-            return ((*self._reader[indices], self._reader.notes()) for indices in self._batches)
+            return map(self._reader.__getitem__, self._batches), ()
+        _check_room_for_locks(self._workers)
+        before = set(multiprocessing.active_children())
         # Batches are the loader's samples: the plan has already made them.
-        return torch.utils.data.DataLoader(
-            _Returning(self._reader),
+        loader = torch.utils.data.DataLoader(
+            _Sending(self._reader),
             batch_size=None,
             sampler=self._batches,
             collate_fn=_unchanged,
@@ -281,33 +342,21 @@ class Feed:
             # Not the process's own: a caller's script may draw from that.
             generator=torch.Generator(),
         )
+        loaded = map(pickle.loads, loader)
+        return loaded, [each for each in multiprocessing.active_children() if each not in before]
 
-    def _timed(self, loaded: Iterable[_Tree]) -> Iterator[_Tree]:
-        before = set(multiprocessing.active_children())
-        iterator = iter(loaded)
-        readers = [process for process in multiprocessing.active_children() if process not in before]
-        try:
-            while True:
-                start = perf_counter()
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-                finally:
-                    self.wait_s += perf_counter() - start
-                if isinstance(item, DualevalError):
-                    raise item
-                yield item
-        except Exception as error:
-            lost = lost_worker(error)
-            if lost is None:
-                raise
-            # The traceback would be torch's.
-            raise lost from None
-        finally:
-            # They end with the loader's iterator, if nothing else holds that.
-            del iterator
-            _end(readers)
+
+def _check_room_for_locks(workers: int) -> None:
+    """Check that the queues of reading processes can be made: each of their locks is a page there."""
+    if not _SHARED_MEMORY.is_dir():
+        return
+    usage = shutil.disk_usage(_SHARED_MEMORY)
+    # Its size is 0 where it has no limit.
+    if usage.total and usage.free < (workers + 3) * _LOCKS_BYTES:
+        raise UsageError(
+            f"{_SHARED_MEMORY} on {socket.gethostname()} is full: there is no room for the locks of "
+            f"reading processes. {_MORE_ROOM} Or type --workers 0."
+        )
 
 
 def why_not_forked() -> str | None:
@@ -331,15 +380,6 @@ def checked_workers(options: RunOptions) -> int:
             "read in the process that computes."
         )
     return options.workers or 0
-
-
-def _is_of_tensors(data: Any) -> bool:
-    """Whether a batch is plain tensors in a plain container: on the host nothing of it is to be moved."""
-    if type(data) is dict:
-        data = data.values()
-    elif type(data) is not list and type(data) is not tuple:
-        return type(data) is torch.Tensor
-    return {*map(type, data)} <= {torch.Tensor}
 
 
 def _end(readers: Sequence[BaseProcess]) -> None:

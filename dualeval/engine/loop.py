@@ -55,8 +55,7 @@ def read_alone(
         reading, found = iter(feed), []
         for place in range(len(several)):
             step(place)
-            batch = next(reading)
-            found.append((batch.data, batch.failed))
+            found.append(next(reading))
         if notes is not None:
             notes += feed.notes
     finally:
@@ -231,14 +230,14 @@ class Loop:
             step=lambda stage: self._progress.step(stage, handed[0].chunk if handed else None),
         )
         try:
-            for batch in feed:
+            for data, failed in feed:
                 work = handed.popleft()
-                if batch.failed:
+                if failed:
                     if options.on_error == "stop":
-                        raise unreadable(self._evaluation.dataset, batch.failed[0])
-                    work = replace(work, failed=batch.failed)
+                        raise unreadable(self._evaluation.dataset, failed[0])
+                    work = replace(work, failed=failed)
                 self._progress.step("forward", work.chunk)
-                yield work, batch.data
+                yield work, data
                 # The chunk in hand is finished; no other is begun.
                 if self._control.is_stopping() and until_stopped and work.is_last:
                     return

@@ -63,9 +63,6 @@ class RunOptions(EvaluationOptions):
         fits=_is_out,
         expected=f"a path, None (nothing is written) or dualeval.NEW_FOLDER ({NEW_FOLDER.value})",
     )
-    # Take fewer workers, with a note, where the shared memory has no room for the batches of all. Without it
-    # that is an error.
-    fewer_workers: bool = False
     # How chunks go to ranks: "static", chunk c to rank c mod size; "dynamic", to the rank that has time for
     # it; or "lockstep", as static, with one forward of every rank at a time, for models whose forward holds
     # collectives. A sharded model has "lockstep" in place of "static".

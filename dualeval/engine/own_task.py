@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -196,33 +196,23 @@ def check_asked(dataset: Any, run: Run, collate: Any, metrics: Any, model: Any) 
     check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
 
 
+# By option, what the caller's own loop does in its place.
+_OWN: Mapping[str, str] = {
+    "precision": "write autocast yourself, as torch.autocast(...) around the forward, or cast the model and "
+    "its inputs, as model.to(torch.bfloat16)",
+    "layout": "bring the model and its inputs into a layout yourself, as "
+    "model.to(memory_format=torch.channels_last)",
+    "optimize": "do that yourself, as with torch.compile(model) or "
+    "torch.fx.experimental.optimization.fuse(model)",
+    "shard": "shard the model yourself, with torch.distributed.fsdp.fully_shard",
+}
+
+
 def _check_left_out(options: RunOptions) -> None:
     """Check that nothing is asked for that only the caller can do: the forward is the caller's own."""
-    if numerics.PRECISIONS[options.precision] is not None:
-        raise UsageError(
-            f"precision {options.precision!r}: in your own loop write autocast yourself, "
-            "as torch.autocast(...) around the forward. Leave precision out."
-        )
-    if options.precision in numerics.CASTS:
-        raise UsageError(
-            f"precision {options.precision!r}: in your own loop cast the model and its inputs yourself, "
-            f"as model.to(torch.{str(numerics.CASTS[options.precision])[6:]}). Leave precision out."
-        )
-    if options.layout != AUTO:
-        raise UsageError(
-            f"layout {options.layout!r}: in your own loop bring the model and its inputs into a layout "
-            "yourself, as model.to(memory_format=torch.channels_last). Leave layout out."
-        )
-    if options.optimize is not None:
-        raise UsageError(
-            f"optimize {options.optimize!r}: in your own loop do that yourself, as with torch.compile(model) "
-            "or torch.fx.experimental.optimization.fuse(model). Leave optimize out."
-        )
-    if options.shard is not None:
-        raise UsageError(
-            f"shard {options.shard!r}: in your own loop shard the model yourself, with "
-            "torch.distributed.fsdp.fully_shard. Leave shard out."
-        )
+    for name, instead in _OWN.items():
+        if (given := getattr(options, name)) not in ("fp32", "tf32", AUTO, None):
+            raise UsageError(f"{name} {given!r}: in your own loop {instead}. Leave {name} out.")
 
 
 def column_of(name: str, values: Any, samples: range) -> Column:

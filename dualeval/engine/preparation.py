@@ -68,7 +68,7 @@ def prepare(
         note(
             f"--optimize {COMPILE}: each shape of a batch is compiled when it first comes, for up to minutes"
         )
-        _compile(model, device)
+        _compile(model)
     return model
 
 
@@ -135,7 +135,10 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
                 f"--optimize compile: batches come in more than {_MOST_SHAPES} shapes, and each is compiled. "
                 "Leave it out, or pad the samples"
             )
-        return f"--optimize compile: torch.compile failed: {with_type(error)}. Leave it out"
+        return (
+            f"--optimize compile: torch.compile failed: {with_type(error)}. It needs a C++ compiler (g++ or "
+            "clang; on Debian: apt install g++), on a GPU Triton. Install that, or leave it out"
+        )
     if options.precision in numerics.CASTS and any(words in said for words in _OF_DTYPES):
         return (
             f"--precision {options.precision}: {said}. The model's weights and the inputs of model(...) are "
@@ -251,9 +254,8 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
 # -- the compiler ------------------------------------------------------------------------------------------
 
 
-def _compile(model: nn.Module, device: torch.device) -> None:
+def _compile(model: nn.Module) -> None:
     """Compile a model's call by torch.compile: each shape by itself, nothing chosen by timing, one thread."""
-    _check_compiler(device)
     # A shape that comes second would else be compiled for all shapes: other bits, by the order of batches.
     model.compile(
         dynamic=False,
@@ -264,27 +266,3 @@ def _compile(model: nn.Module, device: torch.device) -> None:
             "compile_threads": 1,
         },
     )
-
-
-def _check_compiler(device: torch.device) -> None:
-    """Check that what torch.compile needs is there."""
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise UsageError(
-                "--optimize compile: torch.compile needs a C++ compiler, and there is none on the PATH. "
-                "Install g++ or clang (on Debian: apt install g++), or name one in the variable CXX; or "
-                "leave it out."
-            ) from error
-        return
-    from torch.utils._triton import has_triton
-
-    if not has_triton():
-        raise UsageError(
-            f"--optimize compile: torch.compile needs Triton on {device}, and it does not work here. Install "
-            "the triton that belongs to this torch (pip install triton), or leave --optimize out."
-        )

@@ -18,7 +18,7 @@ from torch import nn
 from dualeval.engine.compute import Compute
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, first_samples
+from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, of_first
 from dualeval.engine.looks import as_before, differences, is_short
 from dualeval.engine.loop import Loop
 from dualeval.engine.numerics import NumericSettings
@@ -129,14 +129,14 @@ class _Rounds:
     def _look(self, rounds: int) -> Any:
         """The first samples, which all ranks compute; and once more, where that is little of the run."""
         # The first forward of all ranks has the same samples: its order of units is that of all others.
-        _, stand_in = first_samples(self._evaluation)
+        stand_in = of_first(self._evaluation, lambda data, _: data)
         with as_before(self._evaluation.model, self._evaluation.task):
             self._progress.step("forward")
             start = perf_counter()
             columns = self._compute.start(stand_in)()
             seconds = torch.tensor([perf_counter() - start], dtype=torch.float64)
             if is_short(self._backend.all_reduce(seconds, "max").item(), 1, rounds):
-                _, again = first_samples(self._evaluation)
+                again = of_first(self._evaluation, lambda data, _: data)
                 computed = self._compute.start(again)()
                 # No module is looked for: that takes forwards of all ranks.
                 self._loop.unlike = differences(columns, computed, stand_in, again, lambda: _RANDOM)

@@ -17,7 +17,7 @@ from dualeval.engine.identity.hasher import Hasher, SampleHasher
 from dualeval.engine.identity.plain import module_name
 from dualeval.errors import UsageError
 from dualeval.further_columns import FurtherColumns, WithColumns
-from dualeval.tasks import Dataset
+from dualeval.tasks import Dataset, Task
 
 # A column's name, each sample's own id, or what gives it for an index.
 Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
@@ -135,20 +135,33 @@ class Samples:
             return list(many(list(indices)))
         return [self._data[index] for index in indices]
 
-    def stacked(self, samples: range) -> list[Tensor] | None:
-        """What torch's ``default_collate`` makes of these samples; None where they are no rows of tensors.
+    def stacker(self, task: Task) -> Callable[[range], list[Tensor]] | None:
+        """What collates consecutive samples as the task does; None where they are no rows of tensors, or the
+        task does not do as torch's ``default_collate``.
 
-        Copies, as a collate gives: a forward that writes into its input leaves the caller's tensors alone,
+        It copies, as a collate does: a forward that writes into its input leaves the caller's tensors alone,
         and memory begins where a kernel's last bits do not depend on it.
         """
-        tensors, places = _plain_tensors(self._data)
-        if not tensors or samples.stop > len(self._data):
+        data: Any = self._data
+        places: Any = None
+        if type(data) is Subset and isinstance(data.indices, list | range | np.ndarray | Tensor):
+            data, places = data.dataset, data.indices
+        if type(data) is not TensorDataset or not task._collates_as_torch():
             return None
-        if places is None:
-            own = slice(samples.start, samples.stop)
-            return [tensor[own].clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        rows = torch.as_tensor(places[samples.start : samples.stop])
-        return [tensor[rows].contiguous() for tensor in tensors]
+        tensors = data.tensors
+        if any(type(one) is not Tensor or one.layout is not torch.strided for one in tensors):
+            return None
+        if any(one.requires_grad for one in tensors):
+            return None
+
+        def stacked(samples: range) -> list[Tensor]:
+            if places is None:
+                own = slice(samples.start, samples.stop)
+                return [one[own].clone(memory_format=torch.contiguous_format) for one in tensors]
+            rows = torch.as_tensor(places[samples.start : samples.stop])
+            return [one[rows].contiguous() for one in tensors]
+
+        return stacked
 
     def probe(self) -> list[str | None]:
         """Hashes of a few samples; None of one that cannot be hashed, or is another at each reading."""
@@ -178,20 +191,6 @@ class Samples:
             if not name.startswith("_") and not isinstance(value, (dict, np.memmap))
         }
         return Hasher().attributes(attributes).hex()
-
-
-def _plain_tensors(data: Any) -> tuple[tuple[Tensor, ...], Any]:
-    """The tensors of a ``TensorDataset`` whose samples are rows of them, and which rows; or nothing."""
-    places = None
-    if type(data) is Subset and isinstance(data.indices, list | range | np.ndarray | Tensor):
-        data, places = data.dataset, data.indices
-    if type(data) is not TensorDataset:
-        return (), None
-    plain = all(
-        type(each) is Tensor and each.layout is torch.strided and not each.requires_grad
-        for each in data.tensors
-    )
-    return (data.tensors, places) if plain else ((), None)
 
 
 class HuggingFaceSamples(WithColumns, Samples):

@@ -163,8 +163,8 @@ class Task(ABC):
 
         Tensors in it are brought to the device: in dicts, lists, tuples and dataclasses, in what is
         registered with ``torch.utils._pytree``, and in objects with a method ``to(device)``. Tensors in other
-        objects are refused, on a CPU too. A mapping, list or tuple of a class of its own may become a plain
-        one on its way.
+        objects stay where they are. A mapping, list or tuple of a class of its own may become a plain one on
+        its way.
 
         Runs in worker processes where there are any. Where Python starts these anew (on Linux from 3.14 on)
         they have neither the model nor what of the task cannot be pickled.

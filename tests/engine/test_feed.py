@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualeval.engine.feed import Batch, Feed, Reader
+from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.nests import zeros_like
 from dualeval.errors import DualevalError, UsageError
 from tests.tiny import TinyTask
@@ -23,8 +23,13 @@ from tests.tiny import TinyTask
 CPU = torch.device("cpu")
 
 
+class Batch(NamedTuple):
+    data: Any
+    failed: tuple[FailedSample, ...]
+
+
 def read(task: TinyTask, batches: list[range], workers: int = 0) -> list[Batch]:
-    return list(Feed(Reader(task.dataset(), task), batches, workers=workers, device=CPU))
+    return [Batch(*each) for each in Feed(Reader(task.dataset(), task), batches, workers=workers, device=CPU)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

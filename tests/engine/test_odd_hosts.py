@@ -73,5 +73,5 @@ def test_a_full_shared_memory(launch: Launch, tmp_path: Path) -> None:
     command: Words = ["unshare", "--mount", "bash", "-c", mounted, "bash", *SMALL]
     done = launch([*command, "--workers", "2"], cwd=tmp_path)
     assert done.returncode == 2
-    assert "there is room for none of them" in done.stderr and "--ipc=host" in done.stderr
+    assert "no room for the locks of reading processes" in done.stderr and "--ipc=host" in done.stderr
     assert "Traceback" not in done.stderr

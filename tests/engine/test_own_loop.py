@@ -6,8 +6,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dualeval.engine.own_loop import OwnLoop
+from dualeval.engine.own_task import LoopTask
+from dualeval.engine.samples import wrap
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.result import Result, read_status
@@ -368,3 +371,17 @@ def test_the_loop_of_the_docs_runs_as_it_stands(launch: Launch, tmp_path: Path, 
     alone = printed if launcher == "none" else {tuple(launch([sys.executable, script]).stdout.split())}
     assert printed == alone
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.mark.parametrize("shared_out", [False, True])
+def test_a_rank_with_a_share_of_its_own_is_refused(shared_out: bool) -> None:
+    """Its length and its attributes may be the same, so that nothing but its samples tell."""
+    everything = torch.arange(20.0)
+    own, other = (everything[::2], everything[1::2]) if shared_out else (everything, everything)
+    task = LoopTask(wrap(own), None, None, None)
+    answers: Any = [wrap(own).probe(), wrap(other).probe()]
+    backend = SimpleNamespace(world=SimpleNamespace(size=2), all_gather_json=lambda _: answers)
+    of_two: Any = SimpleNamespace(backend=backend, control=SimpleNamespace(meet=lambda: None))
+    refused = pytest.raises(UsageError, match="rank 1 has other samples in its data set than rank 0")
+    with refused if shared_out else nullcontext():
+        task.compare_samples(of_two)

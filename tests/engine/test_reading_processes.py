@@ -78,10 +78,10 @@ def test_they_are_forked_where_python_starts_others_anew() -> None:
     try:
         task = Holding(8)
         task.build_model(CPU)
-        [batch] = Feed(Reader(task.dataset(), task), [range(8)], workers=1, device=CPU)
+        [(batch, _)] = Feed(Reader(task.dataset(), task), [range(8)], workers=1, device=CPU)
     finally:
         multiprocessing.set_start_method(before, force=True)
-    assert batch.data["targets"].shape == (8,)
+    assert batch["targets"].shape == (8,)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from dualeval.errors import UsageError
 from dualeval.tasks.question_answering import QuestionAnswering
 from tests import questions
 
+# A task that collates as torch does.
+COLLATES: Any = SimpleNamespace(_collates_as_torch=lambda: True)
+
 
 class Held(Dataset[int]):
     """Map-style, with an attribute, and a cache that grows."""
@@ -292,9 +295,11 @@ def test_rows_of_tensors_are_stacked_as_torch_collates_them(layout: torch.memory
     rows = TensorDataset(images, torch.arange(6))
     data = rows if places is None else Subset(rows, places)
     samples = dualeval.wrap(data)
-    stacked = samples.stacked(range(1, 4))
+    stacker = samples.stacker(COLLATES)
+    assert stacker is not None
+    stacked = stacker(range(1, 4))
     expected = default_collate(samples.__getitems__(range(1, 4)))
-    assert stacked is not None and type(stacked) is type(expected) is list
+    assert type(stacked) is type(expected) is list
     for one, other in zip(stacked, expected, strict=True):
         assert torch.equal(one, other) and one.stride() == other.stride()
         assert one.data_ptr() % 64 == 0
@@ -304,7 +309,7 @@ def test_rows_of_tensors_are_stacked_as_torch_collates_them(layout: torch.memory
 
 @pytest.mark.parametrize("data", [[torch.zeros(2)] * 3, torch.zeros(3, 2), ["a"] * 3])
 def test_other_samples_are_not_stacked(data: Any) -> None:
-    assert dualeval.wrap(data).stacked(range(2)) is None
+    assert dualeval.wrap(data).stacker(COLLATES) is None
 
 
 def test_who_collates_gets_samples(tmp_path: Path) -> None:
@@ -350,4 +355,4 @@ def test_a_data_set_derived_from_one_of_tensors_gives_its_own_samples() -> None:
     samples = dualeval.wrap(Negative(torch.arange(3)))
     [sample] = samples.__getitems__(range(1, 2))
     assert sample[0].item() == -1
-    assert samples.stacked(range(1, 2)) is None
+    assert samples.stacker(COLLATES) is None

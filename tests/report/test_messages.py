@@ -267,9 +267,8 @@ def test_a_plain_data_set_is_read_one_by_one() -> None:
     assert evaluated(data=Plain()).samples["evaluated"] == len(INPUTS)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_error_of_a_ready_batch_is_the_one_that_is_shown(workers: int) -> None:
-    message = refused(data=InBatches(), collate=lambda batch: batch, batch_size=4, workers=workers)
+def test_the_error_of_a_ready_batch_is_the_one_that_is_shown() -> None:
+    message = refused(data=InBatches(), collate=lambda batch: batch, batch_size=4)
     assert (
         "the batch of samples row 4 to row 7 (indices 4 to 7) cannot be read: ValueError: the shard is"
         in (message)

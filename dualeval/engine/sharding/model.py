@@ -1,4 +1,4 @@
-"""A model divided over the ranks: what it is, a copy of it for a trial, and the model that computes.
+"""A model divided over the ranks: what it is, and the model that computes.
 
 Torch's FSDP gathers a unit's parameters before its forward and lets them go behind it. That moves bits and
 computes none, so that the numbers are those of the whole model.
@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import numerics
-from dualeval.engine.compute import copy_sharing_tensors
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.identity.model import WeightsDigests
-from dualeval.engine.layouts import OF_TRIAL, converter, layout_of
+from dualeval.engine.layouts import converter, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
 from dualeval.engine.run_state import Run
@@ -68,13 +67,6 @@ class ShardedModel:
         """The model's, as it was built: that of the whole one. A collective at first."""
         self._read()
         return self._identity
-
-    def copy_in(self, layout: str) -> nn.Module:
-        """A copy for the trial of a layout, in the model's own dtypes; a collective at first."""
-        self._read()
-        options = replace(self._run.options, **OF_TRIAL)
-        copied = copy_sharing_tensors(self._model)
-        return self._divided(copied, options, layout, lambda parameter: parameter.rows)
 
     def filled(self, options: RunOptions) -> nn.Module:
         """The model that computes; called once."""

@@ -80,10 +80,10 @@ class Batches:
 
     def data(self, samples: range) -> Any:
         """Collate some of the samples, as the task does; None where none of them can be read."""
-        [batch] = Feed(self._reader, [samples], workers=0, device=self._device)
-        if batch.failed and (self._stops or (batch.data is None and len(samples) == self.rows)):
-            raise unreadable(self.dataset, batch.failed[0], skips=not self._stops)
-        return batch.data
+        [(data, failed)] = Feed(self._reader, [samples], workers=0, device=self._device)
+        if failed and (self._stops or (data is None and len(samples) == self.rows)):
+            raise unreadable(self.dataset, failed[0], skips=not self._stops)
+        return data
 
 
 class _WithOutputs:
