@@ -19,7 +19,7 @@ import subprocess
 import threading
 import uuid
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -85,8 +85,8 @@ class Hasher:
     """Makes digests of values; one hasher for all that belongs together, since it hashes each object once."""
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
-        # The modules of all classes and functions that were met, and the names that are used of each.
-        self.met = defaultdict[str, set[str]](set)
+        # The modules of all classes and functions that were met.
+        self.met = set[str]()
         # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
         self._objects = dict(known or {})
         self._known = {id(value): name for name, value in reversed(self._objects.items())}
@@ -225,11 +225,8 @@ class Hasher:
         return sha256_of("function", name_of(value), self.digest(text), *map(self.digest, parts))
 
     def meet(self, item: type | FunctionType) -> None:
-        """Note the module of a class or function, and the name that is used of it."""
-        used = self.met[item.__module__ or "builtins"]
-        used.add(item.__qualname__.partition(".")[0])
-        if isinstance(item, FunctionType) and item.__qualname__.startswith("<"):
-            used |= names_in(item.__code__)  # a lambda stands under no name
+        """Note the module of a class or function."""
+        self.met.add(item.__module__ or "builtins")
 
     def _code(self, value: CodeType) -> bytes:
         counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
@@ -251,7 +248,7 @@ class Hasher:
         return sha256_of("class", name_of(value), *bodies, *map(self.digest, put_in))
 
     def _module(self, value: ModuleType) -> bytes:
-        self.met[value.__name__].add("*")
+        self.met.add(value.__name__)
         return sha256_of("module", module_name(value.__name__).encode())
 
     def body(self, kind: type) -> bytes:
