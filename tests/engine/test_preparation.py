@@ -21,7 +21,6 @@ from torch.nn import functional
 
 import dualeval
 from dualeval.engine import compute, numerics
-from dualeval.engine.agreement import check_same_job
 from dualeval.engine.forward import _on_all_ranks
 from dualeval.engine.layouts import converter, layout_by_trial, layout_of
 from dualeval.engine.options import RunOptions
@@ -253,12 +252,6 @@ def test_ranks_that_compute_together_come_to_one_layout(
     backend = SimpleNamespace(all_gather_json=lambda own: next(answers))
     found, said, _ = tried(SimpleNamespace(control=SimpleNamespace(meet=lambda: None), backend=backend))
     assert (found, said is None) == (layout, layout == CHANNELS_LAST)
-
-
-def test_other_ranks_with_another_layout_are_refused_with_what_to_type() -> None:
-    words = r"\(layout: channels-last on rank 0, None here\).*fails channels-last.*--layout contiguous"
-    with pytest.raises(UsageError, match=words):
-        check_same_job([{"layout": CHANNELS_LAST}, {}], ["one", "two"], [{}, {}])
 
 
 def test_a_resumed_run_comes_to_the_same_layout_or_is_refused(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine.identity.attributes import attributes_of, both_readings, is_incidental, reading
+from dualeval.engine.identity.attributes import attributes_of, is_incidental
 from dualeval.engine.identity.constants import constants, shown
 from dualeval.engine.identity.data import contents_fingerprint
 from dualeval.engine.identity.hasher import Hasher
@@ -38,7 +38,6 @@ from dualeval.tasks import Dataset, Task
 
 __all__ = [
     "ModelIdentity",
-    "both_readings",
     "contents_fingerprint",
     "job_identity",
     "metric_fingerprint",
@@ -93,8 +92,6 @@ def job_identity(
         "samples": samples,
         "weights": dict(model.weights),
         "structure": dict(model.structure),
-        # Says which of a module's attributes differs.
-        "structure_attributes": dict(model.structure_attributes),
         # What the source of classes leaves open: it may come from the environment, or a caller.
         "constants": constants(objects, hasher, named),
         # Their order is that of their slots in the ledger.
@@ -163,7 +160,7 @@ def task_attributes(task: Task) -> dict[str, Any]:
         return {}
     hasher = Hasher()
     return {
-        name: shown(reading().value(name, value), hasher)
+        name: shown(value, hasher)
         for name, value in sorted(attributes_of(task).items())
         # Those are in the job by themselves.
         if _holds_values(value) and not is_incidental(name) and name != "given_options"
@@ -208,5 +205,4 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     if isinstance(metric, nn.Module):
         return {"class": named, "state": short_hex(hasher.digest(metric))}
     attributes = sorted(attributes_of(metric).items())
-    read = reading().value
-    return {"class": named, **{name: shown(read(name, value), hasher) for name, value in attributes}}
+    return {"class": named, **{name: shown(value, hasher) for name, value in attributes}}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dualeval.engine.identity.attributes import ignored_by, is_incidental, reading
+from dualeval.engine.identity.attributes import ignored_by, is_incidental
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import has_path, is_device, name_of, short_hex
 from dualeval.engine.identity.source import has_source, is_own, names_in
@@ -45,7 +45,7 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
         pairs = sorted(_read_by(item) if is_class else _constants_of([item]), key=itemgetter(0))
         left_out = ignored_by(item) if is_class else set()
         kept = {
-            name: reading().value(name, value)
+            name: value
             for name, value in pairs
             if (own := name.rpartition(".")[2]) not in left_out and not is_incidental(own)
         }
