@@ -9,12 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +21,7 @@ from torch import Tensor, nn
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.nests import own_attributes
+from dualeval.engine.nests import held_by
 from dualeval.engine.sharding.detect import is_unit, reshard
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
@@ -39,13 +36,8 @@ _OF_STATE_DICTS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-# Hooks, and what a module does by its attributes: all are dicts of the module.
-_DICTS = (
-    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
-    *("_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
-    "_forward_hooks_always_called",
-    *_OF_STATE_DICTS,
-)
+# Parts, tensors and hooks.
+_DICTS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 # How far models are looked for: attributes and names, what these hold, and what is in that.
 _LEVELS = 3
 _LOOKED_AT_EACH = 256
@@ -333,23 +325,13 @@ def _models_of(task: Task) -> list[nn.Module]:
     for _ in range(_LEVELS):
         # By their types: a proxy answers isinstance with what it stands for.
         found |= {id(part): part for part in level if issubclass(type(part), nn.Module)}
-        level = [value for part in level for value in _held(part)]
+        level = [
+            value
+            for part in level
+            if not issubclass(type(part), nn.Module)
+            for value in held_by(part, _LOOKED_AT_EACH)
+        ]
     return list(found.values())
-
-
-def _held(value: Any) -> list[Any]:
-    """The first entries of a container, and an object's attributes."""
-    kind = type(value)
-    if issubclass(kind, (nn.Module, Tensor, type, ModuleType)) or inspect.isroutine(value):
-        return []
-    if issubclass(kind, dict):
-        return [*islice(dict.values(value), _LOOKED_AT_EACH)]
-    base = next((base for base in (list, tuple, set, deque) if issubclass(kind, base)), None)
-    return (
-        [*own_attributes(value).values()]
-        if base is None
-        else [*islice(base.__iter__(value), _LOOKED_AT_EACH)]
-    )
 
 
 class Generators:

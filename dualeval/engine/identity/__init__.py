@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine.identity.attributes import attributes_of, is_incidental
+from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental
 from dualeval.engine.identity.constants import constants, shown
 from dualeval.engine.identity.data import contents_fingerprint
 from dualeval.engine.identity.hasher import Hasher
@@ -31,6 +31,7 @@ from dualeval.engine.identity.model import (
 )
 from dualeval.engine.identity.plain import name_of, short_hex
 from dualeval.engine.identity.source import has_source, is_own, source_fingerprints
+from dualeval.engine.nests import held_by, own_attributes
 from dualeval.engine.sharding.detect import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -52,6 +53,8 @@ _VALUES = (
 )
 # Entries of a container, or attributes, in which the user's own objects are looked for.
 _LOOKED_AT = 32
+# What is looked through.
+_PASSED = (list, tuple, dict, MethodType, functools.partial)
 _OBJECTS = "functions with values of their own"  # as a module's name
 
 
@@ -109,27 +112,18 @@ def _has_fingerprint(item: Any) -> bool:
 def _inside(item: Any, depth: int = 4) -> Iterator[Any]:
     """An object, and the user's own objects and functions in it, as what a ``Subset`` is of, a transform."""
     yield item
-    if depth == 0 or isinstance(item, (FunctionType, type, ModuleType)):
-        return
-    many = isinstance(item, (list, tuple, dict))
-    kept = [*item.values()] if isinstance(item, dict) else item if many else [*attributes_of(item).values()]
-    for each in kept[:_LOOKED_AT]:
+    ignored = {id(value) for name, value in own_attributes(item).items() if name in ignored_by(type(item))}
+    for each in held_by(item, _LOOKED_AT) if depth and not isinstance(item, FunctionType) else ():
         kind = type(each)
-        if kind is MethodType:
-            yield from _inside([each.__self__, each.__func__], depth - 1)
-        elif isinstance(each, functools.partial):
-            yield from _inside([each.func, *each.args, *each.keywords.values()], depth - 1)
-        elif kind in (list, tuple, dict):
+        if kind in _PASSED:
             yield from islice(_inside(each, depth - 1), 1, None)
-        elif (kind is FunctionType and is_own(each)) or (
-            kind is not FunctionType and not isinstance(each, nn.Module) and _has_own_parts(kind)
-        ):
+        elif is_own(each) if kind is FunctionType else _has_own_parts(kind) and id(each) not in ignored:
             yield from _inside(each, depth - 1)
 
 
 def _has_own_parts(kind: type) -> bool:
-    """Whether a class is the user's, or one of torch's that wraps another data set."""
-    return is_own(kind) or issubclass(kind, torch.utils.data.Dataset)
+    """Whether a class is the user's, or one of torch's that wraps another data set; no module."""
+    return (is_own(kind) and not issubclass(kind, nn.Module)) or issubclass(kind, torch.utils.data.Dataset)
 
 
 def _sources(
