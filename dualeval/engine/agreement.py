@@ -12,12 +12,12 @@ from typing import Any
 from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.process import launch_of
-from dualeval.engine.identity import ModelIdentity, contents_fingerprint, job_identity
+from dualeval.engine.identity import ModelIdentity, job_identity
 from dualeval.engine.loop import ahead_of
 from dualeval.engine.machines import check_kinds_of_ranks, machine_facts
 from dualeval.engine.parts import identity_of
 from dualeval.engine.preparation import identity_of as identity_of_preparation
-from dualeval.engine.samples_digest import check_ids, hashes_of_ids, joined
+from dualeval.engine.samples_digest import check_ids, contents_fingerprint, hashes_of_ids, joined
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json

@@ -25,7 +25,6 @@ from dualeval.engine.identity.model import (
     ModelHasher,
     model_fingerprint,
 )
-from dualeval.engine.identity.plain import has_path
 from dualeval.errors import UsageError
 from dualeval.models.text_models import TextModel
 from dualeval.tasks.question_answering import USE
@@ -419,8 +418,6 @@ def test_what_says_when_or_where_a_thing_was_made_does_not_count() -> None:
     day = datetime.datetime(2024, 1, 1)
     assert found(day) == found(day + datetime.timedelta(1))
     assert found(uuid.uuid4()) == found(uuid.uuid4())
-    for text in ("file://{}", "--cache={}", "a {}/b c", "PATH={}:/usr/lib"):
-        assert found(text.format("/tmp/a")) == found(text.format("/tmp/b")), text
     for one, other in (("a/b", "a/c"), ("https://a/b", "https://a/c"), ("x /2", "x /3"), ("--a=1", "--a=2")):
         assert found(one) != found(other)
 
@@ -594,7 +591,7 @@ def test_a_salted_hash_of_transformers_does_not_count() -> None:
         ("mode=/think", "mode=/no_think", False),
         ("//think", "//no_think", False),
         ("{folder}/a", "{folder}/b", True),
-        ("--cache={folder}/a", "--cache={folder}/b", True),
+        ("--cache={folder}/a", "--cache={folder}/b", False),
         ("{folder}/a b", "{folder}/c d", True),
         ("{folder}/a or yes", "{folder}/a or no", False),
     ],
@@ -606,7 +603,6 @@ def test_a_text_is_a_path_where_its_first_folder_is_there(
         (tmp_path / name).mkdir()
     first, second = (structure(Holder(text.format(folder=tmp_path))) for text in (one, other))
     assert (first == second) == same
-    assert has_path(one.format(folder=tmp_path)) == ("{folder}" in one)
 
 
 def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_identity() -> None:

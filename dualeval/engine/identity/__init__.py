@@ -9,7 +9,7 @@ import enum
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental
 from dualeval.engine.identity.constants import constants, shown
-from dualeval.engine.identity.data import contents_fingerprint
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.model import (
     ModelHasher,
@@ -39,7 +38,6 @@ from dualeval.tasks import Dataset, Task
 
 __all__ = [
     "ModelIdentity",
-    "contents_fingerprint",
     "job_identity",
     "metric_fingerprint",
     "model_fingerprint",
@@ -99,7 +97,7 @@ def job_identity(
         "constants": constants(objects, hasher, named),
         # Their order is that of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
-        "metric_options": _by_name(measures),
+        "metric_options": {metric.name: metric_fingerprint(metric) for metric in measures},
     }
 
 
@@ -169,14 +167,6 @@ def _holds_values(value: Any) -> bool:
     if is_dataclass(value) and not isinstance(value, type):
         return all(_holds_values(getattr(value, field.name, None)) for field in fields(value))
     return value is None or (isinstance(value, _VALUES) and not isinstance(value, (np.memmap, nn.Module)))
-
-
-def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for metric in metrics:
-        count = sum(name.partition("#")[0] == metric.name for name in found)
-        found[f"{metric.name}#{count + 1}" if count else metric.name] = metric_fingerprint(metric)
-    return found
 
 
 def _as_json(said: Any, whose: str) -> Any:

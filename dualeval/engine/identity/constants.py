@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualeval.engine.identity.attributes import ignored_by, is_incidental
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.identity.plain import has_path, is_device, name_of, short_hex
+from dualeval.engine.identity.plain import is_device, is_path, name_of, short_hex
 from dualeval.engine.identity.source import has_source, is_own, names_in
 from dualeval.engine.sharding.detect import class_of
 
@@ -63,7 +63,7 @@ def shown(value: Any, hasher: Hasher) -> Any:
     """A short value as it is, any other as a hash."""
     if value is None or (type(value) in (bool, int, float) and abs(value) < 2**53):
         return value
-    if type(value) is str and len(value) <= _LONGEST_VALUE and not (has_path(value) or is_device(value)):
+    if type(value) is str and len(value) <= _LONGEST_VALUE and not (is_path(value) or is_device(value)):
         return value
     return short_hex(hasher.digest(value))
 
