@@ -161,18 +161,16 @@ def check_same_job(
             raise UsageError(
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
                 "Start every rank with the same options, data and weights."
-                f"{_weights_hint(differing, hosts[0], hosts[rank])}{structure_hint(differing)}"
+                f"{_weights_hint(differing)}{structure_hint(differing)}"
             )
 
 
-def _weights_hint(found: Sequence[tuple[str, Any, Any]], first: str, here: str) -> str:
+def _weights_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
     """A sentence on ranks that have loaded other weights; else empty."""
     if not any(name.partition(".")[0] == "weights" for name, _, _ in found):
         return ""
-    where = f"on {here}" if first == here else f"on {first} and on {here}"
     return (
-        " (weights is a digest of the tensors that a rank has in its model: the file of --weights is not "
-        f"the same for all ranks. Compare it {where} with sha256sum, and copy it again, or give a path on a "
-        "file system that all ranks share. A model of your own code may also draw its weights: seed it alike "
-        "on every rank.)"
+        " (weights is a digest of the tensors that a rank has in its model: the file of --weights is not the "
+        "same for all ranks. Compare it on both hosts with sha256sum, or give a path on a file system that "
+        "all ranks share. A model of your own code may also draw its weights: seed it alike on every rank.)"
     )

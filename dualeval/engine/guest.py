@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -226,7 +226,9 @@ class _Tensor:
 
     @classmethod
     def of(cls, tensor: Tensor, *, keeps_values: bool) -> _Tensor:
-        values = tensor.detach().clone() if keeps_values else None
+        # An expanded one has elements in common: torch refuses to write into it as a whole.
+        is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()
+        values = tensor.detach().clone() if keeps_values and not is_expanded else None
         grad = tensor.grad if tensor.is_leaf else None
         return cls(tensor, tensor.data, tensor.requires_grad, grad, version_of(tensor), values)
 
@@ -243,18 +245,12 @@ class _Tensor:
         if self.values is not None and not tensor.is_inference():
             # Batch norms write into theirs without raising the version. Nor does this, as data has its own: a
             # backward whose forward came before goes on.
-            _written_once(data).copy_(_written_once(self.values, data.stride()))
+            data.copy_(self.values)
         if tensor.is_leaf:
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
             if tensor.grad is not self.grad:
                 tensor.grad = self.grad
-
-
-def _written_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """The part of an expanded tensor whose elements have memory of their own."""
-    strides = tensor.stride() if strides is None else strides
-    return tensor[tuple(slice(None if step else 1) for step in strides)]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -129,7 +129,7 @@ class Hasher:
 
         def enter(value: Any) -> None:
             held = list[Any]()
-            made = self._make(value, lambda child: held.append(child) or _UNKNOWN)
+            made = self._make(value, functools.partial(_noted, held))
             depths[id(value)] = len(path)
             path.append((value, made, held, iter(held)))
 
@@ -367,6 +367,11 @@ class SampleHasher(Hasher):
         return self.combined(
             "attributes", [sorted(attributes), *(attributes[name] for name in sorted(attributes))]
         )
+
+
+def _noted(held: list[Any], child: Any) -> bytes:
+    held.append(child)
+    return _UNKNOWN
 
 
 def _next(digests: Iterator[bytes], _: Any) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
 import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -23,11 +24,6 @@ _OWN_FILES = (
     *("engine/parts.py", "engine/samples.py"),
 )
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made
-_IMPORT = re.compile(
-    r"(?:^|[;:])[ \t]*(?:from[ \t]*(\.*)[ \t]*([\w.]*)[ \t]+import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
-    r"|import[ \t]+([^\n;#]+))",
-    re.MULTILINE,
-)
 _COMPILED = (*EXTENSION_SUFFIXES, ".pyc")
 
 
@@ -198,15 +194,17 @@ def _reached(used: Iterable[str]) -> dict[str, str]:
 def _imports(name: str, text: str) -> Iterator[str]:
     """The modules that a text may import."""
     package = module_name(name) if _source(name).folders else module_name(name).rpartition(".")[0]
-    for dots, start, listed, plain in _IMPORT.findall(text.replace("\\\n", " ")):
-        for place in re.findall(r"[\w.]+", re.sub(r"\bas\s+\w+", "", plain)):
-            yield from _with_parents(place)
-        if not plain:
-            above = package.split(".")[: package.count(".") + 2 - len(dots)] if dots else []
-            base = ".".join(filter(None, [*above, start]))
-            yield from _with_parents(base)
-            if base and _is_own_module(base) and _source(base).folders:
-                yield from (f"{base}.{word}" for word in re.findall(r"\w+", listed))
+    with suppress(SyntaxError):  # written anew since it was imported
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                for each in node.names:
+                    yield from _with_parents(each.name)
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+                base = ".".join(filter(None, [*above, node.module]))
+                yield from _with_parents(base)
+                if base and _is_own_module(base) and _source(base).folders:
+                    yield from (f"{base}.{each.name}" for each in node.names)
 
 
 def _with_parents(name: str) -> Iterator[str]:
