@@ -119,7 +119,7 @@ def identify_and_prepare(
         return _divided(task, dataset, model, run, mesh, stack)
     settle_schedule(model, run)
     around_gather = partial(run.control.progress.inside, "collective")
-    identity = ModelIdentity.of(model, around_gather, run.backend.world)
+    identity = ModelIdentity.of(model, around_gather)
     check_model(model, run.options)
     # After the identity: its hooks are no part of the model.
     stack.enter_context(run.watching(model))

@@ -9,8 +9,7 @@ from typing import Any
 
 from dualeval.options.choices import CONTIGUOUS
 
-_ATTRIBUTES = "structure_attributes."
-_NAMED = (_ATTRIBUTES, "constants.")
+_NAMED = ("structure.", "constants.", "task_attributes.", "metric_options.")
 _HASH = re.compile("[0-9a-f]{6,64}")
 _SHOWN_OF_HASH = 16
 _MOST_LISTED = 16
@@ -48,17 +47,9 @@ def differing_fingerprints(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 
 def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
-    """Differences in words; the attributes of the model's structure by name, where they are known."""
-    attributes = [item for item in found if _ATTRIBUTES in item[0]]
-    explained = {name.replace(_ATTRIBUTES, "structure.") for name, _, _ in attributes}
-    named = [
-        (name.replace(_ATTRIBUTES, "structure."), *values)
-        for name, *values in found
-        # The hash of a module says no more than those of its attributes.
-        if "structure." not in name or not any(other.startswith(f"{name}.") for other in explained)
-    ]
+    """Differences in words."""
     # What can be read without knowing what was hashed comes first.
-    named.sort(key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
+    named = sorted(found, key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
     shown = [f"{name}: {_brief(one)} {there}, {_brief(other)} {here}" for name, one, other in named]
     more = [f"and {len(shown) - _MOST_LISTED} more"] if len(shown) > _MOST_LISTED else []
     return "; ".join(shown[:_MOST_LISTED] + more)
@@ -93,11 +84,11 @@ def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
         return (
             " (source.dualeval is a hash of dualeval's own files: the other one has another version of it.)"
         )
-    if not any(name.startswith(("structure.", *_NAMED)) for name in names):
+    if not any(name.startswith(_NAMED) for name in names):
         return ""
     return (
-        " (structure.NAME is a hash of what the attributes of the model's module NAME hold, its class and "
-        "its hooks, and constants.CLASS has the values that the methods of CLASS read: a rank, a time or a "
+        " (structure.CLASS.NAME is a hash of what the attribute NAME holds in the model's modules of that "
+        "class, and constants.CLASS has the values that the methods of CLASS read: a rank, a time or a "
         "random number does not belong there. A class that says dualeval_identity_ignores = "
         '("NAME OF ATTRIBUTE",) leaves out what decides no number.)'
     )

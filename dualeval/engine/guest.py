@@ -9,12 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +21,7 @@ from torch import Tensor, nn
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.nests import own_attributes
+from dualeval.engine.nests import held_by
 from dualeval.engine.sharding.detect import is_unit, reshard
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
@@ -39,13 +36,8 @@ _OF_STATE_DICTS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-# Hooks, and what a module does by its attributes: all are dicts of the module.
-_DICTS = (
-    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
-    *("_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
-    "_forward_hooks_always_called",
-    *_OF_STATE_DICTS,
-)
+# Parts, tensors and hooks.
+_DICTS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 # How far models are looked for: attributes and names, what these hold, and what is in that.
 _LEVELS = 3
 _LOOKED_AT_EACH = 256
@@ -234,7 +226,9 @@ class _Tensor:
 
     @classmethod
     def of(cls, tensor: Tensor, *, keeps_values: bool) -> _Tensor:
-        values = tensor.detach().clone() if keeps_values else None
+        # An expanded one has elements in common: torch refuses to write into it as a whole.
+        is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()
+        values = tensor.detach().clone() if keeps_values and not is_expanded else None
         grad = tensor.grad if tensor.is_leaf else None
         return cls(tensor, tensor.data, tensor.requires_grad, grad, version_of(tensor), values)
 
@@ -251,18 +245,12 @@ class _Tensor:
         if self.values is not None and not tensor.is_inference():
             # Batch norms write into theirs without raising the version. Nor does this, as data has its own: a
             # backward whose forward came before goes on.
-            _written_once(data).copy_(_written_once(self.values, data.stride()))
+            data.copy_(self.values)
         if tensor.is_leaf:
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
             if tensor.grad is not self.grad:
                 tensor.grad = self.grad
-
-
-def _written_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """The part of an expanded tensor whose elements have memory of their own."""
-    strides = tensor.stride() if strides is None else strides
-    return tensor[tuple(slice(None if step else 1) for step in strides)]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -333,23 +321,13 @@ def _models_of(task: Task) -> list[nn.Module]:
     for _ in range(_LEVELS):
         # By their types: a proxy answers isinstance with what it stands for.
         found |= {id(part): part for part in level if issubclass(type(part), nn.Module)}
-        level = [value for part in level for value in _held(part)]
+        level = [
+            value
+            for part in level
+            if not issubclass(type(part), nn.Module)
+            for value in held_by(part, _LOOKED_AT_EACH)
+        ]
     return list(found.values())
-
-
-def _held(value: Any) -> list[Any]:
-    """The first entries of a container, and an object's attributes."""
-    kind = type(value)
-    if issubclass(kind, (nn.Module, Tensor, type, ModuleType)) or inspect.isroutine(value):
-        return []
-    if issubclass(kind, dict):
-        return [*islice(dict.values(value), _LOOKED_AT_EACH)]
-    base = next((base for base in (list, tuple, set, deque) if issubclass(kind, base)), None)
-    return (
-        [*own_attributes(value).values()]
-        if base is None
-        else [*islice(base.__iter__(value), _LOOKED_AT_EACH)]
-    )
 
 
 class Generators:

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from dualeval.engine.guest import put_back, version_of
 from dualeval.engine.identity.source import is_own
+from dualeval.engine.nests import held_by
 
 OF_TASK = ("collate", "forward", "observe", "postprocess")
 OF_METRIC = ("update", "compute")
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LISTS = (list, set, deque)
-# Bytes of an array that is compared by content.
-_CONTENT = 1 << 16
+# Bytes of an array that is compared by content; attributes of an object.
+_CONTENT, _MOST = 1 << 16, 1 << 10
 
 
 class Kept:
@@ -81,18 +82,15 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What a value holds: entries, a tensor's version, bytes of an array, attributes of a user's object."""
-    # By its type: a proxy answers isinstance with what it stands for.
+    """What a value holds; a tensor's version, an array's bytes; nothing of an object of a library's class."""
     kind = type(value)
-    if issubclass(kind, dict):
-        return [*dict.keys(value), *dict.values(value)]
-    if kind in _LISTS:
-        return [*value]
     if issubclass(kind, Tensor):
         return [version_of(value)]
     if kind is np.ndarray:
         return [value.tobytes()] if value.nbytes <= _CONTENT and not value.dtype.hasobject else []
-    return [*_attributes(value).values()] if not issubclass(kind, type) and is_own(kind) else []
+    if issubclass(kind, dict):
+        return [*dict.keys(value), *held_by(value, len(value))]
+    return held_by(value, len(value)) if kind in _LISTS else held_by(value, _MOST) if is_own(kind) else []
 
 
 def _are_same(before: list[Any] | None, now: list[Any] | None) -> bool:

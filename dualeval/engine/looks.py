@@ -76,14 +76,10 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..
     try:
         with as_before(evaluation.model, evaluation.task) as reset:
             tried = partial(_look, evaluation, first[0][1], share, computes, reset, computed)
-            if whole:
-                return tried(batches)
-            try:
-                return tried([samples[:few] for samples in batches])
-            except Exception as error:  # noqa: BLE001 - said, or raised by whole batches
-                looked = tried(batches)
-                said = f"whole batches can be computed, and {few} samples of one cannot ({with_type(error)})"
-                return replace(looked, notes=[said, *looked.notes])
+            if not whole:
+                with suppress(Exception):  # some models want whole batches
+                    return tried([samples[:few] for samples in batches])
+            return tried(batches)
     except Exception as error:
         # What cannot be computed once is the run's error; what cannot be computed twice is said.
         if isinstance(error, DualevalError) or not computed:
@@ -142,7 +138,6 @@ def _look(
     if again is None or any(data is None for data in read):
         return looked
     step("forward", chunk)
-    unused = _state_of(model)
     with computes(1) as compute:
 
         def alone(number: int, data: Any) -> Mapping[str, Column]:
@@ -151,7 +146,6 @@ def _look(
 
         found = [alone(0, read[0])]
         computed.append(True)
-        made = unused.changes()
         before, kept, generators = _state_of(model), Kept(task, OF_TASK, model), Generators()
         start = perf_counter()
         # The second: the first may compile, or build tables, which the loop would do as well.
@@ -165,7 +159,7 @@ def _look(
         def why() -> str:
             if changed or kept.changes():
                 return f"from one batch to the next {_changes([*changed, *kept.changes()])}"
-            return _random_module(model, lambda: alone(0, read[0]))
+            return _RANDOM
 
         unlike = differences(found[0], alone(0, again), read[0], again, why)
         if not unlike and not evaluation.run.workers:
@@ -174,8 +168,7 @@ def _look(
             unlike = differences(found[0], alone(0, again), again, again, lambda: _BY_READING)
         if not unlike and read[1:]:
             reset()
-            of_first = _MADE.format(f" ({_listed(made)})" if made else "")
-            unlike = differences(found[1], alone(1, read[1]), read[1], read[1], lambda: of_first)
+            unlike = differences(found[1], alone(1, read[1]), read[1], read[1], lambda: _MADE)
         looked = replace(looked, unlike=unlike)
     if looked.unlike or trusted or threads == 1:
         return looked
@@ -190,7 +183,10 @@ _KEPT = (
     "from one batch to the next, {}: the batches are computed one at a time. In Python let the outputs of "
     "forward hold what observe reads; or give thread_safe=True if no number depends on it"
 )
-_MADE = "what is made of the first batch decides those of others{}, and each process begins with another one"
+_RANDOM = (
+    "forward or observe gives other values for the same input, as dropout does without training=self.training"
+)
+_MADE = "what is made of the first batch decides those of others, and each process begins with another one"
 _BY_READING = (
     "forward or observe reads what is kept when a batch is read, and batches are read ahead of the one that "
     "is computed. Have collate put it into the batch"
@@ -289,28 +285,6 @@ def _state_of(model: nn.Module) -> Snapshot:
     if not is_sharded(model):
         state.remember(model)
     return state
-
-
-def _random_module(model: nn.Module, compute: Callable[[], object]) -> str:
-    """Which module gives other values for the same input: the first that ends, so the innermost."""
-    calls: list[list[tuple[str, bytes, bytes]]] = []
-    names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
-
-    def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        name = names.get(module, f"{type(module).__name__} itself")
-        calls[-1].append((name, digest_of([args, kwargs]), digest_of(outputs)))
-
-    with ExitStack() as stack:
-        for module in model.modules():
-            with suppress(RuntimeError):  # programs take no hooks
-                stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
-        for _ in range(2):
-            calls.append([])
-            compute()
-    alike = zip(*calls, strict=False)
-    differing = [one[0] for one, other in alike if one[:2] == other[:2] and one[2] != other[2]]
-    said = f"the module {differing[0]}" if differing else "forward or observe, outside of the model,"
-    return f"{said} gives other values for the same input, as dropout does without training=self.training"
 
 
 def _changes(places: Sequence[str]) -> str:

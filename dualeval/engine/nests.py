@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+import inspect
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from itertools import islice
 from pathlib import PurePath
-from types import GetSetDescriptorType, MemberDescriptorType
+from types import GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -159,6 +161,23 @@ def _of_object(
     of_data = "data" if isinstance(nest, UserDict) else None
     named = ["" if name == of_data else f".{name}" for name in attributes]
     return [*names, *named], [*items, *attributes.values()], made_of
+
+
+def held_by(value: Any, at_most: int) -> list[Any]:
+    """What a value holds: entries of a container, parts of a call, else an object's attributes; the first."""
+    kind = type(value)  # a proxy answers isinstance with what it stands for
+    if issubclass(kind, (Tensor, type, ModuleType)) or inspect.isbuiltin(value):
+        return []
+    if kind is MethodType:
+        return [value.__self__, value.__func__]
+    if issubclass(kind, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if issubclass(kind, dict):
+        return [*islice(dict.values(value), at_most)]
+    for base in (list, tuple, set, frozenset, deque):
+        if issubclass(kind, base):
+            return [*islice(base.__iter__(value), at_most)]
+    return [*islice(own_attributes(value).values(), at_most)]
 
 
 def own_attributes(value: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Read ``evaluate`` from top to bottom. Each step is a room of its own; what a ste
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING
 
 from dualeval.engine import numerics
@@ -17,7 +16,7 @@ from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
 from dualeval.engine.guest import as_it_was
-from dualeval.engine.identity import both_readings, task_attributes
+from dualeval.engine.identity import task_attributes
 from dualeval.engine.looks import as_before
 from dualeval.engine.loop import Loop
 from dualeval.engine.opened import open_rows
@@ -71,7 +70,7 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
         run.note_all(task.notes())
         dataset = samples_of(task, run)
         # Of the task before its first batch, which may change it: for the identity, below.
-        attributes = both_readings(run.backend.world, partial(task_attributes, task))
+        attributes = task_attributes(task)
 
         # The model is identified as it was built; then it is folded, cast, laid out, compiled, or divided.
         stack.enter_context(compiler_settings(run.options.optimize))

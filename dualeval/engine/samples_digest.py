@@ -1,7 +1,12 @@
-"""samples_digest: which samples a result is of, by their ids, each its own; the ranks share the hashing."""
+"""Which samples a result is of, by their ids, each its own, and their contents; ranks share the hashing.
+
+Of contents those of a node do, for each node may have a copy of its own; nodes compare what they have read.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
@@ -12,13 +17,17 @@ import numpy.typing as npt
 import torch
 
 from dualeval.backends.base import Backend
-from dualeval.engine.identity.data import blocks_of
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.parts import ids_of
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Dataset
 from dualeval.world import World
 
+_MOST_BLOCKS = 1024
+_LEAST_BLOCK = 64  # samples
+_WORDS = 2  # int64 a block: 128 bits of the hash of its contents
+_NAMED_AT_MOST = 4
 _AT_ONCE = 1 << 23  # hashes of ids that rank 0 compares: 64 MB
 
 
@@ -84,3 +93,71 @@ def digest_of(samples: int, ids: Iterable[str]) -> str | None:
     """The digest, of all ids in order."""
     names = iter(ids)
     return joined(samples, [[sha256_of_json([*islice(names, len(block))]) for block in blocks_of(samples)]])
+
+
+def contents_fingerprint(
+    dataset: Dataset, samples: int, backend: Backend, control: ControlPlane
+) -> str | None:
+    """sha256, in hex, over the contents of the first samples; None where the data set gives none.
+
+    A collective, with the same result on every rank. Samples are cut into blocks, by their number alone.
+    Each node reads all of them, for it may have a copy of its own; block b is read by its local rank b mod
+    local size.
+    """
+    read = getattr(dataset, "content_fingerprint", None)
+    if read is None:
+        return None
+    blocks = blocks_of(samples)
+    world = backend.world
+    limits = torch.iinfo(torch.int64)
+    least = torch.full((len(blocks), _WORDS), limits.max)
+    most = torch.full((len(blocks), _WORDS), limits.min)
+    for number in range(world.local_rank, len(blocks), world.local_size):
+        control.progress.step("setup")
+        least[number] = most[number] = torch.frombuffer(_hash_of(read, blocks[number]), dtype=torch.int64)
+    control.meet()
+    own = least.clone()
+    # Two short ones, whatever the number of ranks: a list of each rank's hashes would be megabytes.
+    least, most = backend.all_reduce(least, op="min"), backend.all_reduce(most, op="max")
+    differing = (least != most).any(dim=1).nonzero().flatten().tolist()
+    if differing:
+        _refuse(dataset, blocks, differing, own, backend)
+    return hashlib.sha256(least.numpy().tobytes()).hexdigest()
+
+
+def contents_now(dataset: Dataset, samples: int) -> str | None:
+    """What ``contents_fingerprint`` is of the data as they lie there now, read by this process alone."""
+    read = getattr(dataset, "content_fingerprint", None)
+    if read is None:
+        return None
+    return hashlib.sha256(b"".join(_hash_of(read, block) for block in blocks_of(samples))).hexdigest()
+
+
+def _hash_of(read: Callable[[range], str], block: range) -> bytearray:
+    return bytearray(hashlib.sha256(str(read(block)).encode()).digest()[: 8 * _WORDS])
+
+
+def blocks_of(samples: int) -> list[range]:
+    """Consecutive samples that are hashed together, cut by their number alone."""
+    size = max(_LEAST_BLOCK, -(-samples // _MOST_BLOCKS))
+    return [range(first, min(first + size, samples)) for first in range(0, samples, size)]
+
+
+def _refuse(
+    dataset: Dataset, blocks: list[range], differing: list[int], own: torch.Tensor, backend: Backend
+) -> None:
+    """Say which hosts have read other contents; a collective."""
+    words = own[differing[0]].tolist()
+    everyone = backend.all_gather_json([socket.gethostname(), words])
+    unread = torch.iinfo(torch.int64).max  # by that rank: another one of its node has read it
+    readers = {
+        f"{host} (rank {rank})": found for rank, (host, found) in enumerate(everyone) if found[0] != unread
+    }
+    first, *_ = readers
+    others = [reader for reader, found in readers.items() if found != readers[first]]
+    block = blocks[differing[0]]
+    raise UsageError(
+        f"the data set has other contents on {', '.join(others[:_NAMED_AT_MOST])} than on {first}: samples "
+        f"{block.start} to {block.stop - 1} ({dataset.id(block.start)} to {dataset.id(block.stop - 1)})"
+        f" differ, and {len(differing) - 1} more of {len(blocks)} such blocks. Give every node the same data."
+    )

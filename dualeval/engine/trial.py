@@ -19,7 +19,7 @@ from dualeval.columns import Column, Ragged, Rows, parts_of, to_rows
 from dualeval.columns import copied as copied_column
 from dualeval.engine.clusters import check_scores
 from dualeval.engine.columns import columns_of
-from dualeval.engine.folder.mapped_columns import copied, read_only
+from dualeval.engine.folder.mapped_columns import read_only
 from dualeval.engine.folder.predictions import json_entries, parquet_bytes
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.guest import version_of
@@ -151,41 +151,25 @@ def _check_values(name: str, column: Column) -> None:
 
 def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
     """What a metric says of one batch, and what did not work on so few samples."""
-    slots, of_few, again = (torch.zeros(metric.size, dtype=torch.int64) for _ in range(3))
     own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
     one_row = {name: column[[0]] for name, column in own.items()}
-    before = kept = Kept(metric, OF_METRIC)
+    kept = Kept(metric, OF_METRIC)
     try:
         other = copy.deepcopy(metric)
     except Exception:  # noqa: BLE001 - whatever stands in the way: what it holds more deeply is not put back
         other = metric
-    # What each update has changed in the metric and in what its functions name; and the ledgers.
-    changes: list[list[str]] = []
-    counted: list[Tensor] = []
-    tried: list[tuple[Measured | None, list[str]]] = []
-    updates = ((metric, slots, own), (other, of_few, one_row), (other, again, own), (other, again, own))
-    for each, ledger, given in updates:
-        if given is one_row:
-            before.put_back()  # what is made of one row should be what is made of others
-            kept = Kept(other, OF_METRIC)
-        try:
-            each.update(ledger, columns_of(metric, given))
-        except DualevalError:
-            raise
-        except Exception as error:  # raised on with the metric's name; what it is, its own frames show
-            raise RuntimeError(
-                f"metric {metric.name!r} fails on the first batch: {with_type(error)}"
-            ) from error
-        changes.append(kept.changes())
-        kept = Kept(other, OF_METRIC)
-        counted.append(ledger.clone())
-        if ledger is not again:
-            tried.append(_try_compute(metric.name, partial(each.compute, slots.clone())))
-    once, _, same, twice = counted
-    is_equal = torch.equal(once, same) and _same_values(tried[0][0], tried[1][0])
+    slots, of_few, again = (torch.zeros(metric.size, dtype=torch.int64) for _ in range(3))
+    changed = _update(metric, slots, own)
+    once = slots.clone()
+    tried = _try_compute(metric.name, partial(metric.compute, slots.clone()))
+    kept.put_back()  # what is made of one row should be what is made of others
+    changed += _update(other, of_few, one_row)
+    compared, _ = _try_compute(metric.name, partial(other.compute, slots.clone()))
+    changed += _update(other, again, own)
+    is_equal = torch.equal(once, again) and _same_values(tried[0], compared)
     # What the first update builds, such as a table, is no state unless a number depends on it.
-    changed = changes[3] if is_equal else [*changes[3], *changes[2], *changes[1], *changes[0]]
-    _check_pure(metric, columns, own, changed, is_equal)
+    last = _update(other, again, own)
+    _check_pure(metric, columns, own, last if is_equal else [*last, *changed], is_equal)
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
@@ -193,13 +177,25 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
         )
     if not is_equal:
         raise UsageError(_UNLIKE.format(metric.name))
-    if once.any() and torch.equal(once, twice):
+    if once.any() and torch.equal(once, again):
         raise UsageError(
             f"metric {metric.name!r} does not add to its ledger: the same samples, counted once more, "
             "leave it as it is. The ledgers of all batches and ranks are added up: write ledger[0] += count, "
             "not ledger[0] = count. A largest value is no sum; dualeval.metrics.Rows computes it"
         )
-    return tried[0]
+    return tried
+
+
+def _update(metric: Metric, ledger: Tensor, given: Mapping[str, Column]) -> list[str]:
+    """Count a batch; returns what that has changed in the metric, and in what its functions name."""
+    kept = Kept(metric, OF_METRIC)
+    try:
+        metric.update(ledger, columns_of(metric, given))
+    except DualevalError:
+        raise
+    except Exception as error:  # raised on with the metric's name; what it is, its own frames show
+        raise RuntimeError(f"metric {metric.name!r} fails on the first batch: {with_type(error)}") from error
+    return kept.changes()
 
 
 _UNLIKE = (
@@ -243,9 +239,7 @@ def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[M
     rows = {name: read_only(to_rows(column)) for name, column in columns.items()}
     tried = _try_compute(metric.name, partial(metric.compute, columns_of(metric, rows)))
     if tried[0] is None:
-        # Is it that, and not the few samples?
-        own = columns_of(metric, {name: copied(column) for name, column in rows.items()})
-        if _try_compute(metric.name, partial(metric.compute, own))[0] is not None:
+        if "read-only" in tried[1][0]:  # as numpy says it
             raise UsageError(
                 f"metric {metric.name!r} writes into its columns, which are read-only: {tried[1][0]}. Have "
                 "it copy what it changes, as with numpy.array(column)"

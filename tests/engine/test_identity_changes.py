@@ -129,33 +129,35 @@ class Change:
 
 
 MODELS = {
-    "activation function": Change(lambda: Net(activation=functional.gelu), "structure.model"),
+    "activation function": Change(lambda: Net(activation=functional.gelu), "structure.Net."),
     "activation lambda": Change(
-        lambda: Net(activation=lambda x: x * 3), "structure.model", lambda: Net(activation=lambda x: x * 2)
+        lambda: Net(activation=lambda x: x * 3), "structure.Net.", lambda: Net(activation=lambda x: x * 2)
     ),
-    "activation method": Change(lambda: Net(activation=Tensor.sigmoid), "structure.model"),
-    "activation layer": Change(lambda: Net(layer=nn.GELU()), "structure.layer"),
+    "activation method": Change(lambda: Net(activation=Tensor.sigmoid), "structure.Net."),
+    "activation layer": Change(lambda: Net(layer=nn.GELU()), "structure.ReLU."),
     "negative slope": Change(
-        lambda: Net(layer=nn.LeakyReLU(0.2)), "structure.layer", lambda: Net(layer=nn.LeakyReLU(0.1))
+        lambda: Net(layer=nn.LeakyReLU(0.2)),
+        "structure.LeakyReLU.negative_slope",
+        lambda: Net(layer=nn.LeakyReLU(0.1)),
     ),
-    "stride": Change(lambda: Net(conv={"stride": 2}), "structure.conv"),
-    "padding": Change(lambda: Net(conv={"padding": 1}), "structure.conv"),
+    "stride": Change(lambda: Net(conv={"stride": 2}), "structure.Conv1d.stride"),
+    "padding": Change(lambda: Net(conv={"padding": 1}), "structure.Conv1d.padding"),
     "padding mode": Change(
         lambda: Net(conv={"padding": 1, "padding_mode": "circular"}),
-        "structure.conv",
+        "structure.Conv1d.padding_mode",
         lambda: Net(conv={"padding": 1}),
     ),
-    "dilation": Change(lambda: Net(conv={"dilation": 2}), "structure.conv"),
-    "eps": Change(lambda: Net(eps=1e-3), "structure.norm"),
-    "heads": Change(lambda: Net(heads=4), "structure.attention"),
-    "dropout": Change(lambda: Net(dropout=0.2), "structure.attention"),
+    "dilation": Change(lambda: Net(conv={"dilation": 2}), "structure.Conv1d.dilation"),
+    "eps": Change(lambda: Net(eps=1e-3), "structure.BatchNorm1d.eps"),
+    "heads": Change(lambda: Net(heads=4), "structure.MultiheadAttention."),
+    "dropout": Change(lambda: Net(dropout=0.2), "structure.MultiheadAttention.dropout"),
     "bias": Change(lambda: Net(bias=False), "weights"),
-    "value": Change(lambda: Net(note={"scale": 2.0}), "structure.model"),
+    "value": Change(lambda: Net(note={"scale": 2.0}), "structure.Net."),
     "parameter": Change(changed_parameter, "weights"),
     "persistent buffer": Change(lambda: Net(shift=1e-6), "weights"),
     "non-persistent buffer": Change(lambda: Net(hidden=1e-6), "weights"),
     "extra state": Change(lambda: Net(extra={"offset": 1}), "weights"),
-    "hook": Change(with_hook(2.0), "structure.head", with_hook(1.0)),
+    "hook": Change(with_hook(2.0), "structure.Linear.(hooks)", with_hook(1.0)),
 }
 
 
@@ -196,7 +198,7 @@ def test_a_begun_run_does_not_go_on_with_another_model(tmp_path: Path, no_look: 
         evaluate(Breaking(Net), tmp_path, batch_size=4)
     assert list((tmp_path / "journal").glob("*.journal"))
     changed = Breaking(lambda: Net(activation=torch.tanh))
-    with pytest.raises(UsageError, match=r"structure\.model"):
+    with pytest.raises(UsageError, match=r"structure\.Net\.activation"):
         evaluate(changed, tmp_path, batch_size=4)
 
 
@@ -442,8 +444,7 @@ def refused_notes(task: Task, out: Path) -> str:
 def test_a_refusal_names_the_attribute_and_the_way_out(tmp_path: Path) -> None:
     evaluate(NetTask(lambda: Net(note=1.0)), tmp_path)
     message = refused_notes(NetTask(lambda: Net(note=2.0)), tmp_path)
-    assert "(job.structure.model.note: " in message
-    assert "structure.model:" not in message
+    assert "(job.structure.Net.note: " in message
     assert "dualeval_identity_ignores" in message
 
 

@@ -1,4 +1,4 @@
-"""Whose source counts: what defines what is handed in, and what that reaches; of a script what is used."""
+"""Whose source counts: what defines what is handed in, and what that reaches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from dualeval import own_code
 from dualeval.engine.identity import _inside, source
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import module_name
-from dualeval.engine.identity.script import used_of_script
 from dualeval.engine.samples import wrap
 from dualeval.errors import UsageError
 from tests.conftest import Launch
@@ -188,84 +187,6 @@ def test_functions_of_a_file(home: Path, name: str) -> None:
 
 # Scripts
 
-SCRIPT = """
-'''What it is for.'''
-import argparse
-import math as m
-import torch
-
-LIMIT = 3
-TABLE = {}
-TABLE.update(a=1)
-unused = argparse.ArgumentParser()
-
-def helper(x):
-    return x * LIMIT
-
-def other(x):
-    return x
-
-def spare(x):
-    return x - 1
-
-class Net:
-    def forward(self, x):
-        return helper(x) + m.pi + TABLE["a"]
-
-class Sub(Net):
-    pass
-
-def main():
-    print(other(Net()))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def needed(text: str, *, is_main: bool = True) -> str:
-    part = used_of_script(text, {"Net"}, is_main=is_main)
-    assert part is not None
-    return part[0]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "counts"),
-    [
-        ("x * LIMIT", "x / LIMIT", True),
-        ("LIMIT = 3", "LIMIT = 4", True),
-        ("math as m", "cmath as m", True),
-        ("a=1", "a=2", True),
-        ("class Sub(Net):\n    pass", "class Sub(Net):\n    x = 1", True),
-        ("m.pi", "m.e", True),
-        ("def other", "@torch.compile\ndef other", True),
-        ("return x\n", "return -x\n", True),
-        ("return x - 1\n", "return x - 2\n", False),
-        ("    main()\n", "    main()\n    fill(TABLE)\n", True),
-        ("    main()\n", "    main()\n    # more\n", False),
-        ("    main()\n", "    LIMIT = 5\n    main()\n", True),
-        ("unused = argparse", "unused = 1 or argparse", True),
-        ("What it is for", "Another", False),
-        ("def helper(x):\n", "def helper(x):\n    globals()['other']\n", True),
-    ],
-)
-def test_of_a_script_what_is_used(old: str, new: str, counts: bool) -> None:
-    assert old in SCRIPT
-    changed = SCRIPT.replace(old, new)
-    assert (needed(changed) != needed(SCRIPT)) == counts
-    for text in (SCRIPT, changed):
-        assert needed(text) == needed(text, is_main=False), "the same from Python and by an import"
-
-
-def test_what_an_import_runs_counts_where_the_script_can_be_imported() -> None:
-    changed = SCRIPT.replace("import torch\n", "import torch\ntorch.set_flush_denormal(True)\n")
-    assert needed(changed) != needed(SCRIPT)
-    unguarded = (text.replace("if __name__", "if 1 or name") for text in (SCRIPT, changed))
-    one, other = map(needed, unguarded)
-    assert one != other, "and of one that only runs"
-    assert used_of_script("class Net: pass", {"Net"}, is_main=False) is None, "it is no script"
-
-
 JOB = """
 import sys
 import dualeval
@@ -299,7 +220,6 @@ def test_a_job_is_the_same_from_python_and_from_the_command_line(launch: Launch,
     jobs = [json.loads((tmp_path / name / "job.json").read_text())["job"] for name in "ab"]
     assert jobs[0] == jobs[1]
     # And one finds the other's result there.
-    script.write_text(JOB + "\ndef spare():\n    return 1\n")
     assert "finished before" in launch([sys.executable, script, tmp_path / "b"]).ok().stderr
     script.write_text(JOB.replace("FACTOR = 1.0", "FACTOR = 2.0"))
     done = launch([sys.executable, script, tmp_path / "b"])

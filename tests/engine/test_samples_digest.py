@@ -17,9 +17,8 @@ from torch import nn
 import dualeval
 from dualeval.backends.single import SingleBackend
 from dualeval.engine import samples_digest
-from dualeval.engine.identity.data import blocks_of
 from dualeval.engine.samples import wrap
-from dualeval.engine.samples_digest import check_ids, digest_of, hashes_of_ids, joined
+from dualeval.engine.samples_digest import blocks_of, check_ids, digest_of, hashes_of_ids, joined
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.result import Result

@@ -22,7 +22,6 @@ from dualeval.backends.base import Backend
 from dualeval.engine import agreement, recorder
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.options import RunOptions
-from dualeval.engine.samples import wrap
 from dualeval.errors import DualevalError, PeerError
 from dualeval.launch import detect
 from dualeval.metrics import Measured, Metric, RowMetric
@@ -179,36 +178,19 @@ def one_id_on_two_ranks(backend: Backend, control: ControlPlane, folder: Path) -
 
 
 def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
-    """The model keeps its rank among its attributes; and then something else that differs by rank."""
-    name = "rank"
+    """The model keeps its rank among its attributes."""
 
     class Ranked(TinyTask):
         def build_model(self, device: torch.device) -> nn.Module:
             model = super().build_model(device)
-            setattr(model, name, backend.world.rank)
+            model.drawn = backend.world.rank  # type: ignore[assignment]
             return model
 
-    run_task(Ranked(10), backend, control, RunOptions(out=folder / "rank"))
-    name = "drawn"
     return told(lambda: run_task(Ranked(10), backend, control, RunOptions(out=folder / "out")), control)
 
 
-class Numbered(torch.utils.data.Dataset[Any]):
-    """Keeps which rank reads it, as the environment says it; ``dualeval.wrap`` makes its fingerprint."""
-
-    def __init__(self, world: World) -> None:
-        self._samples = TinyDataset(100)
-        self.rank, self.world_size = str(world.rank), str(world.size)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples._read(index)
-
-
 class NumberedTask(WatchedTask):
-    """Task, model and data say which of how many processes this is, and each has a rank of another kind."""
+    """A task that says which of how many processes this is, and a model whose rank is of another kind."""
 
     fingerprint = Task.fingerprint  # type: ignore[assignment]
     dualeval_identity_ignores = ("_before", "_world")
@@ -217,15 +199,11 @@ class NumberedTask(WatchedTask):
         super().__init__(100, before)
         self.world_size, self.local_rank = world.size, world.local_rank
         self.rank = at  # as in recall at rank
-        self._world = world
-        self._dataset: Any = wrap(Numbered(world))
 
     def build_model(self, device: torch.device) -> nn.Module:
         layer: Any = super().build_model(device)
         layer.rank = 1  # as of a LoRA
-        model = nn.Sequential(layer)
-        vars(model).update(rank=self._world.rank, world_size=self._world.size)
-        return model
+        return nn.Sequential(layer)
 
 
 def numbered(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:

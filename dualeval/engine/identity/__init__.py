@@ -9,7 +9,7 @@ import enum
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine.identity.attributes import attributes_of, both_readings, is_incidental, reading
+from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental
 from dualeval.engine.identity.constants import constants, shown
-from dualeval.engine.identity.data import contents_fingerprint
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.model import (
     ModelHasher,
@@ -31,6 +30,7 @@ from dualeval.engine.identity.model import (
 )
 from dualeval.engine.identity.plain import name_of, short_hex
 from dualeval.engine.identity.source import has_source, is_own, source_fingerprints
+from dualeval.engine.nests import held_by, own_attributes
 from dualeval.engine.sharding.detect import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -38,8 +38,6 @@ from dualeval.tasks import Dataset, Task
 
 __all__ = [
     "ModelIdentity",
-    "both_readings",
-    "contents_fingerprint",
     "job_identity",
     "metric_fingerprint",
     "model_fingerprint",
@@ -53,6 +51,8 @@ _VALUES = (
 )
 # Entries of a container, or attributes, in which the user's own objects are looked for.
 _LOOKED_AT = 32
+# What is looked through.
+_PASSED = (list, tuple, dict, MethodType, functools.partial)
 _OBJECTS = "functions with values of their own"  # as a module's name
 
 
@@ -93,13 +93,11 @@ def job_identity(
         "samples": samples,
         "weights": dict(model.weights),
         "structure": dict(model.structure),
-        # Says which of a module's attributes differs.
-        "structure_attributes": dict(model.structure_attributes),
         # What the source of classes leaves open: it may come from the environment, or a caller.
         "constants": constants(objects, hasher, named),
         # Their order is that of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
-        "metric_options": _by_name(measures),
+        "metric_options": {metric.name: metric_fingerprint(metric) for metric in measures},
     }
 
 
@@ -112,27 +110,18 @@ def _has_fingerprint(item: Any) -> bool:
 def _inside(item: Any, depth: int = 4) -> Iterator[Any]:
     """An object, and the user's own objects and functions in it, as what a ``Subset`` is of, a transform."""
     yield item
-    if depth == 0 or isinstance(item, (FunctionType, type, ModuleType)):
-        return
-    many = isinstance(item, (list, tuple, dict))
-    kept = [*item.values()] if isinstance(item, dict) else item if many else [*attributes_of(item).values()]
-    for each in kept[:_LOOKED_AT]:
+    ignored = {id(value) for name, value in own_attributes(item).items() if name in ignored_by(type(item))}
+    for each in held_by(item, _LOOKED_AT) if depth and not isinstance(item, FunctionType) else ():
         kind = type(each)
-        if kind is MethodType:
-            yield from _inside([each.__self__, each.__func__], depth - 1)
-        elif isinstance(each, functools.partial):
-            yield from _inside([each.func, *each.args, *each.keywords.values()], depth - 1)
-        elif kind in (list, tuple, dict):
+        if kind in _PASSED:
             yield from islice(_inside(each, depth - 1), 1, None)
-        elif (kind is FunctionType and is_own(each)) or (
-            kind is not FunctionType and not isinstance(each, nn.Module) and _has_own_parts(kind)
-        ):
+        elif is_own(each) if kind is FunctionType else _has_own_parts(kind) and id(each) not in ignored:
             yield from _inside(each, depth - 1)
 
 
 def _has_own_parts(kind: type) -> bool:
-    """Whether a class is the user's, or one of torch's that wraps another data set."""
-    return is_own(kind) or issubclass(kind, torch.utils.data.Dataset)
+    """Whether a class is the user's, or one of torch's that wraps another data set; no module."""
+    return (is_own(kind) and not issubclass(kind, nn.Module)) or issubclass(kind, torch.utils.data.Dataset)
 
 
 def _sources(
@@ -163,7 +152,7 @@ def task_attributes(task: Task) -> dict[str, Any]:
         return {}
     hasher = Hasher()
     return {
-        name: shown(reading().value(name, value), hasher)
+        name: shown(value, hasher)
         for name, value in sorted(attributes_of(task).items())
         # Those are in the job by themselves.
         if _holds_values(value) and not is_incidental(name) and name != "given_options"
@@ -178,14 +167,6 @@ def _holds_values(value: Any) -> bool:
     if is_dataclass(value) and not isinstance(value, type):
         return all(_holds_values(getattr(value, field.name, None)) for field in fields(value))
     return value is None or (isinstance(value, _VALUES) and not isinstance(value, (np.memmap, nn.Module)))
-
-
-def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for metric in metrics:
-        count = sum(name.partition("#")[0] == metric.name for name in found)
-        found[f"{metric.name}#{count + 1}" if count else metric.name] = metric_fingerprint(metric)
-    return found
 
 
 def _as_json(said: Any, whose: str) -> Any:
@@ -208,5 +189,4 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     if isinstance(metric, nn.Module):
         return {"class": named, "state": short_hex(hasher.digest(metric))}
     attributes = sorted(attributes_of(metric).items())
-    read = reading().value
-    return {"class": named, **{name: shown(read(name, value), hasher) for name, value in attributes}}
+    return {"class": named, **{name: shown(value, hasher) for name, value in attributes}}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
 from types import MemberDescriptorType
 from typing import Any
 
 from dualeval.engine.nests import own_attributes
 from dualeval.errors import UsageError
-from dualeval.world import World
 
 # In a class or an object: the names of attributes that decide no number.
 IGNORES = "dualeval_identity_ignores"
@@ -25,54 +22,6 @@ _INCIDENTAL = {
 def is_incidental(name: str) -> bool:
     """Whether an attribute of that name says where a thing lies, and not what it is."""
     return name.strip("_").lower() in _INCIDENTAL
-
-
-class _Reading:
-    """Reads attributes that may say which of how many processes this is: a job is that of one process."""
-
-    def __init__(self, world: World) -> None:
-        self.alone = False  # whether this rank's numbers are read as rank 0's
-        self.met = False  # whether a number was met that may be this rank's, or the same on all ranks
-        self.sizes = {"world_size": world.size, "local_world_size": world.local_size}
-        self.ranks = {"rank": world.rank, "global_rank": world.rank, "local_rank": world.local_rank}
-        self.ranks |= dict.fromkeys(("node_rank", "group_rank"), world.node_rank or 0)
-
-    def value(self, name: str, value: Any) -> Any:
-        """An attribute's value as it counts."""
-        name, kind = name.rpartition(".")[2].strip("_").lower(), type(value)
-        if kind not in (int, str):  # a text as the environment has it
-            return value
-        if name in self.sizes:
-            return kind(1) if value == kind(self.sizes[name]) else value
-        # Rank 0 has the number of a process alone.
-        if self.ranks.get(name, 0) and value == kind(self.ranks[name]):
-            self.met = True
-            return kind(0) if self.alone else value
-        return value
-
-
-_ALONE = _Reading(World.alone())  # leaves all as it is
-_READING: ContextVar[_Reading] = ContextVar("how attributes are read", default=_ALONE)
-
-
-def reading() -> _Reading:
-    """How attributes are read: as they are, but inside of ``both_readings``."""
-    return _READING.get()
-
-
-def both_readings(world: World, make: Callable[[], Any]) -> tuple[Any, Any]:
-    """What is made of attributes as they are, and with this rank's numbers as those of a process alone.
-
-    Both are the same where no attribute called rank, or the like, holds this rank's number.
-    """
-    own = _Reading(world)
-    before = _READING.set(own)
-    try:
-        first = make()
-        own.alone = own.met
-        return first, make() if own.met else first
-    finally:
-        _READING.reset(before)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

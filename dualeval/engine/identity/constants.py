@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dualeval.engine.identity.attributes import ignored_by, is_incidental, reading
+from dualeval.engine.identity.attributes import ignored_by, is_incidental
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.identity.plain import has_path, is_device, name_of, short_hex
+from dualeval.engine.identity.plain import is_device, is_path, name_of, short_hex
 from dualeval.engine.identity.source import has_source, is_own, names_in
 from dualeval.engine.sharding.detect import class_of
 
@@ -45,7 +45,7 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
         pairs = sorted(_read_by(item) if is_class else _constants_of([item]), key=itemgetter(0))
         left_out = ignored_by(item) if is_class else set()
         kept = {
-            name: reading().value(name, value)
+            name: value
             for name, value in pairs
             if (own := name.rpartition(".")[2]) not in left_out and not is_incidental(own)
         }
@@ -63,7 +63,7 @@ def shown(value: Any, hasher: Hasher) -> Any:
     """A short value as it is, any other as a hash."""
     if value is None or (type(value) in (bool, int, float) and abs(value) < 2**53):
         return value
-    if type(value) is str and len(value) <= _LONGEST_VALUE and not (has_path(value) or is_device(value)):
+    if type(value) is str and len(value) <= _LONGEST_VALUE and not (is_path(value) or is_device(value)):
         return value
     return short_hex(hasher.digest(value))
 

@@ -19,8 +19,8 @@ import subprocess
 import threading
 import uuid
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
@@ -40,17 +40,16 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental, reading
+from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental
 from dualeval.engine.identity.plain import module_name, name_of, plain_digest, sha256_of
 from dualeval.engine.identity.source import definition, has_source, is_own, names_in
 from dualeval.engine.identity.tensors import tensor_digest
-from dualeval.engine.identity.walk import Walk
 from dualeval.errors import DualevalError
 
 # What it wraps is in its closure. Torch keeps one that is not compiled beside it, and an address.
@@ -79,19 +78,22 @@ _DESCRIPTORS = (
 )
 _WRAPPERS = (staticmethod, classmethod, functools._lru_cache_wrapper)
 _OPERATORS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+# An object, its digest without what it holds, what it holds, and what of that is still to be visited.
+_Holder: TypeAlias = tuple[Any, bytes, list[Any], Iterator[Any]]
+_UNKNOWN = bytes(32)
+_END = object()
 
 
 class Hasher:
     """Makes digests of values; one hasher for all that belongs together, since it hashes each object once."""
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
-        # The modules of all classes and functions that were met, and the names that are used of each.
-        self.met = defaultdict[str, set[str]](set)
+        # The modules of all classes and functions that were met.
+        self.met = set[str]()
         # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
         self._objects = dict(known or {})
         self._known = {id(value): name for name, value in reversed(self._objects.items())}
-        # Those of both readings.
-        self._done: tuple[dict[int, tuple[Any, bytes]], dict[int, tuple[Any, bytes]]] = ({}, {})
+        self._done: dict[int, tuple[Any, bytes]] = {}
         # While one value is hashed: gives the digests of those that it holds.
         self._asked: Callable[[Any], bytes] | None = None
 
@@ -114,10 +116,42 @@ class Hasher:
             return sha256_of("known", self._known[id(value)].encode())
         if self._asked is not None:
             return self._asked(value)
-        done = self._done[reading().alone]
-        if id(value) not in done:
-            Walk(done, self._make).visit(value)
-        return done[id(value)][1]
+        if id(value) not in self._done:
+            self._walk(value)
+        return self._done[id(value)][1]
+
+    def _walk(self, root: Any) -> None:
+        """Make the digest of an object after those of all that it holds; without recursion, at any depth.
+
+        An object that is held by what it holds counts there as that many levels above.
+        """
+        path, depths = list[_Holder](), dict[int, int]()
+
+        def enter(value: Any) -> None:
+            held = list[Any]()
+            made = self._make(value, functools.partial(_noted, held))
+            depths[id(value)] = len(path)
+            path.append((value, made, held, iter(held)))
+
+        def known(child: Any) -> bytes:
+            if id(child) in self._done:
+                return self._done[id(child)][1]
+            return sha256_of("above", str(len(path) - depths[id(child)]).encode())
+
+        enter(root)
+        while path:
+            value, made, held, left = path[-1]
+            child = next(
+                (each for each in left if id(each) not in self._done and id(each) not in depths), _END
+            )
+            if child is not _END:
+                enter(child)
+                continue
+            if held:
+                made = self._make(value, functools.partial(_next, map(known, held)))
+            self._done[id(value)] = value, made
+            del depths[id(value)]
+            path.pop()
 
     def _make(self, value: Any, asked: Callable[[Any], bytes]) -> bytes:
         """The digest of a value from those of the values that it holds."""
@@ -198,12 +232,9 @@ class Hasher:
 
     def attributes(self, attributes: Mapping[str, Any]) -> bytes:
         """The digest of attributes by name, in any order."""
-        read = reading().value
-        named = sorted(
-            (name, read(name, item)) for name, item in attributes.items() if not is_incidental(name)
-        )
+        named = sorted(name for name in attributes if not is_incidental(name))
         return sha256_of(
-            "attributes", *(part for name, value in named for part in (name.encode(), self.digest(value)))
+            "attributes", *(part for name in named for part in (name.encode(), self.digest(attributes[name])))
         )
 
     # -- callables and classes -------------------------------------------------------------------------
@@ -225,11 +256,8 @@ class Hasher:
         return sha256_of("function", name_of(value), self.digest(text), *map(self.digest, parts))
 
     def meet(self, item: type | FunctionType) -> None:
-        """Note the module of a class or function, and the name that is used of it."""
-        used = self.met[item.__module__ or "builtins"]
-        used.add(item.__qualname__.partition(".")[0])
-        if isinstance(item, FunctionType) and item.__qualname__.startswith("<"):
-            used |= names_in(item.__code__)  # a lambda stands under no name
+        """Note the module of a class or function."""
+        self.met.add(item.__module__ or "builtins")
 
     def _code(self, value: CodeType) -> bytes:
         counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
@@ -251,7 +279,7 @@ class Hasher:
         return sha256_of("class", name_of(value), *bodies, *map(self.digest, put_in))
 
     def _module(self, value: ModuleType) -> bytes:
-        self.met[value.__name__].add("*")
+        self.met.add(value.__name__)
         return sha256_of("module", module_name(value.__name__).encode())
 
     def body(self, kind: type) -> bytes:
@@ -339,6 +367,16 @@ class SampleHasher(Hasher):
         return self.combined(
             "attributes", [sorted(attributes), *(attributes[name] for name in sorted(attributes))]
         )
+
+
+def _noted(held: list[Any], child: Any) -> bytes:
+    held.append(child)
+    return _UNKNOWN
+
+
+def _next(digests: Iterator[bytes], _: Any) -> bytes:
+    # By their places: some of what an object holds is made for the asking. Another thread may have added one.
+    return next(digests, _UNKNOWN)
 
 
 def digest_of(value: Any) -> bytes:

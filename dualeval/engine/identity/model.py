@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from dualeval.engine.identity.attributes import attributes_of, both_readings, is_incidental, reading
+from dualeval.engine.identity.attributes import attributes_of, is_incidental
 from dualeval.engine.identity.hasher import Hasher, script_code
 from dualeval.engine.identity.plain import short_hex
-from dualeval.engine.identity.source import is_own
 from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.engine.sharding.detect import class_of, is_of_fsdp, is_state_of_fsdp, whole
-from dualeval.world import World
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
 _BOOKKEEPING = {
@@ -32,10 +29,8 @@ _BOOKKEEPING = {
 # What torch.compile and torch.fx keep beside the module and its text.
 _COMPILED = {"dynamo_ctx", "forward", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"}
 _TRACED = {"meta", "_graph", "_code", "_tracer_cls", "_tracer_extras", "_codegen"}
-# The children whose structure is named one by one.
-_MOST_NAMED = 64
-_MOST_ATTRIBUTES = 128
-_SHOWN_OF_ONE = 6  # it explains a difference, and finds none
+# The hashes of a structure: every rank sends its own.
+_MOST_NAMED = 192
 
 
 def model_fingerprint(
@@ -114,21 +109,23 @@ class ModelHasher(Hasher):
         """A module that is no part of the model, such as one that a hook keeps: with all that it holds."""
         if not issubclass(type(value), nn.Module):
             return None
-        tensors = _own_tensors(value)
-        return self.combined("module", [self.module_itself(value), tensors, list(value._modules.values())])
+        parts = [_own_tensors(value), list(value._modules.values())]
+        return self.combined("module", [self.said_by(value), *parts])
 
-    def module_itself(self, module: nn.Module) -> bytes:
-        """The digest of what one module says by itself: its class, its values, hooks and children's names."""
+    def said_by(self, module: nn.Module) -> dict[str, bytes]:
+        """The digests of what one module says by itself: class, names of parts, hooks, each value."""
         children = [(name, child is None) for name, child in module._modules.items()]
         absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
-        # A copied trace is of another class than the trace.
-        kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module)
-        return self.combined("own", [kind, self._values(module), _hooks(module), children, absent])
-
-    def _values(self, module: nn.Module) -> bytes:
         if isinstance(module, torch.jit.ScriptModule):
-            return self._script(module)
-        return self.attributes(values_of(module))
+            values = {"text": self._script(module)}
+        else:
+            values = {name: self.digest(value) for name, value in values_of(module).items()}
+        kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module)
+        own = {
+            "__class__": self.combined("own", [kind, children, absent]),
+            "(hooks)": self.combined("hooks", _hooks(module)),
+        }
+        return {**values, **own}
 
     def _script(self, module: Any) -> bytes:
         compiled = module._c
@@ -137,17 +134,6 @@ class ModelHasher(Hasher):
         attributes.pop("_is_full_backward_hook", None)
         methods = {name: script_code(self, compiled._get_method(name)) for name in compiled._method_names()}
         return self.combined("script", [module.original_name, attributes, methods])
-
-    def by_name(self, module: nn.Module) -> Iterator[tuple[str, bytes]]:
-        """The digests of what a module says, one by one: its class, its hooks, and each of its values."""
-        yield "__class__", self.digest(class_of(module))
-        hooks = _hooks(module)
-        if any(hooks):
-            yield "hooks", self.combined("hooks", hooks)
-        if not isinstance(module, torch.jit.ScriptModule):
-            for name, value in sorted(values_of(module).items()):
-                if name != "training":
-                    yield name, self.digest(reading().value(name, value))
 
 
 def values_of(module: nn.Module) -> dict[str, Any]:
@@ -176,64 +162,42 @@ class ModelIdentity:
     modules: tuple[nn.Module, ...]
     # As `structure_fingerprint` gives it.
     structure: Mapping[str, str]
-    # As `structure_by_name` gives them.
-    structure_attributes: Mapping[str, str]
     # As `model_fingerprint` gives it.
     weights: Mapping[str, Any]
-    # Structure and structure_attributes in the second of `both_readings`.
-    alone: Mapping[str, Mapping[str, str]]
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
         around_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
-        world: World | None = None,
     ) -> ModelIdentity:
         """Take the identity of a model as it was built; a collective where it is sharded."""
-        return cls.with_weights(model, model_fingerprint(model, around_gather), world)
+        return cls.with_weights(model, model_fingerprint(model, around_gather))
 
     @classmethod
-    def with_weights(
-        cls, model: nn.Module, weights: Mapping[str, Any], world: World | None = None
-    ) -> ModelIdentity:
+    def with_weights(cls, model: nn.Module, weights: Mapping[str, Any]) -> ModelIdentity:
         """As ``of``, of a model whose weights are looked at by themselves."""
         hasher = ModelHasher(model)
-        first, alone = both_readings(
-            world or World.alone(),
-            lambda: {
-                "structure": structure_fingerprint(model, hasher),
-                "structure_attributes": structure_by_name(model, hasher),
-            },
-        )
-        return cls(hasher=hasher, modules=tuple(model.modules()), weights=weights, alone=alone, **first)
+        structure = structure_fingerprint(model, hasher)
+        return cls(hasher=hasher, modules=tuple(model.modules()), structure=structure, weights=weights)
 
 
 def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, str]:
-    """Hashes of all that modules are besides their tensors: classes, plain values, callables, hooks."""
-    groups: dict[str, Any] = {}
+    """Hashes of all that modules are besides their tensors: classes, plain values, callables, hooks.
+
+    By class and attribute, over all modules of that class, so that a difference has a name.
+    """
+    groups: dict[str, Any] = {
+        "model": hashlib.sha256(hasher.combined("model", [_aliases(model), _hooks_of_all()]))
+    }
     for name, module in model.named_modules():
-        child = name.partition(".")[0] or "model"
-        group = child if child in groups or len(groups) <= _MOST_NAMED else "others"
-        groups.setdefault(group, hashlib.sha256()).update(
-            name.encode() + b"\0" + hasher.module_itself(module)
-        )
-    groups["model"].update(hasher.combined("model", [_aliases(model), _hooks_of_all()]))
+        # A copied trace is of another class than the trace.
+        kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module).__qualname__
+        for said, digest in sorted(hasher.said_by(module).items()):
+            group = f"{kind.rpartition('.')[2]}.{said}"
+            group = group if group in groups or len(groups) < _MOST_NAMED else "others"
+            groups.setdefault(group, hashlib.sha256()).update(f"{name}.{said}\0".encode() + digest)
     return {name: short_hex(digest.digest()) for name, digest in groups.items()}
-
-
-def structure_by_name(model: nn.Module, hasher: ModelHasher) -> dict[str, str]:
-    """Short hashes of single attributes, to say what in a module differs; of the user's modules first."""
-    if len(model._modules) > _MOST_NAMED:
-        return {}
-    own = {kind: is_own(kind) for kind in {class_of(module) for module in model.modules()}}
-    modules = sorted(model.named_modules(), key=lambda item: not own[class_of(item[1])])
-    entries = (
-        (f"{name or 'model'}.{attribute}", digest.hex()[:_SHOWN_OF_ONE])
-        for name, module in modules
-        for attribute, digest in hasher.by_name(module)
-    )
-    return dict(islice(entries, _MOST_ATTRIBUTES))
 
 
 def _aliases(model: nn.Module) -> list[tuple[str, str]]:

@@ -18,10 +18,6 @@ import torch
 
 _SHOWN = 16  # characters of a hash in job.json: it tells jobs apart, and nobody forges one
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
-# Of two parts or more, or after "=" or "file://"; not in an address, nor a relative one.
-_PATH_INSIDE = re.compile(
-    r"""(?<![\w./~)\]}*-])/(?!/)[^\s"'<>|:;,/]+/[^\s"'<>|:;,]*|(?:(?<==)|(?<=file://))/(?!/)[^\s"'<>|:;,]+"""
-)
 # The plain value in one of a class that derives from a plain one's.
 _DERIVED: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__int__),
@@ -93,13 +89,12 @@ def _text_digest(value: str) -> bytes:
     if is_device(value):
         return sha256_of("device")
     # Where a file lies decides nothing: a folder may be moved.
-    if _is_path(value):
+    if is_path(value):
         return sha256_of("path", b"")
-    plain = _PATH_INSIDE.sub(lambda found: "/" if _is_path(found[0]) else found[0], value)
-    return sha256_of("text", plain.encode("utf-8", "surrogatepass"))
+    return sha256_of("text", value.encode("utf-8", "surrogatepass"))
 
 
-def _is_path(value: str) -> bool:
+def is_path(value: str) -> bool:
     """Whether a text is an absolute path: its first folder is there, as that of a prompt "/think" is not."""
     first = value.split("/", 2)[1] if value.startswith("/") else ""
     if not first or not _is_folder(f"/{first}"):
@@ -115,8 +110,3 @@ _is_folder = functools.lru_cache(os.path.isdir)
 def is_device(value: str) -> bool:
     """Whether a text names a device."""
     return _DEVICE.fullmatch(value) is not None
-
-
-def has_path(value: str) -> bool:
-    """Whether a text is an absolute path, or holds one."""
-    return _is_path(value) or any(_is_path(found[0]) for found in _PATH_INSIDE.finditer(value))

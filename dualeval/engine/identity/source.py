@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 from dualeval.engine.identity.plain import module_name, sha256_of, short_hex
-from dualeval.engine.identity.script import used_of_script
 from dualeval.own_code import library_of
 
 _OWN_PACKAGE = __name__.partition(".")[0]
@@ -24,13 +24,7 @@ _OWN_FILES = (
     *("engine/parts.py", "engine/samples.py"),
 )
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made
-_IMPORT = re.compile(
-    r"(?:^|[;:])[ \t]*(?:from[ \t]*(\.*)[ \t]*([\w.]*)[ \t]+import\b[ \t]*(\([^)]*\)|[^\n;#]*)"
-    r"|import[ \t]+([^\n;#]+))",
-    re.MULTILINE,
-)
 _COMPILED = (*EXTENSION_SUFFIXES, ".pyc")
-_EVERYTHING = frozenset("*")  # as the names that are used of a module
 
 
 class _Source:
@@ -132,10 +126,8 @@ def names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(names_in, inner))
 
 
-def source_fingerprints(
-    used: Mapping[str, Set[str]], code: Mapping[str, list[bytes]]
-) -> dict[str, dict[str, str]]:
-    """Hashes of the user's modules of which some names are used, and of libraries; with more code of each."""
+def source_fingerprints(used: Iterable[str], code: Mapping[str, list[bytes]]) -> dict[str, dict[str, str]]:
+    """Hashes of the user's modules that are used, and of libraries; with more code of each."""
     parts = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
     libraries = defaultdict[str, list[bytes]](list)
     for name, text in _reached(used).items():
@@ -182,44 +174,37 @@ def _own_digest() -> bytes:
     )
 
 
-def _reached(used: Mapping[str, Set[str]]) -> dict[str, str]:
-    """What counts of the text of the user's modules: of those that are used, and all that these reach.
+def _reached(used: Iterable[str]) -> dict[str, str]:
+    """The text of the user's modules: of those that are used, and all that these reach.
 
     That are those that they import, at the start or in a function, and those that define what their globals
     hold now.
     """
     texts: dict[str, str] = {}
-    whole: set[str] = set()
-    waiting = [*used.items()]
+    waiting = [*used]
     while waiting:
-        name, names = waiting.pop()
+        name = waiting.pop()
         text = _source(name).text if _is_own_module(name) else None
-        if text is None or name in whole or (name in texts and not names >= _EVERYTHING):
-            continue
-        part = None
-        if not names >= _EVERYTHING:
-            part = used_of_script(text, names, is_main=name == "__main__")
-        texts[name], read = part or (text, _EVERYTHING)
-        whole |= set() if part else {name}
-        waiting += [
-            (other, _EVERYTHING) for other in {*_imports(name, texts[name]), *_held(name, read)} - {name}
-        ]
-    # Imported by another one, a script counts whole.
-    return dict(sorted(texts.items(), key=lambda item: item[0] != "__main__"))
+        if text is not None and name not in texts:
+            texts[name] = text
+            waiting += [*_imports(name, text), *_held(name)]
+    return texts
 
 
 def _imports(name: str, text: str) -> Iterator[str]:
     """The modules that a text may import."""
     package = module_name(name) if _source(name).folders else module_name(name).rpartition(".")[0]
-    for dots, start, listed, plain in _IMPORT.findall(text.replace("\\\n", " ")):
-        for place in re.findall(r"[\w.]+", re.sub(r"\bas\s+\w+", "", plain)):
-            yield from _with_parents(place)
-        if not plain:
-            above = package.split(".")[: package.count(".") + 2 - len(dots)] if dots else []
-            base = ".".join(filter(None, [*above, start]))
-            yield from _with_parents(base)
-            if base and _is_own_module(base) and _source(base).folders:
-                yield from (f"{base}.{word}" for word in re.findall(r"\w+", listed))
+    with suppress(SyntaxError):  # written anew since it was imported
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                for each in node.names:
+                    yield from _with_parents(each.name)
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+                base = ".".join(filter(None, [*above, node.module]))
+                yield from _with_parents(base)
+                if base and _is_own_module(base) and _source(base).folders:
+                    yield from (f"{base}.{each.name}" for each in node.names)
 
 
 def _with_parents(name: str) -> Iterator[str]:
@@ -227,14 +212,13 @@ def _with_parents(name: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1) if all(parts))
 
 
-def _held(name: str, read: Container[str]) -> Iterator[str]:
-    """The modules that define what is read of a module's globals."""
-    for key, value in [*vars(sys.modules[name]).items()] if name in sys.modules else ():
-        if read == _EVERYTHING or key in read:
-            kind = type(value)
-            if issubclass(kind, ModuleType):
-                defined = vars(value).get("__name__")
-            else:
-                defined = value.__module__ if issubclass(kind, (type, FunctionType)) else kind.__module__
-            if isinstance(defined, str):
-                yield defined
+def _held(name: str) -> Iterator[str]:
+    """The modules that define what a module's globals hold."""
+    for value in [*vars(sys.modules[name]).values()] if name in sys.modules else ():
+        kind = type(value)
+        if issubclass(kind, ModuleType):
+            defined = vars(value).get("__name__")
+        else:
+            defined = value.__module__ if issubclass(kind, (type, FunctionType)) else kind.__module__
+        if isinstance(defined, str):
+            yield defined

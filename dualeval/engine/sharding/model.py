@@ -51,7 +51,7 @@ class ShardedModel:
         self._device = run.backend.device
         self._parameters = parameters_of(model)
         self._digests = WeightsDigests.of(model)
-        self._identity = ModelIdentity.with_weights(model, {}, run.backend.world)
+        self._identity = ModelIdentity.with_weights(model, {})
         self._is_read = False
         for parameter in self._parameters:
             assert parameter.source is not None
