@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -16,11 +16,10 @@ from dualeval.columns import Rows, to_rows
 from dualeval.engine.compute import Compute, copy_sharing_tensors
 from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
+from dualeval.engine.layouts import OF_TRIAL, layout_by_trial, layout_of
 from dualeval.engine.looks import look
 from dualeval.engine.loop import Loop, compute_alone, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
-from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
@@ -29,7 +28,6 @@ from dualeval.engine.recorder import Work
 from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import Pending
-from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE, LOCKSTEP
 from dualeval.tasks import Dataset, Task
 
@@ -118,17 +116,11 @@ def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> M
     return _columns_of(evaluation, data, samples)
 
 
-def settle_layout(
-    task: Task,
-    dataset: Dataset,
-    model: nn.Module,
-    run: Run,
-    copy_in: Callable[[str], nn.Module] | None = None,
-) -> None:
+def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> None:
     """Decide the layout that "auto" comes to; code of somebody's own is tried on the first samples.
 
     Every rank has the same first samples, and so comes to the same: ``agree`` compares. A model that all
-    ranks compute together is contiguous where it fails channels-last on one of them.
+    ranks compute together is not tried: its first forward says what to type where it fails channels-last.
     """
     # A sample that cannot be read is the loop's to name.
     trial = run.trying(on_error="skip", **OF_TRIAL)
@@ -139,54 +131,17 @@ def settle_layout(
         first[:] = first or [first_samples(evaluation)]
         [(samples, data)] = first
         run.control.progress.step("forward")
-        with _tried(replace(trial.options, layout=layout), evaluation, copy_in) as of_layout:
-            _columns_of(of_layout, data, samples)
+        tried = prepare(copy_sharing_tensors(model), replace(trial.options, layout=layout), run.device)
+        _columns_of(replace(evaluation, model=tried), data, samples)
         run.control.progress.step("setup")
 
-    is_collective = copy_in is not None or is_sharded(model)
-    tries = partial(_on_all_ranks, compute_in, run) if is_collective else compute_in
-    layout, said = layout_by_trial(model, run.options.layout, tries)
+    if run.options.shard is not None or is_sharded(model):
+        layout, said = layout_of(model, run.options.layout), None
+    else:
+        layout, said = layout_by_trial(model, run.options.layout, compute_in)
     run.note_all([] if said is None else [said])
     given = {name: getattr(run.options, name) for name in _SHOWN}
     run.decide({**given, **run.job, "layout": layout}, layout=layout)
-
-
-@contextmanager
-def _tried(
-    options: RunOptions, evaluation: Evaluation, copy_in: Callable[[str], nn.Module] | None
-) -> Iterator[Evaluation]:
-    """The evaluation with its model prepared for a trial, which changes nothing of it."""
-    model = evaluation.model
-    if copy_in is not None:
-        tried = copy_in(options.layout)
-        with evaluation.run.watching(tried):
-            yield replace(evaluation, model=tried)
-    elif not is_sharded(model):
-        tried = prepare(copy_sharing_tensors(model), options, evaluation.run.device)
-        yield replace(evaluation, model=tried)
-    else:
-        # FSDP lets no copy be made; of the model itself its call alone is exchanged.
-        before = dict(vars(model))
-        try:
-            yield replace(evaluation, model=prepare(model, options, evaluation.run.device))
-        finally:
-            vars(model).clear()
-            vars(model).update(before)
-
-
-def _on_all_ranks(compute_in: Callable[[str], None], run: Run, layout: str) -> None:
-    """Try a layout on all ranks: where it fails on one rank it has failed on all."""
-    failure: Exception | None = None
-    try:
-        compute_in(layout)
-    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
-        failure = error
-    run.control.meet()
-    everyone = run.backend.all_gather_json(None if failure is None else with_type(failure))
-    if failure is not None:
-        raise failure
-    if (said := next((each for each in everyone if each is not None), None)) is not None:
-        raise DualevalError(said)
 
 
 def _first_evaluation(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Evaluation:

@@ -9,9 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +20,6 @@ from torch.nn import functional
 import dualeval
 from dualeval.engine import compute, numerics
 from dualeval.engine.agreement import check_same_job
-from dualeval.engine.forward import _on_all_ranks
 from dualeval.engine.layouts import converter, layout_by_trial, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import check_model, prepare
@@ -212,7 +209,7 @@ class Asserting(Small):
         return super().forward(images)
 
 
-def tried(run: Any = None) -> tuple[str, str | None, list[str]]:
+def tried() -> tuple[str, str | None, list[str]]:
     """What "auto" comes to, why, and in which layouts the first samples were computed."""
     model, layouts = made(Asserting), []
 
@@ -220,8 +217,7 @@ def tried(run: Any = None) -> tuple[str, str | None, list[str]]:
         layouts.append(layout)
         outputs(prepared(copy.deepcopy(model), layout=layout), images())
 
-    compute = compute_in if run is None else partial(_on_all_ranks, compute_in, run)
-    return *layout_by_trial(model, "auto", compute), layouts
+    return *layout_by_trial(model, "auto", compute_in), layouts
 
 
 def test_a_forward_that_fails_channels_last_is_contiguous() -> None:
@@ -239,20 +235,6 @@ def test_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_fails_in_both_layouts_is_the_runs_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORWARD_FAILS", "always")
     assert tried() == (CONTIGUOUS, None, [CHANNELS_LAST, CONTIGUOUS])
-
-
-@pytest.mark.parametrize(
-    ("everyone", "layout"), [([None, None], CHANNELS_LAST), ([None, "ValueError: there"], CONTIGUOUS)]
-)
-def test_ranks_that_compute_together_come_to_one_layout(
-    monkeypatch: pytest.MonkeyPatch, everyone: list[str | None], layout: str
-) -> None:
-    """The forward of the other rank may fail channels-last, and this one's does not."""
-    monkeypatch.setenv("FORWARD_FAILS", "never")
-    answers = iter([everyone, [None, None]])
-    backend = SimpleNamespace(all_gather_json=lambda own: next(answers))
-    found, said, _ = tried(SimpleNamespace(control=SimpleNamespace(meet=lambda: None), backend=backend))
-    assert (found, said is None) == (layout, layout == CHANNELS_LAST)
 
 
 def test_other_ranks_with_another_layout_are_refused_with_what_to_type() -> None:

@@ -30,7 +30,7 @@ from dualeval.engine.end.process import say
 from dualeval.engine.progress import Progress
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.world.network import at
-from dualeval.world.store import join_store, limit_for, pause_for, serve_store
+from dualeval.world.store import join_store, pause_for, serve_store
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ _END_REPORTED_WITHIN_S = 0.3
 _LAST_BEAT_WITHIN_S = 2.0
 # All ranks come to it from one collective; a rank that cannot reach rank 0 says so itself before this.
 _FIRST_MEETING_WITHIN_S = 120.0
-# What fails on all ranks does so between the same two collectives of a forward.
-_FAILED_EVERYWHERE_WITHIN_S = 5.0
 # Of each rank to rank 0: the main thread's, and that of the beats.
 _CONNECTIONS = 2
 # Ranks on which an attempt breaks have begun fewer runs than others; those of the next are numbered anew.
@@ -78,12 +76,10 @@ class ControlPlane(Ending):
         self._server = server
         self._work = Work()
         self._attempt = 0
-        self._failed = 0
         self._runs = 0
         self._tally: Tally | None = None
         self._left = False
         self._is_unreachable = False
-        self._end_reported = threading.Event()
         self._look_after = 0.0
         self._beats: threading.Thread | None = None
 
@@ -147,7 +143,6 @@ class ControlPlane(Ending):
             with self.progress.inside("meet"):
                 held = self._meetings.end_attempt(check)
         number, self._attempt = self._attempt, self._attempt + 1
-        self._failed = 0
         self._runs = self._attempt * _RUNS_OF_AN_ATTEMPT
         if held is None or (held.kind == "attempt" and held.attempt != number):
             return None
@@ -157,32 +152,17 @@ class ControlPlane(Ending):
             return None
         raise held.to_exception()
 
-    def fails_everywhere(self, error: Exception) -> bool:
-        """Whether what has failed here fails on all ranks, in the midst of collectives of all.
-
-        Where it does not, the others wait for this rank in a collective that it will not come to: the error
-        ends the run, whatever else was to be attempted.
-        """
-        if (meetings := self._reachable) is None:
-            return True
-        self._failed += 1
-        with self.progress.inside("meet"):
-            name = f"failed/{self._attempt}.{self._failed}"
-            limit_s = limit_for(self.size, _FAILED_EVERYWHERE_WITHIN_S)
-            if meetings.all_come(name, limit_s, self.raise_if_peer_failed):
-                return True
+    def end_all(self, error: Exception) -> None:
+        """Report a failure that ends the run, in the midst of collectives, and not its attempt alone."""
         self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
-        return False
 
     # -- failures and the end ----------------------------------------------------------------------
 
     def report_end(self, code: int) -> None:
         """On rank 0: let the others end, whose end may have a launcher kill this rank at once."""
         self._propose(Verdict(kind="end", rank=self.name.rank, exit_code=code))
-        if self._beats is not None and self._end_reported.wait(_END_REPORTED_WITHIN_S):
-            # Until each has looked; torch prints pages of frames where the store has gone before.
-            pause = self._beat_every_s(stopping=True)
-            sleep(min(3 * pause, pause + 0.1))
+        if self._beats is not None:
+            sleep(_END_REPORTED_WITHIN_S)
 
     def fail(self, error: BaseException) -> PeerError:
         """Report, from the main thread, that this rank failed and why."""

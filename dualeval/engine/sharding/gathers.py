@@ -93,10 +93,9 @@ class Gathers:
 
     def _watch(self, name: str, module: Any) -> None:
         """Put what begins and ends a gather around FSDP's own function: what other hooks do is no gather."""
-        state, hooks = module._get_fsdp_state(), module._forward_pre_hooks
-        number = next((number for number, hook in hooks.items() if is_of_fsdp(hook)), None)
-        # Without a hook the unit gathers in its forward itself: one would change what it computes.
-        gather = state._pre_forward if number is None else hooks[number]
+        hooks = module._forward_pre_hooks
+        number = next(number for number, hook in hooks.items() if is_of_fsdp(hook))
+        gather = hooks[number]
 
         @wraps(gather)
         def watched(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -106,12 +105,8 @@ class Gathers:
             self._progress.step(self._before.stage, self._before.chunk)
             return gathered
 
-        if number is None:
-            state._pre_forward = watched
-            self._undo.append(partial(delattr, state, "_pre_forward"))
-        else:
-            hooks[number] = watched
-            self._undo.append(partial(hooks.__setitem__, number, gather))
+        hooks[number] = watched
+        self._undo.append(partial(hooks.__setitem__, number, gather))
 
     # -- calls of the model --------------------------------------------------------------------------------
 
@@ -227,8 +222,9 @@ class Gathers:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._units.values())
                 self.is_complete = self._join_gathers_left()
-                if self._units and not self.is_complete:
-                    self._control.fails_everywhere(error)
+                if self._units and not self.is_complete and self._world.size > 1:
+                    # The others wait in a gather: it ends the run, whatever else was to be attempted.
+                    self._control.end_all(error)
                 raise
             said = text_of(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(

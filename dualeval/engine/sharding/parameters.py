@@ -62,6 +62,12 @@ class Parameter:
         """Of all of it."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def take_rows(self) -> Tensor:
+        """This rank's rows, which it no longer keeps."""
+        rows, self.rows = self.rows, None
+        assert rows is not None, "they are read once, and taken once"
+        return rows
+
     def rows_of(self, rank: int, size: int) -> tuple[int, int]:
         """A rank's first row and the one behind its last, as ``torch.chunk`` divides; it may have none."""
         if not self.is_divided:
@@ -149,21 +155,23 @@ def _check_model(model: nn.Module) -> None:
             f"shard: the model is a {type(model).__name__}, which has no forward, and weights are gathered "
             "where a module is called. Give a model that is called, or leave shard out."
         )
+    if isinstance(model, nn.TransformerEncoderLayer):
+        raise UsageError(
+            "shard: the model is an nn.TransformerEncoderLayer, which computes in another way where it is "
+            "divided. Put it into a module of your own, or leave shard out."
+        )
 
 
 def _check_values(name: str, parameter: nn.Parameter) -> None:
     is_late = isinstance(parameter, LateRows)
     if is_lazy(parameter) or (parameter.is_meta and not is_late):
         tensor_digest(name, parameter, Hasher().digest)  # which says what to do
-    if not is_late and type(parameter) not in (nn.Parameter, Tensor):
+    is_plain = is_late or type(parameter) in (nn.Parameter, Tensor)
+    if not is_plain or parameter.layout is not torch.strided or parameter.is_quantized:
+        kind = f"{type(parameter).__name__}, {parameter.layout}, {parameter.dtype}"
         raise UsageError(
-            f"shard: the parameter {name} is a {type(parameter).__name__}, and only plain tensors can be "
-            "divided. Leave shard out."
-        )
-    if parameter.layout is not torch.strided or parameter.is_quantized:
-        kind = "quantised" if parameter.is_quantized else "sparse"
-        raise UsageError(
-            f"shard: the parameter {name} is {kind}, and only dense tensors can be divided. Leave shard out."
+            f"shard: the parameter {name} is a {kind}: only plain, dense tensors can be divided. Leave shard "
+            "out."
         )
 
 
