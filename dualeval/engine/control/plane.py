@@ -42,6 +42,8 @@ _BEAT_EVERY_S = 0.5
 # mpirun leaves a second between SIGTERM and SIGKILL.
 _BEAT_WHILE_STOPPING_S = 0.05
 _REQUESTS_A_BEAT = 2
+# One request of one rank, for the heartbeats of all; it takes a millisecond for each hundred ranks.
+_REQUESTS_A_LOOK = 0.25
 _END_REPORTED_WITHIN_S = 0.3
 _LAST_BEAT_WITHIN_S = 2.0
 # All ranks come to it from one collective; a rank that cannot reach rank 0 says so itself before this.
@@ -80,7 +82,6 @@ class ControlPlane(Ending):
         self._tally: Tally | None = None
         self._left = False
         self._is_unreachable = False
-        self._look_after = 0.0
         self._beats: threading.Thread | None = None
 
     # -- meeting and sharing out, on the main thread -----------------------------------------------
@@ -234,12 +235,9 @@ class ControlPlane(Ending):
 
     def _beat_every_s(self, *, stopping: bool) -> float:
         every = min(_BEAT_EVERY_S, self.limits.timeout_s / 6)
-        return pause_for(self.size, _REQUESTS_A_BEAT, _BEAT_WHILE_STOPPING_S if stopping else every)
-
-    @property
-    def _counts_saved(self) -> bool:
-        """Whether this is rank 0, in a stop."""
-        return self.name.rank == 0 and self.stopping is not None
+        # In a stop, rank 0 looks who has saved: one looks, whatever the number of ranks.
+        requests = _REQUESTS_A_LOOK if stopping and self.name.rank == 0 else _REQUESTS_A_BEAT
+        return pause_for(self.size, requests, _BEAT_WHILE_STOPPING_S if stopping else every)
 
     def _beat(self, client: TCPStore, meetings: Meetings) -> None:
         """Report this rank's heartbeats, look for a verdict, and on rank 0 at the heartbeats of all."""
@@ -248,10 +246,7 @@ class ControlPlane(Ending):
         monitor: Monitor | None = None
         slept_s = 0.0
         while True:
-            # In a stop, rank 0 asks for a count, whatever the number of ranks.
-            stopping = self.stopping is not None
-            pause_s = _BEAT_WHILE_STOPPING_S if self._counts_saved else self._beat_every_s(stopping=stopping)
-            start = monotonic()
+            pause_s, start = self._beat_every_s(stopping=self.stopping is not None), monotonic()
             self._wake.wait(pause_s)
             slept_s = max(slept_s, monotonic() - start - pause_s)
             self._wake.clear()
@@ -260,8 +255,7 @@ class ControlPlane(Ending):
                 with rank_0_reachable(self.rank_0):
                     if monitor is None:
                         monitor = self._monitor(client, meetings, clock.now())
-                    if heartbeats := self._exchange(client, meetings, monitor):
-                        self._observe(monitor, heartbeats, clock.now())
+                    self._observe(monitor, self._exchange(client, meetings, monitor), clock.now())
             except PeerError as error:
                 gone = error
                 self._is_unreachable = True
@@ -279,7 +273,7 @@ class ControlPlane(Ending):
             self.answers += 1
             # When all is said: torch prints pages of frames where rank 0 has gone meanwhile.
             heard = self.failure is not None and not self._outbox
-            if ending or (heard and not (self._counts_saved and not self._end_reported.is_set())):
+            if ending or (heard and not (self.name.rank == 0 and self.stopping is not None)):
                 return
 
     def _monitor(self, client: TCPStore, meetings: Meetings, now: float) -> Monitor:
@@ -297,14 +291,6 @@ class ControlPlane(Ending):
         """One round with the store; returns the heartbeats that it looked at, by rank."""
         while self._outbox:
             self._outbox.popleft()(client)
-        if self._counts_saved:
-            if not self.all_saved.is_set() and (chunks := meetings.saved_by_all(client)) is not None:
-                # Whose they are is asked only where one is missing: by heartbeats, which come later.
-                self._saved_by_all = {**dict.fromkeys(range(self.size), 0), 0: chunks}
-                self.all_saved.set()
-            if monotonic() < self._look_after:
-                return {}
-            self._look_after = monotonic() + self._beat_every_s(stopping=True)
         own = self.own_heartbeat()
         own = own._replace(stage=LEFT) if self._left else own
         client.set(meetings.key(f"heartbeat/{self.name.rank}"), str(own))

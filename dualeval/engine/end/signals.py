@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -19,10 +18,7 @@ from dualeval.process_start import DEFAULT_SIGNALS
 _SECOND_AFTER_S = 0.5
 # Nobody can wait for these, or has to: the kernel sends the others to the thread that has erred.
 _NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
-_ACTION_BYTES = 256  # more than a struct sigaction has anywhere
 _CLOSE = b"\0"  # no signal has this number
-
-_libc = ctypes.CDLL(None)
 
 
 class Signals:
@@ -79,8 +75,6 @@ class Signals:
         os.set_blocking(self._write_end, False)
         # Before the handlers: a signal that finds one of them finds the pipe.
         self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        # The kernel's view as well: a library in C may have set a handler that Python knows nothing of.
-        self._actions = {number: _action(number) for number in self._numbers}
         self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in self._numbers}
         _active = self
         self._waiting = threading.Thread(target=self._wait, name="dualeval-signals", daemon=True)
@@ -94,8 +88,8 @@ class Signals:
         _active = None
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is _leave_to_the_pipe:
+                # None where a library in C has set it, which cannot be put back.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-                _libc.sigaction(int(number), self._actions[number], None)
         found = signal.set_wakeup_fd(self._wakeup)
         if found != self._write_end:
             signal.set_wakeup_fd(found)
@@ -154,13 +148,6 @@ _active: Signals | None = None
 
 def _leave_to_the_pipe(number: int, frame: FrameType | None) -> None:
     """Do nothing: the number has been written into the pipe already."""
-
-
-def _action(number: int) -> ctypes.Array[ctypes.c_char]:
-    """What the kernel does on a signal, as libc's sigaction gives and takes it."""
-    action = ctypes.create_string_buffer(_ACTION_BYTES)
-    _libc.sigaction(number, None, action)
-    return action
 
 
 def _forget_in_child() -> None:
