@@ -1,4 +1,4 @@
-"""The signals that ask a run to end: taken by threads of their own, whatever the main thread is in."""
+"""The signals that ask a run to end: taken by a thread of its own, whatever the main thread is in."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ class Signals:
     end by the SIGTERM that Slurm sends to all processes of a step, which their rank would take for an error.
     They end with their rank (``ending.end_process``, and the kernel).
 
-    The kernel hands a signal to any thread that does not block it. Where all threads began with it blocked,
-    that is the one that waits for it here, and no handler that a C library may have set is called. A thread
-    that is older, as those of OpenBLAS in a script, runs the handler of Python's that is set here: even where
-    no Python runs, it writes the signal's number into a pipe, which a second thread reads.
+    The kernel hands a signal to any thread that does not block it: the one that is begun here, or one that is
+    older, as those of OpenBLAS in a script. It runs the handler of Python's that is set here: even where no
+    Python runs, that writes the signal's number into a pipe, which the thread reads.
 
     Only the main thread can take signals: made in another one, this takes none (``is_active``).
     """
@@ -42,7 +41,6 @@ class Signals:
         self._stop: Callable[[str], None] | None = None
         self._first: tuple[str, float] | None = None
         self._lock = threading.Lock()
-        self._closing = False
         in_main_thread = threading.current_thread() is threading.main_thread()
         # Whether it takes signals.
         self.is_active = in_main_thread and bool(self._numbers)
@@ -59,11 +57,8 @@ class Signals:
         if not self.is_active:
             return
         self.is_active = False
-        self._closing = True
-        signal.pthread_kill(self._waiting.ident or 0, min(self._numbers))
         os.write(self._write_end, _CLOSE)
-        for thread in (self._waiting, self._reading):
-            thread.join()
+        self._reading.join()
         self._put_back()
         # What has come meanwhile is now for whoever took it before.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -77,9 +72,7 @@ class Signals:
         self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in self._numbers}
         _active = self
-        self._waiting = threading.Thread(target=self._wait, name="dualeval-signals", daemon=True)
-        self._reading = threading.Thread(target=self._read, name="dualeval-signals-pipe", daemon=True)
-        self._waiting.start()
+        self._reading = threading.Thread(target=self._read, name="dualeval-signals", daemon=True)
         self._reading.start()
 
     def _put_back(self) -> None:
@@ -96,14 +89,8 @@ class Signals:
         os.close(self._read_end)
         os.close(self._write_end)
 
-    def _wait(self) -> None:
-        while True:
-            number = signal.sigwait(self._numbers)
-            if self._closing:
-                return
-            self._take(number)
-
     def _read(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
         while _CLOSE[0] not in (numbers := os.read(self._read_end, 64)):
             for number in numbers:
                 if number in self._numbers:

@@ -209,7 +209,6 @@ class Gathers:
         self.is_complete = False
         self._calls = 0
         self._seen.clear()
-        before = _lengths_of_records(self._units.values())
         try:
             with reads_refused(owned=self._owned) if self._units else nullcontext():
                 yield
@@ -234,7 +233,7 @@ class Gathers:
             ) from error
         finally:
             self._gathered = None
-            _cut(before)
+            _forget_records(self._units.values())
         self._is_first = False
         self.is_complete = True
 
@@ -268,21 +267,14 @@ def _end_forward(units: Collection[Any]) -> None:
             unit.reset_iter_state()
 
 
-def _lengths_of_records(units: Collection[Any]) -> list[tuple[list[Any], int]]:
-    """The lists in which FSDP notes each forward for a backward, and their lengths."""
-    # Only a backward shortens them: an evaluation would fill memory, and leave them for the next training.
-    found: dict[int, list[Any]] = {}
+def _forget_records(units: Collection[Any]) -> None:
+    """Empty the lists in which FSDP notes each forward for a backward."""
+    # Only a backward empties them: an evaluation would fill memory, and leave them for the next training.
     for unit in units:
         state = unit._get_fsdp_state()
         # Torch 2.8 to 2.12 have one group a unit, and no such list.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group._post_forward_indices.clear()
         # Of the root alone, and not before its first forward.
-        records = [getattr(state._comm_ctx, "post_forward_order", None)]
-        records += [group._post_forward_indices for group in groups if group is not None]
-        found |= {id(record): record for record in records if record is not None}
-    return [(record, len(record)) for record in found.values()]
-
-
-def _cut(lengths: list[tuple[list[Any], int]]) -> None:
-    for record, length in lengths:
-        del record[length:]
+        getattr(state._comm_ctx, "post_forward_order", []).clear()

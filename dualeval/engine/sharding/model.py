@@ -31,7 +31,6 @@ from dualeval.engine.sharding.units import units_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOTED_PART = 1024  # of the model's bytes
 # Of mallopt(3).
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 128 * 1024
@@ -56,10 +55,6 @@ class ShardedModel:
             assert parameter.source is not None
             self._identity.hasher.hold_weakly(parameter.source)
             _put_all(model, parameter, _empty(parameter, parameter.dtype))
-        whole = [parameter for parameter in self._parameters if not parameter.is_divided]
-        most = sum(parameter.nbytes for parameter in self._parameters) // _NOTED_PART
-        if large := [parameter.name for parameter in whole if parameter.nbytes > most]:
-            run.note_all([f"each rank has all of {', '.join(large)}: not contiguous, or no floats"])
 
     def filled(self) -> tuple[nn.Module, ModelIdentity]:
         """The model that computes, and the identity of the model as it was built; called once, by all."""
