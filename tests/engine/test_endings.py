@@ -212,7 +212,7 @@ def test_a_run_that_was_suspended_goes_on(launch: Launch, tmp_path: Path, wanted
         for each in suspended:
             each.suspend()
         sleep(4.5)
-        # A rank that wakes before its guardian replaces it.
+        # A rank may wake before its guardian.
         for each in reversed(suspended):
             each.resume()
         code, said = end(process)

@@ -24,6 +24,7 @@ from dualeval.engine.sharding.torch_fsdp import check_torch, of_rows
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch
+from tests.launchers import start
 from tests.sharded_models import SLOW, models_for
 
 EMBEDDED = ["--no-progress", "--json", "--limit", "200"]
@@ -400,6 +401,33 @@ def test_all_kinds_of_models(launch: Launch, ranks: int, options: dict[str, Any]
 @pytest.mark.parametrize("name", SLOW)
 def test_large_models_of_torchvision(launch: Launch, name: str) -> None:
     run_models(launch, 2, {}, [name])
+
+
+FIRST_FORWARD = """
+import torch
+import dualeval
+from tests.engine.test_sharding import DATA, Reader
+
+def task():
+    observe = lambda outputs, batch: {"sum": outputs.sum(1)}
+    return dualeval.ModelTask(model=Reader, data=DATA, metrics=["sum"], observe=observe)
+
+with dualeval.Session(device="cpu") as session:
+    for number in range(2):
+        print("attempt", number, flush=True)
+        session.attempt(lambda: session.evaluate(task(), shard="fsdp", puts_back=False, last=True))
+"""
+
+
+def test_what_fails_in_the_first_forward_ends_a_run_of_several_models(launch: Launch) -> None:
+    """The others may be in the midst of a gather; what is said, once, is what the forward did."""
+    done = launch([*start("torchrun", 2), sys.executable, "-c", FIRST_FORWARD], cwd=ROOT)
+    assert done.stdout.count("attempt 0") == 2 and "attempt 1" not in done.stdout
+    said = (
+        "dualeval: error: this batch cannot be computed: --shard fsdp: the forward computes with the weights"
+    )
+    assert done.stderr.count(said) == 1, done.stderr
+    assert "exitcode  : 2 " in done.stderr and "exitcode  : 1 " not in done.stderr
 
 
 def digest_of(launch: Launch, *words: str, timeout: float = 300) -> tuple[str, Any]:

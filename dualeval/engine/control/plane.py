@@ -73,6 +73,9 @@ class ControlPlane(Ending):
         self.limits = limits
         # What this rank's main thread is at.
         self.progress = Progress()
+        # Whether other ranks wait for this one in a collective that it will not come to, as its forward has
+        # raised: that ends the run, whatever else was to be attempted.
+        self.is_missed = False
         # Grows with every answer of the store to this rank's beats.
         self.answers = 0
         self._server = server
@@ -152,10 +155,6 @@ class ControlPlane(Ending):
         if held.kind == "stop" and went_well:
             return None
         raise held.to_exception()
-
-    def end_all(self, error: Exception) -> None:
-        """Report a failure that ends the run, in the midst of collectives, and not its attempt alone."""
-        self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
 
     # -- failures and the end ----------------------------------------------------------------------
 

@@ -254,7 +254,8 @@ class Watch:
     def _dump(self) -> None:
         # A stream without a descriptor (a notebook's) takes none.
         with suppress(OSError, ValueError, RuntimeError, AttributeError), self._of_stacks:
-            faulthandler.dump_traceback(self._stacks or sys.__stderr__)
+            if (stream := self._stacks or sys.__stderr__) is not None:
+                faulthandler.dump_traceback(stream)
 
     def _end(self) -> None:
         """Give the main thread its time, and have the run concluded where that has not."""

@@ -221,9 +221,7 @@ class Gathers:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._units.values())
                 self.is_complete = self._join_gathers_left()
-                if self._units and not self.is_complete and self._world.size > 1:
-                    # The others wait in a gather: it ends the run, whatever else was to be attempted.
-                    self._control.end_all(error)
+                self._control.is_missed = bool(self._units) and not self.is_complete and self._world.size > 1
                 raise
             said = text_of(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
