@@ -111,40 +111,6 @@ class Iterated(nn.Module):
         return self.wide(images.flatten(1))
 
 
-class Rows(nn.Module):
-    """Gives its own parameters, as a table of positions does, whole and in part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(7, 7))
-
-    def forward(self) -> Any:
-        return {"rows": [self.table[:1], self.table.t()], "all": self.table}
-
-
-class Returned(nn.Module):
-    """Computes with what a part gives of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = Rows()
-        self.first = nn.Linear(7, 7)
-        self.linear = nn.utils.parametrizations.orthogonal(nn.Linear(7, 7))
-        nn.utils.parametrize.register_parametrization(self.first, "weight", Turned())
-
-    def forward(self, x: Tensor) -> Any:
-        given = self.rows()
-        row, turned = given["rows"]
-        return self.linear((self.first(x) + row) @ turned) @ given["all"]
-
-
-class Turned(nn.Module):
-    """A parametrization that gives a view of the parameter."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.t()
-
-
 def torchvisions(name: str) -> Callable[[], nn.Module]:
     def made() -> Any:
         from dualeval.vision_library import torchvision
@@ -168,7 +134,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(7, 5), lambda: torch.randn(12, 7)),
     "tied": (Tied, ids),
     "odd": (Odd, lambda: torch.randn(12, 7)),
-    "returned": (Returned, lambda: torch.randn(12, 7)),
     "recurrent": (Recurrent, ids),
     "encoder": (Encoder, ids),
     "encoder, norm first": (lambda: Encoder(norm_first=True), ids),
@@ -184,7 +149,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 # They have parameters of other dtypes, or operations that have no half precision.
-FLOAT32_ALONE = ("odd", "returned")
+FLOAT32_ALONE = ("odd",)
 # They take a minute each, and differ from the others in size alone.
 SLOW = ("convnext_tiny", "densenet121", "efficientnet_b0", "vit_b_16")
 

@@ -145,10 +145,10 @@ def _divided(
     sharded = ShardedModel(model, mesh, run)
     check_model(model, run.options)
     settle_layout(task, dataset, model, run)
-    model = sharded.filled(run.options)
+    model, identity = sharded.filled()
     settle_schedule(model, run)
     stack.enter_context(run.watching(model))
-    return model, sharded.identity
+    return model, identity
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:

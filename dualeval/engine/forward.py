@@ -120,8 +120,8 @@ def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> M
 def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> None:
     """Decide the layout that "auto" comes to; code of somebody's own is tried on the first samples.
 
-    Every rank has the same first samples, and so comes to the same: ``agree`` compares. A sharded model,
-    which all ranks would have to try together, is computed as its layers say.
+    Every rank has the same first samples, and so comes to the same: ``agree`` compares. A model that all
+    ranks compute together is not tried: its first forward says what to type where it fails channels-last.
     """
     # A sample that cannot be read is the loop's to name.
     trial = run.trying(on_error="skip", **OF_TRIAL)

@@ -349,6 +349,7 @@ class Session:
             and not isinstance(error, Stopped | BackendError)
             and self.control.failure is None
             and self.control.stopping is None
+            and not self.control.is_missed
         )
 
     def _free_memory(self) -> None:

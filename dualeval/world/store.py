@@ -28,7 +28,7 @@ _OTHER_FILES = 256
 JOINING = 2
 
 
-def pause_for(size: int, requests: int, least_s: float) -> float:
+def pause_for(size: int, requests: float, least_s: float) -> float:
     """How long each rank waits between its requests, so that rank 0 can answer those of all."""
     return max(least_s, size * requests / _ANSWERS_A_S)
 

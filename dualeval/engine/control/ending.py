@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -62,8 +61,7 @@ class Ending:
         self._saved = self._saved_by_all[self.name.rank] = chunks
         if self._meetings is None:
             self.all_saved.set()
-        else:
-            self._say(partial(self._meetings.count_saved, chunks))
+        self._wake.set()
 
     def fail_to_save(self, problem: str) -> None:
         """Report, in place of ``saved``, that this rank cannot save what it had."""

@@ -133,24 +133,6 @@ class Meetings:
         self._held = 0
         return Verdict.read(verdict or NO_VERDICT)
 
-    def all_come(self, name: str, limit_s: float, check: Callable[[], None]) -> bool:
-        """Wait, asleep, for the others; returns whether all ranks have come here within some seconds."""
-        with rank_0_reachable(self._rank_0):
-            if self._is_last(f"arrived/{name}"):
-                self.store.set(self.key(name), _GO)
-            return self._await(name, limit_s, check) is not None
-
-    def count_saved(self, chunks: int, client: TCPStore) -> None:
-        """Count this rank among those that have saved what they had; from the helper thread."""
-        client.add(self.key("saved-chunks"), chunks)
-        client.add(self.key("saved-ranks"), 1)
-
-    def saved_by_all(self, client: TCPStore) -> int | None:
-        """The chunks that all ranks have saved; None where one has not said so. Likewise."""
-        if client.add(self.key("saved-ranks"), 0) < self.size:
-            return None
-        return int(client.add(self.key("saved-chunks"), 0))
-
     def claim(self, run: int) -> int:
         """Take the next number of a run, from 0; no other rank gets it."""
         with rank_0_reachable(self._rank_0):

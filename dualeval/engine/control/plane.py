@@ -30,7 +30,7 @@ from dualeval.engine.end.process import say
 from dualeval.engine.progress import Progress
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.world.network import at
-from dualeval.world.store import join_store, limit_for, pause_for, serve_store
+from dualeval.world.store import join_store, pause_for, serve_store
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ _BEAT_EVERY_S = 0.5
 # mpirun leaves a second between SIGTERM and SIGKILL.
 _BEAT_WHILE_STOPPING_S = 0.05
 _REQUESTS_A_BEAT = 2
+# One request of one rank, for the heartbeats of all; it takes a millisecond for each hundred ranks.
+_REQUESTS_A_LOOK = 0.25
 _END_REPORTED_WITHIN_S = 0.3
 _LAST_BEAT_WITHIN_S = 2.0
 # All ranks come to it from one collective; a rank that cannot reach rank 0 says so itself before this.
 _FIRST_MEETING_WITHIN_S = 120.0
-# What fails on all ranks does so between the same two collectives of a forward.
-_FAILED_EVERYWHERE_WITHIN_S = 5.0
 # Of each rank to rank 0: the main thread's, and that of the beats.
 _CONNECTIONS = 2
 # Ranks on which an attempt breaks have begun fewer runs than others; those of the next are numbered anew.
@@ -73,18 +73,18 @@ class ControlPlane(Ending):
         self.limits = limits
         # What this rank's main thread is at.
         self.progress = Progress()
+        # Whether other ranks wait for this one in a collective that it will not come to, as its forward has
+        # raised: that ends the run, whatever else was to be attempted.
+        self.is_missed = False
         # Grows with every answer of the store to this rank's beats.
         self.answers = 0
         self._server = server
         self._work = Work()
         self._attempt = 0
-        self._failed = 0
         self._runs = 0
         self._tally: Tally | None = None
         self._left = False
         self._is_unreachable = False
-        self._end_reported = threading.Event()
-        self._look_after = 0.0
         self._beats: threading.Thread | None = None
 
     # -- meeting and sharing out, on the main thread -----------------------------------------------
@@ -147,7 +147,6 @@ class ControlPlane(Ending):
             with self.progress.inside("meet"):
                 held = self._meetings.end_attempt(check)
         number, self._attempt = self._attempt, self._attempt + 1
-        self._failed = 0
         self._runs = self._attempt * _RUNS_OF_AN_ATTEMPT
         if held is None or (held.kind == "attempt" and held.attempt != number):
             return None
@@ -157,32 +156,13 @@ class ControlPlane(Ending):
             return None
         raise held.to_exception()
 
-    def fails_everywhere(self, error: Exception) -> bool:
-        """Whether what has failed here fails on all ranks, in the midst of collectives of all.
-
-        Where it does not, the others wait for this rank in a collective that it will not come to: the error
-        ends the run, whatever else was to be attempted.
-        """
-        if (meetings := self._reachable) is None:
-            return True
-        self._failed += 1
-        with self.progress.inside("meet"):
-            name = f"failed/{self._attempt}.{self._failed}"
-            limit_s = limit_for(self.size, _FAILED_EVERYWHERE_WITHIN_S)
-            if meetings.all_come(name, limit_s, self.raise_if_peer_failed):
-                return True
-        self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
-        return False
-
     # -- failures and the end ----------------------------------------------------------------------
 
     def report_end(self, code: int) -> None:
         """On rank 0: let the others end, whose end may have a launcher kill this rank at once."""
         self._propose(Verdict(kind="end", rank=self.name.rank, exit_code=code))
-        if self._beats is not None and self._end_reported.wait(_END_REPORTED_WITHIN_S):
-            # Until each has looked; torch prints pages of frames where the store has gone before.
-            pause = self._beat_every_s(stopping=True)
-            sleep(min(3 * pause, pause + 0.1))
+        if self._beats is not None:
+            sleep(_END_REPORTED_WITHIN_S)
 
     def fail(self, error: BaseException) -> PeerError:
         """Report, from the main thread, that this rank failed and why."""
@@ -254,12 +234,9 @@ class ControlPlane(Ending):
 
     def _beat_every_s(self, *, stopping: bool) -> float:
         every = min(_BEAT_EVERY_S, self.limits.timeout_s / 6)
-        return pause_for(self.size, _REQUESTS_A_BEAT, _BEAT_WHILE_STOPPING_S if stopping else every)
-
-    @property
-    def _counts_saved(self) -> bool:
-        """Whether this is rank 0, in a stop."""
-        return self.name.rank == 0 and self.stopping is not None
+        # In a stop, rank 0 looks who has saved: one looks, whatever the number of ranks.
+        requests = _REQUESTS_A_LOOK if stopping and self.name.rank == 0 else _REQUESTS_A_BEAT
+        return pause_for(self.size, requests, _BEAT_WHILE_STOPPING_S if stopping else every)
 
     def _beat(self, client: TCPStore, meetings: Meetings) -> None:
         """Report this rank's heartbeats, look for a verdict, and on rank 0 at the heartbeats of all."""
@@ -268,10 +245,7 @@ class ControlPlane(Ending):
         monitor: Monitor | None = None
         slept_s = 0.0
         while True:
-            # In a stop, rank 0 asks for a count, whatever the number of ranks.
-            stopping = self.stopping is not None
-            pause_s = _BEAT_WHILE_STOPPING_S if self._counts_saved else self._beat_every_s(stopping=stopping)
-            start = monotonic()
+            pause_s, start = self._beat_every_s(stopping=self.stopping is not None), monotonic()
             self._wake.wait(pause_s)
             slept_s = max(slept_s, monotonic() - start - pause_s)
             self._wake.clear()
@@ -280,8 +254,7 @@ class ControlPlane(Ending):
                 with rank_0_reachable(self.rank_0):
                     if monitor is None:
                         monitor = self._monitor(client, meetings, clock.now())
-                    if heartbeats := self._exchange(client, meetings, monitor):
-                        self._observe(monitor, heartbeats, clock.now())
+                    self._observe(monitor, self._exchange(client, meetings, monitor), clock.now())
             except PeerError as error:
                 gone = error
                 self._is_unreachable = True
@@ -299,7 +272,7 @@ class ControlPlane(Ending):
             self.answers += 1
             # When all is said: torch prints pages of frames where rank 0 has gone meanwhile.
             heard = self.failure is not None and not self._outbox
-            if ending or (heard and not (self._counts_saved and not self._end_reported.is_set())):
+            if ending or (heard and not (self.name.rank == 0 and self.stopping is not None)):
                 return
 
     def _monitor(self, client: TCPStore, meetings: Meetings, now: float) -> Monitor:
@@ -317,14 +290,6 @@ class ControlPlane(Ending):
         """One round with the store; returns the heartbeats that it looked at, by rank."""
         while self._outbox:
             self._outbox.popleft()(client)
-        if self._counts_saved:
-            if not self.all_saved.is_set() and (chunks := meetings.saved_by_all(client)) is not None:
-                # Whose they are is asked only where one is missing: by heartbeats, which come later.
-                self._saved_by_all = {**dict.fromkeys(range(self.size), 0), 0: chunks}
-                self.all_saved.set()
-            if monotonic() < self._look_after:
-                return {}
-            self._look_after = monotonic() + self._beat_every_s(stopping=True)
         own = self.own_heartbeat()
         own = own._replace(stage=LEFT) if self._left else own
         client.set(meetings.key(f"heartbeat/{self.name.rank}"), str(own))

@@ -11,8 +11,7 @@ a verdict, too: it holds for that attempt alone, and gives way to any other kind
 from __future__ import annotations
 
 import json
-import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -50,8 +49,6 @@ class Verdict:
     reporter: str | None = None
     # The number of the attempt that has failed.
     attempt: int = 0
-    # Tells this verdict from all others, so that who proposed it knows that it has won.
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def failure(cls, rank: int, message: str) -> Verdict:

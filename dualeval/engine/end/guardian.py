@@ -33,18 +33,11 @@ _VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 class Guardian:
     """Guards this process until ``leave``."""
 
-    def __init__(self, name: str, timeout_s: float, stream: TextIO) -> None:
-        self._name = name
+    def __init__(self, name: str, timeout_s: float) -> None:
         self._sending = threading.Lock()
-        # What another one has to know, too: see ``tell``.
-        self._facts: dict[str, Any] = {"timeout_s": timeout_s, "idle": False, "guarded": None}
-        self._start()
-        self.write_stacks_to(stream)
-
-    def _start(self) -> None:
         # Signals that this process waits for in a thread are blocked there, too: it ends with its input.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(os.getpid()), self._name],
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -53,34 +46,26 @@ class Guardian:
         self._pipe = self._process.stdin
         # It may be stopped, and read nothing.
         os.set_blocking(self._pipe.fileno(), False)
-        self._send(self._facts)
+        self.tell(timeout_s=timeout_s)
+        self.write_stacks_to(sys.__stderr__)
 
-    def write_stacks_to(self, stream: TextIO) -> None:
-        """Say where stacks go. A stream without a descriptor takes none."""
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):
-            faulthandler.register(_STACKS_SIGNAL, stream)
-
-    def beat(self) -> None:
-        """Say that this process's Python runs; starts another guardian where it was killed or stopped."""
-        with self._sending, suppress(OSError):
-            is_stopped = _state_of(self._process.pid) in ("T", "t")
-            if not self._pipe.closed and (is_stopped or self._process.poll() is not None):
-                self._process.kill()
-                self._process.wait()
-                self._pipe.close()
-                self._start()
-        self.tell()
+    def write_stacks_to(self, stream: TextIO | None) -> None:
+        """Say where stacks go: nowhere, where that is closed."""
+        faulthandler.unregister(_STACKS_SIGNAL)
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                faulthandler.register(_STACKS_SIGNAL, stream)
 
     def tell(self, **facts: Any) -> None:
-        """Have it know something else.
+        """Say that this process's Python runs, and what else it has to know.
 
         ``timeout_s``: how long Python may not run; ``idle``: for as long as it likes. ``guarded``: where an
         end is written down that this process cannot write down itself: status.json, the run's token, its file
         of stacks, what to type; None where that has been done.
         """
-        with self._sending:
-            self._facts |= facts
-            self._send(facts)
+        # Full, where it is stopped; closed, where it was killed, or has been left.
+        with self._sending, suppress(OSError, ValueError):
+            os.write(self._pipe.fileno(), f"{json.dumps(facts)}\n".encode())
 
     def leave(self) -> None:
         """Guard no longer; a second call does nothing."""
@@ -90,11 +75,6 @@ class Guardian:
         # It has nothing to do any more.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GONE_WITHIN_S)
-
-    def _send(self, facts: dict[str, Any]) -> None:
-        # Full, where it is stopped; closed, where it was killed: the next beat starts another.
-        with suppress(OSError, ValueError):
-            os.write(self._pipe.fileno(), f"{json.dumps(facts)}\n".encode())
 
 
 def _state_of(pid: int) -> str:

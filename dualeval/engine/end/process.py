@@ -13,10 +13,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from dualeval.errors import DualevalError, PeerError, text_of
 from dualeval.own_code import own_code
@@ -71,24 +70,6 @@ def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -
     else:
         text = "".join(traceback.format_exception(error))
     say(text.rstrip("\n"))
-
-
-def error_stream() -> TextIO:
-    """Give a stream on a file, for what writes to its descriptor, as ``faulthandler``.
-
-    That is standard error. Where that is no file, as in a notebook, it is the one with which the process
-    started; where that was closed, /dev/null.
-    """
-    for stream in (sys.stderr, sys.__stderr__):
-        with suppress(AttributeError, OSError, ValueError):  # None; no file, as io.StringIO; closed
-            os.fstat(stream.fileno())  # type: ignore[union-attr]
-            return stream  # type: ignore[return-value]
-    return _nowhere()
-
-
-@cache
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w")
 
 
 def end_process(code: int) -> NoReturn:

@@ -1,8 +1,7 @@
-"""The signals that ask a run to end: taken by threads of their own, whatever the main thread is in."""
+"""The signals that ask a run to end: taken by a thread of its own, whatever the main thread is in."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -19,10 +18,7 @@ from dualeval.process_start import DEFAULT_SIGNALS
 _SECOND_AFTER_S = 0.5
 # Nobody can wait for these, or has to: the kernel sends the others to the thread that has erred.
 _NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
-_ACTION_BYTES = 256  # more than a struct sigaction has anywhere
 _CLOSE = b"\0"  # no signal has this number
-
-_libc = ctypes.CDLL(None)
 
 
 class Signals:
@@ -30,12 +26,11 @@ class Signals:
 
     They are blocked in the main thread. Reading processes that are forked from it inherit that: they must not
     end by the SIGTERM that Slurm sends to all processes of a step, which their rank would take for an error.
-    They end with their rank (``ending.end_process``, and the kernel).
+    They end with their rank (``process.end_process``, and the kernel).
 
-    The kernel hands a signal to any thread that does not block it. Where all threads began with it blocked,
-    that is the one that waits for it here, and no handler that a C library may have set is called. A thread
-    that is older, as those of OpenBLAS in a script, runs the handler of Python's that is set here: even where
-    no Python runs, it writes the signal's number into a pipe, which a second thread reads.
+    The kernel hands a signal to any thread that does not block it: the one that is begun here, or one that is
+    older, as those of OpenBLAS in a script. It runs the handler of Python's that is set here: even where no
+    Python runs, that writes the signal's number into a pipe, which the thread reads.
 
     Only the main thread can take signals: made in another one, this takes none (``is_active``).
     """
@@ -46,7 +41,6 @@ class Signals:
         self._stop: Callable[[str], None] | None = None
         self._first: tuple[str, float] | None = None
         self._lock = threading.Lock()
-        self._closing = False
         in_main_thread = threading.current_thread() is threading.main_thread()
         # Whether it takes signals.
         self.is_active = in_main_thread and bool(self._numbers)
@@ -63,11 +57,8 @@ class Signals:
         if not self.is_active:
             return
         self.is_active = False
-        self._closing = True
-        signal.pthread_kill(self._waiting.ident or 0, min(self._numbers))
         os.write(self._write_end, _CLOSE)
-        for thread in (self._waiting, self._reading):
-            thread.join()
+        self._reading.join()
         self._put_back()
         # What has come meanwhile is now for whoever took it before.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
@@ -79,13 +70,9 @@ class Signals:
         os.set_blocking(self._write_end, False)
         # Before the handlers: a signal that finds one of them finds the pipe.
         self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        # The kernel's view as well: a library in C may have set a handler that Python knows nothing of.
-        self._actions = {number: _action(number) for number in self._numbers}
         self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in self._numbers}
         _active = self
-        self._waiting = threading.Thread(target=self._wait, name="dualeval-signals", daemon=True)
-        self._reading = threading.Thread(target=self._read, name="dualeval-signals-pipe", daemon=True)
-        self._waiting.start()
+        self._reading = threading.Thread(target=self._read, name="dualeval-signals", daemon=True)
         self._reading.start()
 
     def _put_back(self) -> None:
@@ -94,22 +81,16 @@ class Signals:
         _active = None
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is _leave_to_the_pipe:
+                # None where a library in C has set it, which cannot be put back.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-                _libc.sigaction(int(number), self._actions[number], None)
         found = signal.set_wakeup_fd(self._wakeup)
         if found != self._write_end:
             signal.set_wakeup_fd(found)
         os.close(self._read_end)
         os.close(self._write_end)
 
-    def _wait(self) -> None:
-        while True:
-            number = signal.sigwait(self._numbers)
-            if self._closing:
-                return
-            self._take(number)
-
     def _read(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
         while _CLOSE[0] not in (numbers := os.read(self._read_end, 64)):
             for number in numbers:
                 if number in self._numbers:
@@ -154,13 +135,6 @@ _active: Signals | None = None
 
 def _leave_to_the_pipe(number: int, frame: FrameType | None) -> None:
     """Do nothing: the number has been written into the pipe already."""
-
-
-def _action(number: int) -> ctypes.Array[ctypes.c_char]:
-    """What the kernel does on a signal, as libc's sigaction gives and takes it."""
-    action = ctypes.create_string_buffer(_ACTION_BYTES)
-    _libc.sigaction(number, None, action)
-    return action
 
 
 def _forget_in_child() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from time import monotonic, sleep
 from dualeval.engine.control.monitor import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.guardian import Guardian
-from dualeval.engine.end.process import end_process, error_stream, how_to_resume, say, spoken, try_for
+from dualeval.engine.end.process import end_process, how_to_resume, say, spoken, try_for
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.recorder import Recorder
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, Stopped, message_of, with_type
@@ -87,7 +88,7 @@ class Watch:
         if ends_process:
             try:
                 within_s = control.limits.timeout_s + _NO_PYTHON_S
-                self._guardian = Guardian(str(control.name), within_s, error_stream())
+                self._guardian = Guardian(str(control.name), within_s)
             except OSError as error:
                 raise DualevalError(
                     f"cannot start the process that ends this one where it hangs: {with_type(error)}. Allow "
@@ -150,7 +151,7 @@ class Watch:
         self.recorder = self.folder = None
         if self._guardian is not None:
             self._guardian.tell(guarded=None)
-            self._guardian.write_stacks_to(error_stream())
+            self._guardian.write_stacks_to(sys.__stderr__)
         with self._of_stacks, suppress(OSError):
             stacks, self._stacks = self._stacks, None
             if stacks is not None:
@@ -207,7 +208,7 @@ class Watch:
             if self._is_over.is_set():
                 return
             if self._guardian is not None:
-                self._guardian.beat()
+                self._guardian.tell()
             self._control.news.wait(_LOOK_EVERY_S)
             # Before the look at what is new: what comes after that sets it again.
             self._control.news.clear()
@@ -253,7 +254,8 @@ class Watch:
     def _dump(self) -> None:
         # A stream without a descriptor (a notebook's) takes none.
         with suppress(OSError, ValueError, RuntimeError, AttributeError), self._of_stacks:
-            faulthandler.dump_traceback(self._stacks or error_stream())
+            if (stream := self._stacks or sys.__stderr__) is not None:
+                faulthandler.dump_traceback(stream)
 
     def _end(self) -> None:
         """Give the main thread its time, and have the run concluded where that has not."""

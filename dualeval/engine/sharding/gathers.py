@@ -93,10 +93,9 @@ class Gathers:
 
     def _watch(self, name: str, module: Any) -> None:
         """Put what begins and ends a gather around FSDP's own function: what other hooks do is no gather."""
-        state, hooks = module._get_fsdp_state(), module._forward_pre_hooks
-        number = next((number for number, hook in hooks.items() if is_of_fsdp(hook)), None)
-        # Without a hook the unit gathers in its forward itself: one would change what it computes.
-        gather = state._pre_forward if number is None else hooks[number]
+        hooks = module._forward_pre_hooks
+        number = next(number for number, hook in hooks.items() if is_of_fsdp(hook))
+        gather = hooks[number]
 
         @wraps(gather)
         def watched(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -106,12 +105,8 @@ class Gathers:
             self._progress.step(self._before.stage, self._before.chunk)
             return gathered
 
-        if number is None:
-            state._pre_forward = watched
-            self._undo.append(partial(delattr, state, "_pre_forward"))
-        else:
-            hooks[number] = watched
-            self._undo.append(partial(hooks.__setitem__, number, gather))
+        hooks[number] = watched
+        self._undo.append(partial(hooks.__setitem__, number, gather))
 
     # -- calls of the model --------------------------------------------------------------------------------
 
@@ -214,7 +209,6 @@ class Gathers:
         self.is_complete = False
         self._calls = 0
         self._seen.clear()
-        before = _lengths_of_records(self._units.values())
         try:
             with reads_refused(owned=self._owned) if self._units else nullcontext():
                 yield
@@ -227,8 +221,7 @@ class Gathers:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._units.values())
                 self.is_complete = self._join_gathers_left()
-                if self._units and not self.is_complete:
-                    self._control.fails_everywhere(error)
+                self._control.is_missed = bool(self._units) and not self.is_complete and self._world.size > 1
                 raise
             said = text_of(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
@@ -238,7 +231,7 @@ class Gathers:
             ) from error
         finally:
             self._gathered = None
-            _cut(before)
+            _forget_records(self._units.values())
         self._is_first = False
         self.is_complete = True
 
@@ -272,21 +265,14 @@ def _end_forward(units: Collection[Any]) -> None:
             unit.reset_iter_state()
 
 
-def _lengths_of_records(units: Collection[Any]) -> list[tuple[list[Any], int]]:
-    """The lists in which FSDP notes each forward for a backward, and their lengths."""
-    # Only a backward shortens them: an evaluation would fill memory, and leave them for the next training.
-    found: dict[int, list[Any]] = {}
+def _forget_records(units: Collection[Any]) -> None:
+    """Empty the lists in which FSDP notes each forward for a backward."""
+    # Only a backward empties them: an evaluation would fill memory, and leave them for the next training.
     for unit in units:
         state = unit._get_fsdp_state()
         # Torch 2.8 to 2.12 have one group a unit, and no such list.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group._post_forward_indices.clear()
         # Of the root alone, and not before its first forward.
-        records = [getattr(state._comm_ctx, "post_forward_order", None)]
-        records += [group._post_forward_indices for group in groups if group is not None]
-        found |= {id(record): record for record in records if record is not None}
-    return [(record, len(record)) for record in found.values()]
-
-
-def _cut(lengths: list[tuple[list[Any], int]]) -> None:
-    for record, length in lengths:
-        del record[length:]
+        getattr(state._comm_ctx, "post_forward_order", []).clear()

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from dualeval.engine import numerics
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.identity.model import WeightsDigests
-from dualeval.engine.layouts import converter, layout_of
+from dualeval.engine.layouts import converter
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
 from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
-from dualeval.engine.sharding.torch_fsdp import keep_outputs, of_rows, set_strides, without_hooks
+from dualeval.engine.sharding.torch_fsdp import of_rows, refuse_own_rows, set_strides
 from dualeval.engine.sharding.units import units_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOTED_PART = 1024  # of the model's bytes
 # Of mallopt(3).
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 128 * 1024
@@ -52,37 +51,18 @@ class ShardedModel:
         self._parameters = parameters_of(model)
         self._digests = WeightsDigests.of(model)
         self._identity = ModelIdentity.with_weights(model, {})
-        self._is_read = False
         for parameter in self._parameters:
             assert parameter.source is not None
             self._identity.hasher.hold_weakly(parameter.source)
             _put_all(model, parameter, _empty(parameter, parameter.dtype))
-        whole = [parameter for parameter in self._parameters if not parameter.is_divided]
-        most = sum(parameter.nbytes for parameter in self._parameters) // _NOTED_PART
-        if large := [parameter.name for parameter in whole if parameter.nbytes > most]:
-            run.note_all([f"each rank has all of {', '.join(large)}: not contiguous, or no floats"])
 
-    @property
-    def identity(self) -> ModelIdentity:
-        """The model's, as it was built: that of the whole one. A collective at first."""
-        self._read()
-        return self._identity
+    def filled(self) -> tuple[nn.Module, ModelIdentity]:
+        """The model that computes, and the identity of the model as it was built; called once, by all."""
+        identity = self._read()
+        return self._divided(self._run.options), identity
 
-    def filled(self, options: RunOptions) -> nn.Module:
-        """The model that computes; called once."""
-        self._read()
-
-        def taken(parameter: Parameter) -> Tensor | None:
-            rows, parameter.rows = parameter.rows, None
-            return rows
-
-        return self._divided(self._model, options, layout_of(self._model, options.layout), taken)
-
-    def _read(self) -> None:
-        """Read this rank's part of the model, and learn what all of it is."""
-        if self._is_read:
-            return
-        self._is_read = True
+    def _read(self) -> ModelIdentity:
+        """Read this rank's part of the model, and learn what all of it is: the identity of the whole one."""
         control, backend = self._run.control, self._run.backend
         reading = Reading(self._parameters, backend, self._identity.hasher)
         for parameter in self._parameters:
@@ -91,18 +71,13 @@ class ShardedModel:
         # Here a rank that could not read is heard of.
         control.meet()
         weights = self._digests.fingerprint(reading.digests())
-        self._identity = replace(self._identity, weights=weights)
+        return replace(self._identity, weights=weights)
 
-    def _divided(
-        self,
-        model: nn.Module,
-        options: RunOptions,
-        layout: str,
-        rows_of: Callable[[Parameter], Tensor | None],
-    ) -> nn.Module:
-        """Divide a model, and give it its values."""
+    def _divided(self, options: RunOptions) -> nn.Module:
+        """Divide the model, and give it its values."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+        model, layout = self._model, options.layout
         convert = converter(layout)
         _convert_buffers(model, lambda module, buffer: convert(self._computed(module, buffer, options)))
         whole, sizes, dtypes = set(), {}, {}
@@ -113,10 +88,8 @@ class ShardedModel:
                 made = _empty(parameter, dtypes[parameter.name])
                 sizes[id(made)] = made.nbytes
             else:
-                value = rows_of(parameter)
-                assert value is not None
-                value = convert(self._computed(module, value, options))
-                made = nn.Parameter(value, requires_grad=False)
+                value = self._computed(module, parameter.take_rows(), options)
+                made = nn.Parameter(convert(value), requires_grad=False)
                 whole.add(made)
             _put_all(model, parameter, made)
         place = CPUOffloadPolicy() if options.offload else OffloadPolicy()
@@ -125,17 +98,12 @@ class ShardedModel:
             fully_shard(
                 unit, mesh=self._mesh, reshard_after_forward=True, offload_policy=place, ignored_params=whole
             )
-            if isinstance(unit, nn.TransformerEncoderLayer):
-                without_hooks(unit)
-            else:
-                keep_outputs(unit)
+            refuse_own_rows(unit)
             set_strides(unit, convert)
         device = torch.device("cpu") if options.offload else self._device
         for parameter in self._parameters:
             if parameter.is_divided:
-                rows = rows_of(parameter)
-                assert rows is not None
-                rows = convert(rows.to(device, dtypes[parameter.name]))
+                rows = convert(parameter.take_rows().to(device, dtypes[parameter.name]))
                 divided = of_rows(rows, self._mesh, torch.Size(parameter.shape))
                 _put_all(model, parameter, nn.Parameter(divided, requires_grad=False))
         dtype = numerics.CASTS.get(options.precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from dualeval.engine.guest import Snapshot
     from dualeval.tasks import Task
 
-# What is gathered at once for a digest, and what is read of a parameter to see that all ranks read the same.
-_PIECE_BYTES = 64 * 2**20
+# What is read of a parameter to see that all ranks read the same.
 _PROBED_BYTES = 4096
 _IMAGE_DIMENSIONS = 4
 
@@ -61,6 +60,12 @@ class Parameter:
     def nbytes(self) -> int:
         """Of all of it."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def take_rows(self) -> Tensor:
+        """This rank's rows, which it no longer keeps."""
+        rows, self.rows = self.rows, None
+        assert rows is not None, "they are read once, and taken once"
+        return rows
 
     def rows_of(self, rank: int, size: int) -> tuple[int, int]:
         """A rank's first row and the one behind its last, as ``torch.chunk`` divides; it may have none."""
@@ -149,21 +154,23 @@ def _check_model(model: nn.Module) -> None:
             f"shard: the model is a {type(model).__name__}, which has no forward, and weights are gathered "
             "where a module is called. Give a model that is called, or leave shard out."
         )
+    if isinstance(model, nn.TransformerEncoderLayer):
+        raise UsageError(
+            "shard: the model is an nn.TransformerEncoderLayer, which computes in another way where it is "
+            "divided. Put it into a module of your own, or leave shard out."
+        )
 
 
 def _check_values(name: str, parameter: nn.Parameter) -> None:
     is_late = isinstance(parameter, LateRows)
     if is_lazy(parameter) or (parameter.is_meta and not is_late):
         tensor_digest(name, parameter, Hasher().digest)  # which says what to do
-    if not is_late and type(parameter) not in (nn.Parameter, Tensor):
+    is_plain = is_late or type(parameter) in (nn.Parameter, Tensor)
+    if not is_plain or parameter.layout is not torch.strided or parameter.is_quantized:
+        kind = f"{type(parameter).__name__}, {parameter.layout}, {parameter.dtype}"
         raise UsageError(
-            f"shard: the parameter {name} is a {type(parameter).__name__}, and only plain tensors can be "
-            "divided. Leave shard out."
-        )
-    if parameter.layout is not torch.strided or parameter.is_quantized:
-        kind = "quantised" if parameter.is_quantized else "sparse"
-        raise UsageError(
-            f"shard: the parameter {name} is {kind}, and only dense tensors can be divided. Leave shard out."
+            f"shard: the parameter {name} is a {kind}: only plain, dense tensors can be divided. Leave shard "
+            "out."
         )
 
 
@@ -215,8 +222,8 @@ class Reading:
     def digests(self) -> dict[str, bytes]:
         """The digest of each parameter by its name, the same on every rank; a collective.
 
-        One that no rank has whole is brought together for a moment, in pieces, on one rank; each rank takes
-        the digests of some.
+        One that no rank has whole is brought together for a moment on one rank; each rank takes the digests
+        of some.
         """
         probes = self._backend.all_gather_json(sha256_of_json(self._probe))
         if len(set(probes)) > 1:
@@ -227,29 +234,13 @@ class Reading:
         own: dict[str, str] = {}
         for number, parameter in enumerate(self._late):
             receiver = number % self._size
-            pieces = self._pieces(parameter, receiver)
-            if receiver == self._rank:
+            assert parameter.rows is not None
+            pieces = self._backend.gather(parameter.rows.reshape(-1).view(torch.uint8), receiver)
+            if pieces is not None:
                 own[parameter.name] = rows_digest(parameter.dtype, parameter.shape, pieces).hex()
-            else:
-                for _ in pieces:
-                    pass
         for digests in self._backend.all_gather_json(own):
             self._digests |= {name: bytes.fromhex(digest) for name, digest in digests.items()}
         return self._digests
-
-    def _pieces(self, parameter: Parameter, receiver: int) -> Iterator[Tensor]:
-        """The bytes of a parameter in order, on one rank; nothing on the others. A collective."""
-        assert parameter.rows is not None
-        own = parameter.rows.reshape(-1).view(torch.uint8)
-        if parameter.nbytes <= _PIECE_BYTES:
-            yield from self._backend.gather(own, receiver) or ()
-            return
-        row = parameter.nbytes // parameter.shape[0]
-        for rank in range(self._size):
-            first, last = parameter.rows_of(rank, self._size)
-            for begin in range(0, (last - first) * row, _PIECE_BYTES):
-                sent = own[begin : begin + _PIECE_BYTES] if rank == self._rank else own[:0]
-                yield from self._backend.gather(sent, receiver) or ()
 
 
 def _ends_of(source: LateRows, parameter: Parameter) -> list[str]:

@@ -1,4 +1,4 @@
-"""What torch's FSDP does not let itself be told: strides of what it gathers, no hooks, outputs, host rows.
+"""What torch's FSDP does not let itself be told: strides of what it gathers, outputs, host rows.
 
 The first two decide last bits. All reach into what torch has not declared stable; tests compare the bits.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from dualeval.engine.nests import map_tensors
+from dualeval.engine.sharding.detect import class_of
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,51 +66,36 @@ def of_rows(rows: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
     return DTensor(in_memory_order(rows), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def without_hooks(module: Any) -> None:
-    """Gather a unit's parameters in its forward, and not by hooks.
+def refuse_own_rows(module: Any) -> None:
+    """Refuse a unit that gives its parameters, or views of them: their memory is let go behind its forward.
 
-    ``nn.TransformerEncoderLayer`` computes in another way, with other bits, where it or a part has a hook.
-    """
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    state = module._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    register_fsdp_forward_method(module, "forward")
-
-
-def keep_outputs(module: Any) -> None:
-    """Have outputs of a unit that are its parameters, or views of them, stay when the parameters are let go.
-
-    A table of positions may return its first rows. Torch lets go of the memory behind the forward, whoever
-    still refers to it: reading it would end the process, or give any numbers.
+    A table of positions may return its first rows. Reading them then gives any numbers, or ends the process.
     """
     state = module._get_fsdp_state()
     hooks, number = module._forward_hooks, state._post_forward_hook_handle.id
     let_go = hooks[number]
 
     @wraps(let_go)
-    def kept(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    def checked(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         group = state._fsdp_param_group
         gathered = () if group is None else group.fsdp_params
         memory = {each.unsharded_param.untyped_storage()._cdata for each in gathered}
-        copies: dict[int, Any] = {}
 
-        def keep(tensor: Tensor) -> Tensor:
+        def check(tensor: Tensor) -> Tensor:
             try:
-                storage = tensor.untyped_storage()
+                is_own = tensor.untyped_storage()._cdata in memory
             except NotImplementedError:
                 return tensor  # of torch.vmap, sparse, ...
-            if storage._cdata not in memory:
-                return tensor
-            if storage._cdata not in copies:
-                copies[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
-            # With its own strides: they decide how what follows computes.
-            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            place = tensor.storage_offset(), tensor.shape, tensor.stride()
-            return made.set_(copies[storage._cdata], *place)
+            if is_own:
+                raise UsageError(
+                    f"--shard fsdp: a {class_of(module).__name__} returns its own parameters, and their "
+                    "memory is let go when its forward ends. Return a copy of them (weight.clone()); or call "
+                    "torch.distributed.fsdp.fully_shard where the model is built, on the part that uses "
+                    "them, and leave --shard out."
+                )
+            return tensor
 
-        found = map_tensors(keep, outputs)
-        return let_go(module, inputs, found if copies else outputs)
+        map_tensors(check, outputs)
+        return let_go(module, inputs, outputs)
 
-    hooks[number] = kept
+    hooks[number] = checked

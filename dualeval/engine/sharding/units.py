@@ -26,10 +26,11 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def units_of(model: nn.Module, sizes: Mapping[int, int]) -> list[nn.Module]:
     """The modules that are units, each behind those inside of it; the model itself is the last.
 
-    Two kinds of modules are no units, and what is in them belongs to the module above: those that nobody
-    calls (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict`` and others without a forward), and those
-    that share a parameter with a module outside of them. Modules that read the parameters of their children
-    without calling them (``is_indivisible``) are not divided.
+    Three kinds of modules are no units, and what is in them belongs to the module above: those that nobody
+    calls (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict`` and others without a forward), those that
+    share a parameter with a module outside of them, and ``nn.TransformerEncoderLayer``, which computes in
+    another way, with other bits, where it or a part has a hook. Modules that read the parameters of their
+    children without calling them (``is_indivisible``) are not divided.
     """
     whole = sum(sizes.values())
     paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -51,7 +52,8 @@ def units_of(model: nn.Module, sizes: Mapping[int, int]) -> list[nn.Module]:
             left = {id(parameter) for parameter in module.parameters(recurse=False)} & sizes.keys()
             left = left.union(*map(divide, module.children()))
         is_small = _SMALLEST_PART * sum(sizes[name] for name in left) < whole
-        if module is not model and left and not is_small and is_called(module) and is_alone(module, left):
+        can_be = is_called(module) and not isinstance(module, nn.TransformerEncoderLayer)
+        if module is not model and left and not is_small and can_be and is_alone(module, left):
             units.append(module)
             left = set()
         done[id(module)] = left
@@ -72,13 +74,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_indivisible(module: nn.Module) -> bool:
-    """Whether a module of torch's reads the parameters of its children without calling them.
-
-    ``nn.MultiheadAttention`` does, and so does the fast path of ``nn.TransformerEncoderLayer``. An
-    ``nn.TransformerEncoder`` that may take nested tensors looks at the parameters of its first layer.
-    """
-    if isinstance(module, nn.TransformerEncoder):
-        return bool(getattr(module, "use_nested_tensor", False))
+    """Whether a module of torch's reads the parameters of its children without calling them."""
     return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)
 
 
