@@ -74,17 +74,6 @@ def test_only_the_rows_are_read(tmp_path: Path, bytes_read: list[int]) -> None:
     assert max(bytes_read) <= 1 << 20, "values that are converted go through small pieces"
 
 
-def test_columns_that_lie_far_apart_are_read_alone(tmp_path: Path, bytes_read: list[int]) -> None:
-    whole = torch.randn(4, 20_000).t()
-    torch.save({"weight": whole}, tmp_path / "columns.pt")
-    late = read_state_dict(tmp_path / "columns.pt").tensors["weight"]
-    bytes_read.clear()
-    half = torch.empty(10_000, 4)
-    late.read_rows(10_000, 20_000, half)
-    assert torch.equal(half, whole[10_000:])
-    assert sum(bytes_read) == half.nbytes
-
-
 def test_parts_of_other_rows_are_not_read(tmp_path: Path, bytes_read: list[int]) -> None:
     values = torch.arange(60.0).view(10, 6)
     path = tmp_path / "values"
