@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -90,24 +89,6 @@ class Record:
     begin: int
     size: int
     crc: int
-
-
-class Source(Protocol):
-    """Where the values of a tensor are."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the values in the file."""
-
-    def copy_to(self, target: Tensor) -> None:
-        """Write the values into a tensor of this shape, in its dtype."""
-
-    def rows(self, first: int, last: int) -> Source:
-        """The same of some rows, which are indices of the first dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +217,10 @@ class InMemory:
     def rows(self, first: int, last: int) -> InMemory:
         """Some rows, which share the memory."""
         return InMemory(values=self.values[first:last])
+
+
+# Where the values of a tensor are.
+Source = FilePart | Chunks | InMemory
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
