@@ -237,7 +237,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
 
     from dualeval.backends import check_mesh, choose_backend
     from dualeval.engine import numerics
-    from dualeval.engine.building import automatic_workers
+    from dualeval.engine.building import automatic_workers, check_methods
     from dualeval.engine.evaluation_mode import set_evaluation_mode
     from dualeval.engine.folder.layout import check_path
     from dualeval.engine.reference import Reference
@@ -264,6 +264,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     if fetch := getattr(job.options, "fetch", None):
         fetch()
     task = job.make_task()
+    check_methods(task)
     # Whether weights fit the model, and the model the data, does not depend on the device.
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
