@@ -92,6 +92,7 @@ class Nested(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.frozen = nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
         self.register_buffer("fixed", torch.arange(4.0), persistent=False)
+        self.plain = [torch.full((2,), 0.5)]
         self.nothing: Tensor | None
         self.register_parameter("nothing", None)
         for scale in self.scales:
@@ -123,6 +124,7 @@ def test_a_model_of_ones_own_is_the_same(tmp_path: Path) -> None:
     whole = made(Nested, path)
     assert is_late(late)
     check_same(late, whole)
+    assert torch.equal(late.plain[0], torch.full((2,), 0.5))
     tokens = torch.arange(8).view(2, 4)
     with torch.no_grad():
         # torch's encoder takes no short way with tensors of another class.

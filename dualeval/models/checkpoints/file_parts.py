@@ -144,7 +144,9 @@ class FilePart:
     def _convert(self, descriptor: int, target: Tensor) -> None:
         """In pieces: a tensor in another dtype is not held whole beside the target."""
         offset = self.offset
-        for into in target.split(_PIECE_BYTES // self.dtype.itemsize):
+        step = _PIECE_BYTES // self.dtype.itemsize
+        for first in range(0, len(target), step):
+            into = target[first : first + step]
             values = torch.empty(len(into), dtype=self.dtype)
             self.file.read_into(descriptor, offset, values)
             into.copy_(values)
