@@ -235,7 +235,7 @@ def test_a_wrapper_around_a_method_takes_what_it_takes_itself(tmp_path: Path) ->
     def wrapper(*arguments: Any) -> Any:
         return observe(*arguments)
 
-    task.observe = wrapper  # type: ignore[method-assign]
+    task.observe = wrapper  # type: ignore[method-assign, assignment]
     assert evaluate(task, tmp_path / "out").samples["total"] == 5
 
 
