@@ -1,14 +1,13 @@
 """Peak memory of a rank while it loads weights, as a factor of the model's size, by form of checkpoint.
 
 Each rank is a new process (of a torchrun of its own) that builds the model through ``classifiers.build``.
-Counted is
-the most that the process has held (VmHWM, private and resident file pages) over what it held before, by the
-bytes of
-the model's tensors. Of several ranks the largest counts.
+Counted is the most that the process has held (VmHWM, private and resident file pages) over what it held
+before, by the bytes of the model's tensors. Of several ranks the largest counts. Beside it, what torch's and
+safetensors' own reading into a model takes.
 
-    python benchmarks/loading.py                    # 400 MB on 1 and 4 ranks: a table, and a page in results/
-    python benchmarks/loading.py --megabytes 40     # a trial
-    python benchmarks/loading.py --json             # {"safetensors": {"1": 1.02, "4": 1.02}, ...}
+    python benchmarks/loading.py                  # 400 MB on 1 and 4 ranks: a table, and a page in results/
+    python benchmarks/loading.py --megabytes 40   # a trial
+    python benchmarks/loading.py --json           # {"safetensors": {"1": 1.02, "4": 1.02, "library": 2}, ...}
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from common import ONE_THREAD, machine, python_or_torchrun, run_process, table, write_results
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -98,28 +98,73 @@ FORMS: dict[str, Callable[[State, Path], object]] = {
 WHOLE = ("torch.save, format before 1.6",)
 
 
+# -- as the libraries read ----------------------------------------------------------------------------------
+
+
+def _mapped(model: nn.Module, path: Path) -> None:
+    content = torch.load(path, weights_only=True, mmap=True)
+    model.load_state_dict(content.get("model", content))
+
+
+def _unmapped(model: nn.Module, path: Path) -> None:
+    model.load_state_dict(torch.load(path, weights_only=True))
+
+
+def _by_name(model: nn.Module, path: Path) -> None:
+    own = model.state_dict()
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        with safe_open(file, "pt") as opened, torch.no_grad():
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                own[name].copy_(opened.get_slice(name)[:])
+
+
+def _gathered(model: nn.Module, path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no process group is there
+        load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+
+
+def as_library(form: str, path: Path) -> nn.Module:
+    """The model with its weights, read by torch.load(mmap=True), safe_open or dcp.load."""
+    model = stack()
+    if form.startswith("safetensors"):
+        _by_name(model, path)
+    elif form.startswith("DCP"):
+        _gathered(model, path)
+    else:
+        (_unmapped if form in WHOLE else _mapped)(model, path)
+    return model
+
+
 # -- measuring -------------------------------------------------------------------------------------------
 
 
-def be_rank(weights: Path) -> None:
-    """Load, and write what it took to WEIGHTS.RANK, beside the checkpoint."""
+def be_rank(weights: Path, form: str | None) -> None:
+    """Load, and write what it took to WEIGHTS.RANK, beside the checkpoint; of a form as its library does."""
     # What the first use of these costs is no part of loading.
     importlib.import_module("loading")
+    if form is not None and form.startswith("DCP"):
+        importlib.import_module("torch.distributed.checkpoint.state_dict_loader")
     nn.Linear(_WIDTH, _WIDTH)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is from here
     before = peak_of_process()
-    model = classifiers.build("loading:stack", str(weights), None)
+    model = (
+        classifiers.build("loading:stack", str(weights), None) if form is None else as_library(form, weights)
+    )
     peak = peak_of_process() - before
     size = sum(value.nbytes for value in model.state_dict().values())
     rank = os.environ.get("RANK", "0")
     weights.with_name(f"{weights.name}.{rank}").write_text(json.dumps([peak, size]))
 
 
-def measure(weights: Path, size: int) -> float:
-    """The largest factor of so many new processes."""
+def measure(weights: Path, size: int, form: str | None = None) -> float:
+    """The largest factor of so many new processes; of a form as its library reads it."""
     for path in weights.parent.glob(f"{weights.name}.[0-9]*"):
         path.unlink()
     arguments = [str(Path(__file__).resolve()), "--rank-of", str(weights)]
+    arguments += [] if form is None else ["--as-library", form]
     command = python_or_torchrun(size, *arguments)
     run_process(command, timeout_s=_TIMEOUT_S, environ={**os.environ, **ONE_THREAD})
     found = [json.loads(path.read_text()) for path in weights.parent.glob(f"{weights.name}.[0-9]*")]
@@ -137,6 +182,7 @@ def measure_all() -> dict[str, dict[str, float]]:
             weights = Path(folder) / ("weights.safetensors" if form == "safetensors" else "weights")
             write(state, weights)
             factors[form] = {str(size): round(measure(weights, size), 3) for size in SIZES}
+            factors[form]["library"] = round(measure(weights, 1, form), 3)
     return factors
 
 
@@ -146,9 +192,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print factors and write nothing")
     parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="size of the model")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--as-library", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of is not None:
-        be_rank(arguments.rank_of)
+        be_rank(arguments.rank_of, arguments.as_library)
         return
     os.environ[_VARIABLE] = str(max(1, arguments.megabytes * 1_000_000 // (_WIDTH * _WIDTH * 4)))
     host = machine()
@@ -156,9 +203,10 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(factors))
         return
-    rows = [[form, *(f"{found[str(size)]:.2f}" for size in SIZES)] for form, found in factors.items()]
-    worst = max(max(found.values()) for form, found in factors.items() if form not in WHOLE)
-    head = ["form", *(f"{size} rank{'s' * (size > 1)}" for size in SIZES)]
+    columns = [*map(str, SIZES), "library"]
+    rows = [[form, *(f"{found[column]:.2f}" for column in columns)] for form, found in factors.items()]
+    worst = max(found[str(size)] for form, found in factors.items() if form not in WHOLE for size in SIZES)
+    head = ["form", *(f"{size} rank{'s' * (size > 1)}" for size in SIZES), "by the library, 1 rank"]
     body = (
         f"Wanted: at most {WANTED} for all forms but the format before torch 1.6; the largest is "
         f"{worst:.2f}. Peak "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _MOST_AUTOMATIC_WORKERS = 8
+# The methods that each task has and that are given something.
+_CALLED_WITH = {
+    "build_model": ("device",),
+    "forward": ("model", "batch"),
+    "observe": ("outputs", "batch"),
+}
 
 
 def check(task: Task, run: Run) -> None:
@@ -44,8 +51,23 @@ def check(task: Task, run: Run) -> None:
             f"{type(task).__name__} is not a task: expected an object whose class is derived from "
             "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
         )
+    check_methods(task)
     numerics.check_precision(run.options.precision, run.device)
     check_device(run.options.offload, run.device)
+
+
+def check_methods(task: Task) -> None:
+    """Check that the methods of a user's task take what they are called with."""
+    for name, given in _CALLED_WITH.items():
+        # As it is called: a wrapper need not take what the function takes that it says to wrap.
+        signature = inspect.signature(getattr(task, name), follow_wrapped=False)
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise UsageError(
+                f"{type(task).__name__}.{name}({', '.join(signature.parameters)}) does not take what it is "
+                f"called with: {error}. Write def {name}(self, {', '.join(given)})."
+            ) from error
 
 
 @contextmanager

@@ -1,34 +1,34 @@
 """Models that are built without memory for their parameters: the values stay in files until they are used.
 
-While such a model is built, each parameter that a module registers is put on the meta device. Before a
-state_dict is loaded, a ``LateTensor`` without values takes the place of each: ``load_state_dict`` then
-copies no values, but notes where they are. Buffers are as they always are.
+While such a model is built, each parameter that a module registers is put on the meta device, and
+``load_state_dict`` puts the tensors of a file in their places as they are: their values are not copied.
+Buffers, and other tensors that constructors make, are as they always are.
 """
 
 from __future__ import annotations
 
 import gc
-import random
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dualeval.errors import DualevalError
-from dualeval.models.checkpoints.late import LateTensor, NoValues
+from dualeval.models.checkpoints.file_parts import InMemory
+from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.model_errors import first_line
-from dualeval.models.plain_values import differing, tensors_and_devices
+from dualeval.models.tied import are_equal
 
 _LISTED_AT_MOST = 3
 _DEVICE = Tensor.device.__get__
+_OF_META = ("meta tensor", "incompatible tensor type")
 _local = threading.local()
 # One model at a time: torch's classes are changed meanwhile.
 _lock = threading.RLock()
@@ -46,12 +46,12 @@ def late_or_whole(
     Both ways give the same model: the same parameters, buffers and attributes.
     """
     if why_whole is None:
-        states = _RandomStates()
+        state = torch.get_rng_state()
         try:
-            return _late(build, states)
+            return _late(build)
         except NotLate as error:
             why_whole = str(error)
-        states.restore()
+        torch.set_rng_state(state)
     model = build()
     size = sum(parameter.nbytes for parameter in model.parameters())
     note(
@@ -63,54 +63,43 @@ def late_or_whole(
 
 def is_building() -> bool:
     """Whether this thread builds a model without memory for its parameters."""
-    return getattr(_local, "building", None) is not None
+    return getattr(_local, "is_building", False)
 
 
-def prepare_to_load(model: nn.Module) -> None:
-    """Let a model's parameters take note of what is loaded next; nothing where no model is built late."""
-    if is_building():
-        _local.building.prepare(model)
-
-
-def _late(build: Callable[[], nn.Module], states: _RandomStates) -> nn.Module:
-    model, drew = _attempt(build)
-    if drew:
+def _late(build: Callable[[], nn.Module]) -> nn.Module:
+    model, building = _attempt(build)
+    if building.drew and building.others:
         # The values of parameters were not drawn: others that were may have come out otherwise.
-        states.restore()
-        other, _ = _attempt(build, shifted=True)
-        drawn = differing(model, other)
-        if drawn is not None:
-            raise NotLate(f"its constructor draws {drawn} at random, and no file has it")
+        _, again = _attempt(build, shifted=True)
+        for (name, value), (_, other) in zip(building.others, again.others, strict=True):
+            if not are_equal(value, other):
+                raise NotLate(f"its constructor draws {name} at random, and no file has it")
     return model
 
 
-def _attempt(build: Callable[[], nn.Module], *, shifted: bool = False) -> tuple[nn.Module, bool]:
-    """Build a model without memory for its parameters, and say whether its constructor drew any values."""
+def _attempt(build: Callable[[], nn.Module], *, shifted: bool = False) -> tuple[nn.Module, _Building]:
     with _building(shifted) as building:
         try:
             model = build()
         except (NotLate, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if building.refusal is not None:
-                raise NotLate(building.refusal) from error
-            if isinstance(error, DualevalError) and not _is_of_meta(error):
+            without = _of_want_of_values(error)
+            if without is None and isinstance(error, DualevalError):
                 raise
             # Whatever it is: if it has another reason, it comes again where the model is built whole.
-            raise NotLate(f"its constructor needs values ({first_line(error)})") from error
-        if not isinstance(model, nn.Module):
-            raise NotLate("it is no nn.Module")
+            raise NotLate(f"it needs values while it is built ({first_line(without or error)})") from error
         building.check(model)
-    return model, building.drew
+    return model, building
 
 
-def _is_of_meta(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, is of a tensor without values."""
+def _of_want_of_values(error: BaseException | None) -> BaseException | None:
+    """An error, or what it was raised from, that is of a tensor without values or of one in a file."""
     while error is not None:
-        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            return True
+        if isinstance(error, NotImplementedError) or any(said in str(error) for said in _OF_META):
+            return error
         error = error.__cause__
-    return False
+    return None
 
 
 class _OnMeta(nn.Parameter):
@@ -131,86 +120,67 @@ class _Building:
     """A model that is being built without memory for its parameters."""
 
     def __init__(self, shifted: bool) -> None:
-        # Values can be loaded; nothing reads or changes them.
-        self.is_open = True
-        # What was done all the same, in words that follow "because"; None for nothing.
-        self.refusal: str | None = None
+        self._random = torch.get_rng_state()
         # Whether values were drawn from torch's generator.
         self.drew = False
+        # Tensors that no file gives: buffers that are not saved, and those in plain attributes.
+        self.others: list[tuple[str, Tensor]] = []
         self._shifted = shifted
-        self._random = torch.get_rng_state()
         # By the parameter as it was made, so that two modules that share one share it here too.
         self._on_meta: Any = WeakIdKeyDictionary()
+        # Of the parameters as they were made, and on the meta device.
         self._storages: list[tuple[str, StorageWeakRef]] = []
-        self._replaced: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._is_loading = False
 
-    def refuse(self, why: str) -> NoValues:
-        """Note that something was done that cannot be done without values."""
-        self.refusal = self.refusal or why
-        return NoValues(why)
-
-    def registered(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         """The parameter on the meta device, for torch to take in place of one; None for the same one."""
         if self._shifted:
             torch.rand(1)
-        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
+        if self._is_loading or type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
             return None
         if parameter.layout != torch.strided or parameter.is_quantized:
             return None
-        found: nn.Parameter | None = self._on_meta.get(parameter)
-        if found is not None:
-            return found
-        where = f"{type(module).__name__}.{name}"
-        if parameter.numel():
-            storage = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
-            if any(storage.cdata == other.cdata for _, other in self._storages):
-                raise self._not_late(f"{where} and another parameter are one and the same memory")
-            self._storages.append((where, storage))
-        made = _OnMeta(torch.empty_like(parameter.detach(), device="meta"), parameter.requires_grad)
-        vars(made).update(vars(parameter))
-        self._on_meta[parameter] = made
+        made: nn.Parameter | None = self._on_meta.get(parameter)
+        if made is None:
+            made = _OnMeta(torch.empty_like(parameter.detach(), device="meta"), parameter.requires_grad)
+            self._on_meta[parameter] = made
+            where = f"{type(module).__name__}.{name}"
+            for each in (parameter, made):
+                storage = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+                self._storages.append((where, storage))
         return made
 
-    def _not_late(self, why: str) -> NotLate:
-        self.refusal = self.refusal or why
-        return NotLate(why)
-
-    def prepare(self, model: nn.Module) -> None:
-        """Put a late tensor without values in the place of each parameter that is on the meta device."""
+    def load(self, load: Callable[[], Any], module: nn.Module) -> Any:
+        """Load a state_dict by putting its tensors in place, and leave the values of parameters in files."""
         # Here, because the state may be set back before the model is returned.
         self.drew = self.drew or not torch.equal(self._random, torch.get_rng_state())
-        made: dict[int, tuple[nn.Parameter, LateTensor]] = {}
-        for prefix, module in model.named_modules():
-            for name, parameter in list(module._parameters.items()):
-                if not isinstance(parameter, _OnMeta) and not _is_on_meta(parameter):
-                    continue
-                if id(parameter) not in made:
-                    late: Any = nn.Parameter(
-                        LateTensor.without_values(parameter, self), parameter.requires_grad
-                    )
-                    vars(late).update(vars(parameter))
-                    made[id(parameter)] = parameter, late
-                    self._replaced.append((f"{prefix}.{name}".lstrip("."), weakref.ref(parameter)))
-                setattr(module, name, made[id(parameter)][1])
-            if isinstance(module, nn.RNNBase):
-                module._init_flat_weights()  # its own list of its parameters
+        before = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
+        self._is_loading = True
+        try:
+            result = load()
+            made: dict[int, nn.Parameter] = {}
+            for each, parameters, buffers in before:
+                for name, parameter in parameters.items():
+                    _put_parameter(each, name, parameter, made)
+                for name, buffer in buffers.items():
+                    _put_values(each._buffers, name, buffer)
+                if isinstance(each, nn.RNNBase):
+                    each._init_flat_weights()  # its own list of its parameters
+        finally:
+            self._is_loading = False
+        return result
 
     def check(self, model: nn.Module) -> None:
         """Check that a model is as it would be with memory for its parameters."""
-        if self.refusal is not None:
-            raise NotLate(self.refusal)
-        self.prepare(model)
-        parameters = dict(model.named_parameters())
-        late = {name: value for name, value in parameters.items() if isinstance(value, LateTensor)}
-        unset = [name for name, value in late.items() if not value.has_values]
+        unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if unset:
             raise NotLate(f"no file gives it {_listed(unset)}")
-        if parameters and not late:
-            raise NotLate("it is made with its values, as programs are")
-        for what, value in tensors_and_devices(model):
-            device = value if isinstance(value, torch.device) else value.device
-            if device.type == "meta" or isinstance(value, _OnMeta):
+        of_file = {id(value) for value in model.state_dict(keep_vars=True).values()}
+        for what, value in _tensors_and_devices(model):
+            if value.type == "meta" if isinstance(value, torch.device) else value.is_meta:
                 raise NotLate(f"its constructor makes {what} of the values of parameters")
+            if isinstance(value, Tensor) and id(value) not in of_file:
+                self.others.append((what, value))
         held = self._held()
         if held:
             gc.collect()  # what an error or a cycle still holds is not the model's
@@ -220,8 +190,54 @@ class _Building:
 
     def _held(self) -> list[str]:
         """Parameters, as they were made or on the meta device, that something still refers to."""
-        made = [name for name, storage in self._storages if not storage.expired()]  # type: ignore[no-untyped-call]
-        return made + [name for name, reference in self._replaced if reference() is not None]
+        return [name for name, storage in self._storages if not storage.expired()]  # type: ignore[no-untyped-call]
+
+
+def _put_parameter(
+    module: nn.Module, name: str, before: nn.Parameter | None, made: dict[int, nn.Parameter]
+) -> None:
+    """Have a parameter that was loaded as it was before, but for its values; tied ones stay tied."""
+    loaded: Any = module._parameters.get(name)
+    if before is None or loaded is None or loaded is before:
+        return
+    if not before.is_meta:
+        _put_values(module._parameters, name, before)
+        return
+    if id(before) not in made:
+        is_late = isinstance(loaded, LateTensor) and loaded.dtype == loaded.source.dtype
+        source = loaded.source if is_late else InMemory(values=_values_of(loaded))
+        # With the strides of the model: they decide last bits.
+        strides = before.stride() if before.shape == loaded.shape else None
+        late: Any = LateTensor(source, before.dtype, strides)
+        made[id(before)] = nn.Parameter(late, before.requires_grad)
+    setattr(module, name, made[id(before)])
+
+
+def _put_values(held: dict[str, Any], name: str, before: Tensor | None) -> None:
+    """Have a tensor that was loaded in its own memory."""
+    loaded = held.get(name)
+    if before is None or loaded is None or loaded is before:
+        return
+    if before.shape == loaded.shape:
+        with torch.no_grad():
+            held[name] = before.copy_(loaded)
+    else:  # some modules take buffers of other shapes than they have made
+        held[name] = _values_of(loaded).to(before.dtype)
+
+
+def _values_of(loaded: Tensor) -> Tensor:
+    return loaded.read() if isinstance(loaded, LateTensor) else loaded.detach()
+
+
+def _tensors_and_devices(model: nn.Module) -> Iterator[tuple[str, Tensor | torch.device]]:
+    """All buffers, and the tensors and devices in plain attributes, each with its name."""
+    yield from model.named_buffers()
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, (Tensor, torch.device)):
+                        yield f"{prefix}.{name}".lstrip("."), leaf
 
 
 @contextmanager
@@ -231,47 +247,26 @@ def _building(shifted: bool) -> Iterator[_Building]:
     thread = threading.get_ident()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        return building.registered(module, name, parameter) if threading.get_ident() == thread else None
+        return building.register(module, name, parameter) if threading.get_ident() == thread else None
 
     load = nn.Module.load_state_dict
 
-    def load_state_dict(module: nn.Module, *arguments: Any, **named: Any) -> Any:
+    def load_state_dict(module: nn.Module, state: Any, strict: bool = True, assign: bool = False) -> Any:
         if threading.get_ident() == thread:
-            building.prepare(module)
-        return load(module, *arguments, **named)
+            return building.load(lambda: load(module, state, strict, assign=True), module)
+        return load(module, state, strict, assign)
 
     with _lock:
         hook = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
         # A constructor may load by itself, as those of timm do.
         nn.Module.load_state_dict = load_state_dict  # type: ignore[assignment, method-assign]
-        _local.building = building
+        _local.is_building = True
         try:
             yield building
         finally:
-            _local.building = None
-            building.is_open = False
+            _local.is_building = False
             nn.Module.load_state_dict = load  # type: ignore[method-assign]
             hook.remove()
-
-
-class _RandomStates:
-    """The states of all generators on the host, as they are now."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-
-    def restore(self) -> None:
-        """Set them back."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-
-def _is_on_meta(parameter: nn.Parameter | None) -> bool:
-    """Whether it is a plain one on the meta device, as conversions make of those that are put there."""
-    return type(parameter) is nn.Parameter and parameter.is_meta
 
 
 def _listed(names: list[str]) -> str:

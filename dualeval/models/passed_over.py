@@ -11,7 +11,3 @@ class PassedOver:
 
     def __setstate__(self, _: object) -> None:
         """Keep nothing."""
-
-
-class PassedOverArray(PassedOver):
-    """Takes the place of a numpy array, which may be a model's weights."""

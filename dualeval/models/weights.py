@@ -15,7 +15,6 @@ from dualeval.models.checkpoints import StateDict
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.dtypes import changed_kinds
 from dualeval.models.extra_state import is_read
-from dualeval.models.late_building import prepare_to_load
 from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
 from dualeval.models.tied import are_equal, with_tied_names
 from dualeval.models.weights_name import is_published_name
@@ -142,7 +141,6 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
 
     The model's own loading goes first: some modules convert an older layout of their tensors.
     """
-    prepare_to_load(model)
     own = model.state_dict()
     state = with_tied_names(model, state, source)
     unread = [name for name, value in state.items() if name in own and not is_read(value)]
@@ -169,7 +167,9 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
             raise failure from error
         raise _misfit(model, own, state, source, [], error) from error
     # A model may load less strictly than torch does, and say so or not.
-    if lacking.left() or any(getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")):
+    if lacking.left(model) or any(
+        getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")
+    ):
         raise _misfit(model, own, state, source, [])
 
 
@@ -178,19 +178,23 @@ class _Lacking:
 
     def __init__(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         lacking = {name: value for name, value in own.items() if name not in state}
-        self._late = {name: value for name, value in lacking.items() if isinstance(value, LateTensor)}
+        # Of a model that is built late: others take their places.
+        self._on_meta = [
+            name for name, value in lacking.items() if isinstance(value, Tensor) and value.is_meta
+        ]
         self._before = [
             (name, value, value._version, value.detach().clone())
             for name, value in lacking.items()
-            if name not in self._late
+            if name not in self._on_meta
             and isinstance(value, Tensor)
             and value.layout == torch.strided
             and not (value.is_quantized or nn.parameter.is_lazy(value))
         ]
 
-    def left(self) -> list[str]:
+    def left(self, model: nn.Module) -> list[str]:
         """Those that nothing was written to."""
-        left = [name for name, value in self._late.items() if not value.has_values]
+        now = model.state_dict(keep_vars=True)
+        left = [name for name in self._on_meta if now[name].is_meta]
         return left + [
             name
             for name, value, version, values in self._before

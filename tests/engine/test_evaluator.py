@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -213,6 +214,29 @@ def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match=r"abstract.*build_model.*dataset.*forward.*metrics.*observe"):
         Unfinished()  # type: ignore[abstract]
+
+
+def test_a_method_that_does_not_take_what_it_is_given_is_named(tmp_path: Path) -> None:
+    class Without(TinyTask):
+        def build_model(self) -> torch.nn.Module:  # type: ignore[override]
+            return torch.nn.Identity()
+
+    with pytest.raises(UsageError) as caught:
+        evaluate(Without(5), tmp_path / "out")
+    assert str(caught.value).startswith("Without.build_model() does not take what it is called with: ")
+    assert str(caught.value).endswith("Write def build_model(self, device).")
+
+
+def test_a_wrapper_around_a_method_takes_what_it_takes_itself(tmp_path: Path) -> None:
+    task = TinyTask(5)
+    observe = task.observe
+
+    @functools.wraps(TinyTask.observe)
+    def wrapper(*arguments: Any) -> Any:
+        return observe(*arguments)
+
+    task.observe = wrapper  # type: ignore[method-assign, assignment]
+    assert evaluate(task, tmp_path / "out").samples["total"] == 5
 
 
 @pytest.mark.parametrize("name", ["../values.json", "result.json", "lease.json", "values.txt", ""])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import distributed, read_state_dict
+from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.models.weights import load_into, load_state_dict
 from tests.checkpoint_writers import tied
@@ -237,29 +237,6 @@ def test_a_folder_that_is_not_whole(tmp_path: Path, state: dict[str, Tensor]) ->
     (tmp_path / ".metadata").unlink()
     data.write_bytes(whole)
     assert "without .metadata, which is written last" in refused(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("shape", "parts", "whole"),
-    [
-        ((4,), {(0,): (2,), (2,): (2,)}, True),
-        ((), {(): ()}, True),
-        ((4, 2), {(0, 0): (4, 1), (0, 1): (4, 1)}, True),
-        ((3, 3), {(0, 0): (1, 2), (0, 2): (2, 1), (2, 1): (1, 2), (1, 0): (2, 1), (1, 1): (1, 1)}, True),
-        ((4,), {(0,): (2,)}, False),
-        ((4,), {(0,): (3,), (2,): (2,)}, False),
-        ((4,), {(0,): (2,), (3,): (2,)}, False),
-        ((4,), {(0, 0): (4, 1)}, False),
-        ((2, 2), {(0, 0): (1, 2), (0, 1): (2, 1)}, False),
-        ((4,), {}, False),
-        ((0, 3), {}, True),
-    ],
-)
-def test_parts_are_the_whole_tensor(
-    shape: tuple[int, ...], parts: dict[tuple[int, ...], tuple[int, ...]], whole: bool
-) -> None:
-    """What no part has would be left at random."""
-    assert distributed._cover(shape, parts) is whole
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------

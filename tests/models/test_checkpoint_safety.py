@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import distributed_metadata, read_state_dict
+from dualeval.models.checkpoints import distributed, read_state_dict
 from dualeval.models.extra_state import is_read
 from dualeval.models.weights import load_state_dict, refuse_choice_without_file
 from tests.conftest import working_module
@@ -185,39 +185,46 @@ def test_one_of_several_files_that_runs_code(tmp_path: Path, state: dict[str, Te
 
 
 @pytest.mark.parametrize("trust", [False, True])
-@pytest.mark.parametrize("place", ["whole", "planner_data", "storage_meta", "state_dict_metadata", "key"])
-def test_metadata_that_runs_code(folder: Path, place: str, trust: bool) -> None:
+@pytest.mark.parametrize("place", ["planner_data", "storage_meta", "state_dict_metadata"])
+def test_metadata_that_would_run_code(
+    folder: Path, state: dict[str, Tensor], place: str, trust: bool
+) -> None:
+    """What it names is passed over: the fixture sees that nothing of it has run."""
+
     def hide(metadata: Metadata) -> None:
         if place == "state_dict_metadata":
             metadata.state_dict_metadata["more"] = Canary()  # type: ignore[assignment]
-        elif place == "key":
-            metadata.storage_data[(Canary(),)] = 1
         else:
             setattr(metadata, place, Canary())
 
+    change(folder, hide)
+    if place == "planner_data":  # which says how the names are nested
+        assert "found: model.0.weight, " in refused(folder)
+    else:
+        assert_equal(read_state_dict(folder, trust=trust).tensors, state)
+
+
+@pytest.mark.parametrize("place", ["whole", "key"])
+def test_metadata_that_is_code(folder: Path, place: str) -> None:
     if place == "whole":
         (folder / ".metadata").write_bytes(pickle.dumps(Canary()))
     else:
-        change(folder, hide)
-    with pytest.raises(UsageError) as caught:
-        read_state_dict(folder, trust=trust)
-    assert "holds io.open, which is no part of such metadata: it could run code" in str(caught.value)
+        change(folder, lambda metadata: metadata.storage_data.update({(Canary(),): 1}))
+    assert ".metadata is damaged" in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["torch.load", "torch.serialization.load", "builtins.eval", "os.system"])
-def test_no_other_name_of_these_modules_is_read(folder: Path, name: str) -> None:
+def test_no_name_is_imported(folder: Path, name: str) -> None:
     module, _, function = name.rpartition(".")
     (folder / ".metadata").write_bytes(f"c{module}\n{function}\n(tR.".encode())
-    assert f"holds {name}, which is no part" in refused(folder)
+    assert ".metadata is damaged" in refused(folder)
 
 
 def test_what_stands_for_a_class_cannot_be_changed(folder: Path) -> None:
     """A pickle may also set attributes of what it names."""
-    name = "torch.distributed.checkpoint.metadata"
-    for kind in ("Metadata", "TensorStorageMetadata"):
-        (folder / ".metadata").write_bytes(f"c{name}\n{kind}\n}}S'x'\nI1\nsb.".encode())
-        assert ".metadata is damaged" in refused(folder)
-    assert not hasattr(distributed_metadata._Record, "x")
+    (folder / ".metadata").write_bytes(b"cany.module\nMetadata\n}}S'x'\nI1\nsb.")
+    assert ".metadata is damaged" in refused(folder)
+    assert not hasattr(distributed._Record, "x")
 
 
 def test_the_metadata_of_an_older_torch(folder: Path, state: dict[str, Tensor]) -> None:
@@ -287,19 +294,10 @@ def test_a_part_that_is_no_plain_tensor(folder: Path, content: str) -> None:
     assert "holds more than plain tensors: model.0.weight cannot be read" in refused(folder)
 
 
-@pytest.mark.parametrize("kind", ["up", "absolute", "link", "folder link"])
+@pytest.mark.parametrize("kind", ["up", "absolute"])
 def test_a_path_that_leaves_the_folder(tmp_path: Path, folder: Path, kind: str) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (folder / "__0_0.distcp").rename(outside / "data")
-    (folder / "link").symlink_to(outside / "data")
-    (folder / "inner").symlink_to(outside)
-    path = {
-        "up": "../outside/data",
-        "absolute": str(outside / "data"),
-        "link": "link",
-        "folder link": "inner/data",
-    }[kind]
+    (folder / "__0_0.distcp").rename(tmp_path / "data")
+    path = {"up": "../data", "absolute": str(tmp_path / "data")}[kind]
 
     def lead(metadata: Metadata) -> None:
         for info in metadata.storage_data.values():
@@ -321,32 +319,36 @@ def forged(**fields: Any) -> Metadata:
     return Metadata(**{**given, **fields})
 
 
-def with_a_gap() -> Metadata:
-    """Half of the tensor has no part: it would be left at random."""
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([1]))
-    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [chunk])
-    return forged(state_dict_metadata={"w": tensor})
+def of_parts(*parts: tuple[list[int], list[int]]) -> Metadata:
+    """A tensor of two values, which has other parts: what none of them has would be left at random."""
+    chunks = [ChunkStorageMetadata(torch.Size(begins), torch.Size(sizes)) for begins, sizes in parts]
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2]), chunks)
+    info = _StorageInfo("__0_0.distcp", 0, 10)
+    stored = {MetadataIndex("w", chunk.offsets, number): info for number, chunk in enumerate(chunks)}
+    return forged(state_dict_metadata={"w": tensor}, storage_data=stored)
 
 
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        (with_a_gap(), "the parts of w are not the whole tensor"),
+        (of_parts(([0], [1])), "the parts of w are not the whole tensor"),
+        (of_parts(([0], [2]), ([1], [1])), "the parts of w are not the whole tensor"),
+        (of_parts(([1], [2])), "the parts of w are not the whole tensor"),
+        (of_parts(([-1], [2])), "the parts of w are not the whole tensor"),
+        (of_parts(([0, 0], [2, 1])), "is damaged"),
+        (of_parts(), "the parts of w are not the whole tensor"),
         (forged(storage_data={}), "does not say where w lies"),
-        (forged(storage_data=3), "expected a dict storage_data"),
-        (forged(state_dict_metadata=None), "expected a dict state_dict_metadata"),
-        (forged(state_dict_metadata={"w": 3}), "expected a _Tensor"),
-        (forged(state_dict_metadata={3: BytesStorageMetadata()}), "found a int, expected a str"),
-        (forged(planner_data={"w": ((),)}), "are no text and no numbers"),
-        (forged(planner_data={"w": ("w",), "v": ()}), "are no text and no numbers"),
+        (forged(storage_data=3), "is damaged"),
+        (forged(state_dict_metadata=None), "is damaged"),
+        (forged(planner_data={"w": ([],)}), "is damaged"),
         (
             forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", -1, 10)}),
-            "whole numbers from 0",
+            "cannot be read",
         ),
         (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 2**62)}), "is cut short"),
         (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 4, ["zstd"])}), "zstd"),
         (forged(storage_data={MetadataIndex("w"): _StorageInfo(".", 0, 4)}), "is missing"),
-        (forged(storage_data={MetadataIndex("w"): _StorageInfo("a\0b", 0, 4)}), "outside of the folder"),
+        (forged(storage_data={MetadataIndex("w"): _StorageInfo("a\0b", 0, 4)}), "is missing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

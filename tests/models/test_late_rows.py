@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.checkpoints.file_parts import Chunks, FilePart, StampedFile
 from dualeval.models.checkpoints.late import LateTensor
+from tests.models.test_checkpoint_folders import save_distributed
 
 
 @pytest.fixture
@@ -74,17 +77,6 @@ def test_only_the_rows_are_read(tmp_path: Path, bytes_read: list[int]) -> None:
     assert max(bytes_read) <= 1 << 20, "values that are converted go through small pieces"
 
 
-def test_columns_that_lie_far_apart_are_read_alone(tmp_path: Path, bytes_read: list[int]) -> None:
-    whole = torch.randn(4, 20_000).t()
-    torch.save({"weight": whole}, tmp_path / "columns.pt")
-    late = read_state_dict(tmp_path / "columns.pt").tensors["weight"]
-    bytes_read.clear()
-    half = torch.empty(10_000, 4)
-    late.read_rows(10_000, 20_000, half)
-    assert torch.equal(half, whole[10_000:])
-    assert sum(bytes_read) == half.nbytes
-
-
 def test_parts_of_other_rows_are_not_read(tmp_path: Path, bytes_read: list[int]) -> None:
     values = torch.arange(60.0).view(10, 6)
     path = tmp_path / "values"
@@ -141,3 +133,28 @@ def test_a_model_with_late_parameters_can_be_brought_somewhere(tmp_path: Path) -
     model.to("cpu")
     assert type(model.weight) is nn.Parameter
     assert torch.equal(model.weight, torch.eye(2))
+
+
+@pytest.mark.parametrize("form", ["w.pt", "w.safetensors", "folder"])
+@pytest.mark.parametrize("change", ["cut", "overwritten"])
+def test_a_file_that_a_training_changes_is_refused_and_ends_nothing(
+    tmp_path: Path, form: str, change: str
+) -> None:
+    """Between the building of a model and the reading of its rows; a mapped file would end the process."""
+    path = tmp_path / form
+    state = {"weight": torch.ones(300, 300)}
+    if form == "w.pt":
+        torch.save(state, path)
+    elif form == "w.safetensors":
+        save_file(state, path)
+    else:
+        save_distributed(state, path)
+    late = read_state_dict(path).tensors["weight"]
+    file = path / "__0_0.distcp" if path.is_dir() else path
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000] if change == "cut" else whole.replace(b"\0\0\x80\x3f", b"\0\0\x80\x40"))
+    os.utime(file, (0, 0))  # a training is not within the same tick of the clock
+    into = torch.full((10, 300), -1.0)
+    with pytest.raises(UsageError, match="has changed while it was read"):
+        late.read_rows(0, 10, into)
+    assert (into == -1).all()

@@ -376,6 +376,7 @@ def test_weights_of_a_file_for_a_model_of_timm(tmp_path: Path) -> None:
         ("timm:resnet18", "IMAGENET1K_V1", ["has no weights of this name", "timm:resnet50.a1_in1k"]),
         ("timm:resnet18", "nowhere.pt", ["nowhere.pt does not exist"]),
         ("timm:vit_base_patch16_224.mae", "DEFAULT", ["without a classifier"]),
+        ("timm:gcvit_tiny.in1k", "DEFAULT", ["no weights for timm:gcvit_tiny.in1k on the hub, but https://"]),
     ],
 )
 def test_what_timm_has_not(name: str, weights: str, words: list[str]) -> None:

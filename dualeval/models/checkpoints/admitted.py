@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
-from dualeval.models.passed_over import PassedOver, PassedOverArray
+from dualeval.models.passed_over import PassedOver
 
 
 class _AsDict:
@@ -39,9 +39,9 @@ _ADMITTED: dict[str, Callable[..., object]] = {
     # Scalars and arrays; numpy 1 and numpy 2.
     **dict.fromkeys(("numpy.dtype", "numpy.ndarray"), PassedOver),
     **{
-        f"{module}.multiarray.{name}": made
+        f"{module}.multiarray.{name}": PassedOver
         for module in ("numpy.core", "numpy._core")
-        for name, made in (("scalar", PassedOver), ("_reconstruct", PassedOverArray))
+        for name in ("scalar", "_reconstruct")
     },
     **{f"datetime.{name}": PassedOver for name in ("datetime", "date", "time", "timedelta", "timezone")},
     # As values, and as what a defaultdict makes.

@@ -9,17 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
 
-# What is read at once where values are converted on their way.
+# What is read at once where values are converted or checked on their way.
 _PIECE_BYTES = 1 << 20
-# A gap of so many bytes between values is not read.
-_GAP_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +62,18 @@ class StampedFile:
                 "its end."
             )
 
-    def read_into(self, descriptor: int, offset: int, values: Tensor, crc: int | None = None) -> int | None:
-        """Fill a contiguous tensor of the CPU with the bytes at an offset, and go on with their CRC32.
+    def read_into(self, descriptor: int, offset: int, values: Tensor) -> None:
+        """Fill a contiguous tensor of the CPU with the bytes at an offset.
 
-        The bytes are read into the tensor's own memory: nothing is mapped, and nothing is held twice.
+        They are read into the tensor's own memory. A mapped file would count as memory, change the numbers
+        when a training writes to it, and end the process (SIGBUS) when it is cut.
         """
         room = values.detach().view(-1).view(torch.uint8).numpy().data
         while room:
-            # In pieces that are still in the processor's cache when they are checked.
-            count = os.preadv(descriptor, [room if crc is None else room[:_PIECE_BYTES]], offset)
+            count = os.preadv(descriptor, [room], offset)
             if count == 0:
                 raise UsageError(f"weights file {self.path} is cut short: {len(room):,} bytes are missing")
-            if crc is not None:
-                crc = zlib.crc32(room[:count], crc)
             room, offset = room[count:], offset + count
-        return crc
 
 
 def _stamp(descriptor: int) -> tuple[int, int, int]:
@@ -95,46 +89,6 @@ class Record:
     begin: int
     size: int
     crc: int
-
-
-class _Reading:
-    """One reading of values; where it reads all of a record from first to last, their CRC32 is compared."""
-
-    def __init__(self, part: FilePart, descriptor: int) -> None:
-        self._file, self._record, self._descriptor = part.file, part.record, descriptor
-        self._crc: int | None = 0
-        self._next = self._record.begin if self._record is not None and self._record.crc else None
-
-    def read_into(self, offset: int, values: Tensor) -> None:
-        is_next = offset == self._next
-        self._crc = self._file.read_into(self._descriptor, offset, values, self._crc if is_next else None)
-        self._next = offset + values.nbytes if is_next else None
-
-    def check(self) -> None:
-        record = self._record
-        if record is not None and self._next == record.begin + record.size and self._crc != record.crc:
-            raise UsageError(
-                f"weights file {self._file.path} is damaged: its record {record.name} does not fit its "
-                "CRC32. Fetch or save it again."
-            )
-
-
-class Source(Protocol):
-    """Where the values of a tensor are."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the values in the file."""
-
-    def copy_to(self, target: Tensor) -> None:
-        """Write the values into a tensor of this shape, in its dtype."""
-
-    def rows(self, first: int, last: int) -> Source:
-        """The same of some rows, which are indices of the first dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,55 +123,49 @@ class FilePart:
 
     def rows(self, first: int, last: int) -> FilePart:
         """Some rows, as they lie in the file."""
-        return self.narrow(0, first, last - first)
-
-    def narrow(self, dimension: int, first: int, count: int) -> FilePart:
-        """Some indices of a dimension, as they lie in the file."""
-        shape = (*self.shape[:dimension], count, *self.shape[dimension + 1 :])
-        offset = self.offset + first * self.strides[dimension] * self.dtype.itemsize
-        return replace(self, offset=offset, shape=shape)
+        offset = self.offset + first * self.strides[0] * self.dtype.itemsize
+        return replace(self, offset=offset, shape=(last - first, *self.shape[1:]))
 
     def copy_to(self, target: Tensor) -> None:
         """Write the values into a tensor of this shape, in its dtype."""
         if 0 in self.shape:
             return
         with self.file.opened() as descriptor:
-            reading = _Reading(self, descriptor)
-            is_same = target.dtype == self.dtype and target.device.type == "cpu"
-            if is_same and self._is_contiguous and target.is_contiguous():
-                reading.read_into(self.offset, target)
+            self._check_crc(descriptor)
+            if not (self._is_contiguous and target.is_contiguous()):
+                values = torch.empty(self.extent, dtype=self.dtype)
+                self.file.read_into(descriptor, self.offset, values)
+                target.copy_(values.as_strided(self.shape, self.strides))
+            elif target.dtype == self.dtype and target.device.type == "cpu":
+                self.file.read_into(descriptor, self.offset, target)
             else:
-                self._copy_pieces(target, reading)
-            reading.check()
+                self._convert(descriptor, target.view(-1))
 
-    def _copy_pieces(self, target: Tensor, reading: _Reading) -> None:
-        """As ``copy_to``, with at most ``_PIECE_BYTES`` in memory beside the target."""
-        # The dimension in which neighbours are farthest from each other.
-        dimension = max(
-            (at for at, size in enumerate(self.shape) if size > 1),
-            key=lambda at: self.strides[at],
-            default=None,
-        )
-        if dimension is None or self.extent == 1:
-            self._copy_at_once(target, reading)
+    def _convert(self, descriptor: int, target: Tensor) -> None:
+        """In pieces: a tensor in another dtype is not held whole beside the target."""
+        offset = self.offset
+        step = _PIECE_BYTES // self.dtype.itemsize
+        for first in range(0, len(target), step):
+            into = target[first : first + step]
+            values = torch.empty(len(into), dtype=self.dtype)
+            self.file.read_into(descriptor, offset, values)
+            into.copy_(values)
+            offset += values.nbytes
+
+    def _check_crc(self, descriptor: int) -> None:
+        """Compare the CRC32 of the record, where all of it is read."""
+        record = self.record
+        if record is None or not record.crc or (self.offset, self.nbytes) != (record.begin, record.size):
             return
-        step = self.strides[dimension] * self.dtype.itemsize
-        inner = self.narrow(dimension, 0, 1).nbytes
-        is_sparse = step - inner >= _GAP_BYTES
-        count = 1 if is_sparse else max(1, (_PIECE_BYTES - inner) // max(step, 1) + 1)
-        for first in range(0, self.shape[dimension], count):
-            here = min(count, self.shape[dimension] - first)
-            piece = self.narrow(dimension, first, here)
-            into = target.narrow(dimension, first, here)
-            if piece.nbytes <= _PIECE_BYTES:
-                piece._copy_at_once(into, reading)
-            else:
-                piece._copy_pieces(into, reading)
-
-    def _copy_at_once(self, target: Tensor, reading: _Reading) -> None:
-        values = torch.empty(self.extent, dtype=self.dtype)
-        reading.read_into(self.offset, values)
-        target.copy_(values.as_strided(self.shape, self.strides))
+        crc = 0
+        for begin in range(record.begin, record.begin + record.size, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, record.begin + record.size - begin)
+            crc = zlib.crc32(os.pread(descriptor, size, begin), crc)
+        if crc != record.crc:
+            raise UsageError(
+                f"weights file {self.file.path} is damaged: its record {record.name} does not fit its "
+                "CRC32. Fetch or save it again."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +219,10 @@ class InMemory:
     def rows(self, first: int, last: int) -> InMemory:
         """Some rows, which share the memory."""
         return InMemory(values=self.values[first:last])
+
+
+# Where the values of a tensor are.
+Source = FilePart | Chunks | InMemory
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,31 +1,44 @@
-"""Choosing the state_dict in what a checkpoint holds, or saying why none can be chosen."""
+"""The state_dict in what a training has saved: the one under a known key, or the one that is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.candidates import (
-    KNOWN_KEYS,
-    Candidate,
-    candidates,
-    is_of_an_optimizer,
-    is_state_dict,
-    listed,
-    repeated_keys,
-    state_dicts,
-    values_under,
-)
+from dualeval.models.extra_state import is_extra_state
 from dualeval.models.passed_over import PassedOver
 
+# Where training scripts put state_dicts: the model's own, and averages of it over the training.
+KNOWN_KEYS = (
+    *("state_dict", "model_state_dict", "model", "net", "module"),
+    *("model_ema", "state_dict_ema", "ema", "ema_state_dict", "ema_model", "shadow"),
+    *("averaged_model", "swa_model", "swa_state_dict"),
+)
+# Momenta are many, by the names of parameters, and never meant.
+_OF_AN_OPTIMIZER = "optim"
 _LISTED_AT_MOST = 8
 
+StateDict = Mapping[str, Any]
 
-def choose(path: Path, content: object, key: str | None) -> tuple[str, Mapping[str, Any]]:
+
+def is_state_dict(content: object) -> TypeGuard[StateDict]:
+    """Whether it maps names to tensors; and ``_extra_state``, of which each module decides what it is."""
+    return (
+        isinstance(content, Mapping)
+        and all(
+            isinstance(name, str) and (isinstance(value, Tensor) or is_extra_state(name))
+            for name, value in content.items()
+        )
+        and any(isinstance(value, Tensor) for value in content.values())
+    )
+
+
+def choose(path: Path, content: object, key: str | None) -> tuple[str, StateDict]:
     """The state_dict that is meant, and the keys that lead to it."""
     if is_state_dict(content):
         if key is not None:
@@ -37,48 +50,32 @@ def choose(path: Path, content: object, key: str | None) -> tuple[str, Mapping[s
     return _only_one(path, content) if key is None else _under(path, content, key)
 
 
-def _only_one(path: Path, content: object, above: str = "") -> tuple[str, Mapping[str, Any]]:
+def _only_one(path: Path, content: object, above: str = "") -> tuple[str, StateDict]:
     """The one state_dict under known keys."""
-    found = candidates(content, above)
+    found = _state_dicts(content, above, known_only=True)
     if not found:
         raise _none_there(path, content, above)
     if len(found) > 1:
-        raise _several(path, found)
-    return found[0].key, found[0].content
+        raise UsageError(
+            f"{path} holds {len(found)} state_dicts: {_listed(found)}. They can give different results. Say "
+            f"which is meant: --weights-key KEY, such as --weights-key {found[0][0]}."
+        )
+    return found[0]
 
 
-def _several(path: Path, found: list[Candidate]) -> UsageError:
-    twice = repeated_keys(found)
-    clear = next((each.key for each in found if each.has_only_tensors and each.key not in twice), None)
-    saved = "the one that is meant alone, with torch.save(model.state_dict(), PATH)."
-    advice = (
-        f"Save {saved}"
-        if clear is None
-        else f"Say which is meant: --weights-key KEY, such as --weights-key {clear}."
-    )
-    if twice:
-        advice = f"Two things answer to {', '.join(twice)}. {advice}"
-    if clear is not None and not all(each.has_only_tensors for each in found):
-        advice = f"{advice} One with other things than tensors cannot be taken: save it alone."
-    return UsageError(
-        f"{path} holds {len(found)} state_dicts: {listed(found)}. They can give different results. {advice}"
-    )
-
-
-def _under(path: Path, content: object, key: str) -> tuple[str, Mapping[str, Any]]:
+def _under(path: Path, content: object, key: str) -> tuple[str, StateDict]:
     """The state_dict that a key leads to, or the only one below it."""
-    found = values_under(content, key)
+    found = list(_values_under(content, key))
     if not found:
-        # Those of an optimizer are many, and not meant.
-        elsewhere = [other for other in state_dicts(content) if not is_of_an_optimizer(other.key)]
-        hint = f" State_dicts lie under {listed(elsewhere)}." if elsewhere else ""
+        elsewhere = _state_dicts(content)
+        hint = f" State_dicts lie under {_listed(elsewhere)}." if elsewhere else ""
         raise UsageError(f"--weights-key {key}: {path} holds no such key ({_keys_of(content)}).{hint}")
-    if len(found) > 1:
+    if any(other is not found[0] for other in found):
         raise UsageError(
             f"--weights-key {key}: {len(found)} things in {path} answer to it, expected one. Save the one "
             "that is meant alone, with torch.save(model.state_dict(), PATH)."
         )
-    [inner] = found
+    inner = found[0]
     if is_state_dict(inner):
         return key, inner
     if not isinstance(inner, (Mapping, list, tuple)):
@@ -93,9 +90,11 @@ def _none_there(path: Path, content: object, above: str) -> UsageError:
     # What is there instead, under the known keys.
     nested = [content.get(key) for key in KNOWN_KEYS] if isinstance(content, Mapping) else []
     inner = next((value for value in nested if isinstance(value, Mapping)), content)
-    others = state_dicts(content, above)
+    others = _state_dicts(content, above)
     hint = (
-        f" State_dicts lie under other keys: {listed(others)}; --weights-key KEY takes one." if others else ""
+        f" State_dicts lie under other keys: {_listed(others)}; --weights-key KEY takes one."
+        if others
+        else ""
     )
     place = f" under the key {above}" if above else ""
     return UsageError(
@@ -112,3 +111,57 @@ def _keys_of(content: object) -> str:
     if len(others) == len(content):
         return found
     return f"{found}; no tensor is {', '.join(others[:_LISTED_AT_MOST])}"
+
+
+def _listed(found: list[tuple[str, StateDict]]) -> str:
+    """Keys and numbers of tensors."""
+    shown = [
+        f"{key} ({sum(isinstance(value, Tensor) for value in content.values())} tensors)"
+        for key, content in found
+    ]
+    more = f" and {len(shown) - _LISTED_AT_MOST} more" if len(shown) > _LISTED_AT_MOST else ""
+    return ", ".join(shown[:_LISTED_AT_MOST]) + more
+
+
+# -- walking ---------------------------------------------------------------------------------------------
+
+
+def _items(content: object) -> list[tuple[Any, object]]:
+    if isinstance(content, Mapping):
+        return list(content.items())
+    return list(enumerate(content)) if isinstance(content, (list, tuple)) else []
+
+
+def _values_under(content: object, key: str) -> Iterator[object]:
+    """What keys with dots between lead to; a key may have dots of its own."""
+    for name, value in _items(content):
+        if str(name) == key:
+            yield value
+        elif key.startswith(f"{name}."):
+            yield from _values_under(value, key.removeprefix(f"{name}."))
+
+
+def _state_dicts(
+    content: object, above: str = "", *, known_only: bool = False
+) -> list[tuple[str, StateDict]]:
+    """Nested state_dicts with their keys, each once, the outer ones first.
+
+    What lies under a known key in a list, or by a number, is known too: an average of each decay.
+    """
+    found: list[tuple[str, StateDict]] = []
+    waiting: deque[tuple[str, object]] = deque([(above, content)])
+    # A file may hold one mapping in several places, or within itself.
+    seen: set[int] = set()
+    while waiting:
+        key, inner = waiting.popleft()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if is_state_dict(inner):
+            found.append((key, inner))
+            continue
+        for name, value in _items(inner):
+            is_known = name in KNOWN_KEYS if isinstance(name, str) else bool(key)
+            if is_known or not (known_only or str(name).startswith(_OF_AN_OPTIMIZER)):
+                waiting.append((f"{key}.{name}" if key else str(name), value))
+    return found

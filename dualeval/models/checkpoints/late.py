@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualeval.errors import UsageError
@@ -26,16 +26,7 @@ _KNOWN = {
     *(Tensor.is_inference, Tensor.__len__),
 }
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-class Builder(Protocol):
-    """Builds a model of late tensors, whose values are loaded and not used meanwhile."""
-
-    # It still builds.
-    is_open: bool
-
-    def refuse(self, why: str) -> Exception:
-        """Take note that a parameter's values were used; the error that says so."""
+_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class LateTensor(Tensor):
@@ -50,15 +41,12 @@ class LateTensor(Tensor):
     source: Source
     # Why they could not be copied; a module's `load_state_dict` tells only its text.
     failure: UsageError | None
-    _builder: Builder | None
-    _owner: LateTensor | None
 
     @staticmethod
     def __new__(
         cls,
         source: Source,
         dtype: torch.dtype | None = None,
-        builder: Builder | None = None,
         strides: tuple[int, ...] | None = None,
     ) -> LateTensor:
         made: LateTensor = Tensor._make_wrapper_subclass(
@@ -66,19 +54,7 @@ class LateTensor(Tensor):
         )
         made.source = source
         made.failure = None
-        made._builder = builder
-        made._owner = None
         return made
-
-    @classmethod
-    def without_values(cls, like: Tensor, builder: Builder) -> LateTensor:
-        """A tensor of the shape, dtype and strides of another one, which is loaded next."""
-        return cls(_Nowhere(tuple(like.shape), like.dtype), like.dtype, builder, like.stride())
-
-    @property
-    def has_values(self) -> bool:
-        """Whether it is known where they are."""
-        return not isinstance(self.source, _Nowhere)
 
     __hash__ = object.__hash__
 
@@ -101,14 +77,13 @@ class LateTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in (Tensor.detach, _DATA):
-            return args[0]._alias()
+            return cls(args[0].source, args[0].dtype, args[0].stride())
+        if func == _DATA_SET:
+            raise NotWritten
         if func is torch._has_compatible_shallow_copy_type:
             return False  # Module.to and its like put new parameters in the place of late ones
-        if func is Tensor.copy_ and not kwargs:
-            if isinstance(args[0], LateTensor):
-                args[0]._fill(args[1])
-            else:
-                args[1]._copy_to(args[0])
+        if func is Tensor.copy_ and not kwargs and not isinstance(args[0], LateTensor):
+            args[1]._copy_to(args[0])
             return args[0]
         return _with_values(func, args, kwargs or {})
 
@@ -135,25 +110,6 @@ class LateTensor(Tensor):
         source = self.source.rows(first, last) if self.ndim else self.source
         self._copy_from(source, into.view(source.shape))
 
-    def _alias(self) -> LateTensor:
-        made = type(self)(self.source, self.dtype, self._builder, self.stride())
-        made._owner = self if self._owner is None or isinstance(self, nn.Parameter) else self._owner
-        return made
-
-    def _fill(self, values: Tensor) -> None:
-        """Take the source of other values, while the model is built."""
-        if self._builder is None or not self._builder.is_open:
-            raise NotWritten
-        owner: LateTensor = self if isinstance(self, nn.Parameter) or self._owner is None else self._owner
-        if values.shape != self.shape or values.is_meta:
-            raise self._builder.refuse(f"values of shape {tuple(values.shape)} are loaded into {self!r}")
-        if not isinstance(values, LateTensor):
-            owner.source = InMemory(values=values.detach())
-        elif values.dtype == values.source.dtype:
-            owner.source = values.source
-        else:
-            owner.source = InMemory(values=values.read())
-
     def _copy_to(self, target: Tensor) -> None:
         if tuple(target.shape) != self.source.shape:
             target.copy_(self.read())  # broadcast
@@ -173,18 +129,8 @@ class LateTensor(Tensor):
             self.failure = error
             raise
 
-    def _values(self) -> Tensor:
-        """The values for an operation."""
-        if self._builder is not None and self._builder.is_open:
-            raise self._builder.refuse("its parameters are read or changed while it is built or loaded")
-        return self.read()
 
-
-class NoValues(RuntimeError):
-    """Something needs values of a model that is being built without them."""
-
-
-class NotWritten(RuntimeError):
+class NotWritten(NotImplementedError):
     """Something writes to a tensor whose values stay in their file."""
 
     def __init__(self) -> None:
@@ -194,34 +140,21 @@ class NotWritten(RuntimeError):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Nowhere:
-    """Of a tensor that nothing was loaded into."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def copy_to(self, target: Tensor) -> None:
-        """There are no values."""
-        raise NoValues("a parameter of the model has no values yet")
-
-    def rows(self, first: int, last: int) -> _Nowhere:
-        """As above."""
-        raise NoValues("a parameter of the model has no values yet")
-
-
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     late = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, LateTensor)}
-    read = {name: each._values() for name, each in late.items()}
+    read = {name: each.read() for name, each in late.items()}
     before = {name: _version(each) for name, each in read.items()}
-    result = func(*tree_map_only(LateTensor, lambda each: read[id(each)], args), **_of(kwargs, read))
+    args, kwargs = tree_map_only(LateTensor, lambda each: read[id(each)], (args, kwargs))
+    result = func(*args, **kwargs)
     if any(_version(each) != before[name] for name, each in read.items()):
         raise NotWritten
-    return result
+    return tree_map_only(Tensor, lambda made: _never_written(made, read.values()), result)
 
 
-def _of(kwargs: Any, read: dict[int, Tensor]) -> Any:
-    return tree_map_only(LateTensor, lambda each: read[id(each)], kwargs)
+def _never_written(made: Tensor, read: Iterable[Tensor]) -> Tensor:
+    """A result; if it is a view of values that were read, what is written to it would be lost."""
+    is_view = any(made._base is each and made is not each for each in read)
+    return LateTensor(InMemory(values=made), made.dtype, made.stride()) if is_view else made
 
 
 def _version(values: Tensor) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.candidates import is_state_dict
+from dualeval.models.checkpoints.finding import is_state_dict
 from dualeval.models.checkpoints.safetensors_files import read_safetensors
 from dualeval.models.checkpoints.torch_files import TorchFile
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dualeval.data.labels import KnownClasses
@@ -25,8 +24,8 @@ from dualeval.vision_library import torchvision
 PREFIX = "timm:"
 _IMAGENET_CLASSES = 1000
 _DEFAULT = "DEFAULT"
-# timm's default file of a repository, and the one that it prefers where it is there.
-_PICKLED, _SAFE = "pytorch_model.bin", "model.safetensors"
+# Of a repository of the hub, in the order in which timm prefers them.
+_FILES = ("model.safetensors", "pytorch_model.bin")
 # What is said elsewhere than in --model-arg.
 _TAKEN = {
     "pretrained": "--weights",
@@ -82,10 +81,9 @@ class TimmModel(ModelSource):
         self._check_published(weights)
         path = self._cached()
         if path is None:
-            where = self._config.get("hf_hub_id") or self._config.get("url")
             raise UsageError(
-                f"--weights {weights}: the weights of {self.name} ({where}) are not in the local cache. Add "
-                "--download to fetch them."
+                f"--weights {weights}: the weights of {self.name} ({self._config['hf_hub_id']}) are not in "
+                "the local cache. Add --download to fetch them."
             )
         return WeightsSource(text=weights, path=path, entry=f"timm's weights of {self._full_name}")
 
@@ -101,18 +99,11 @@ class TimmModel(ModelSource):
                 f"--weights {weights}: {self.name} has no weights of this name. Give --weights {_DEFAULT}; "
                 "others have a tag behind the model's name, as timm:resnet50.a1_in1k."
             )
-        if not (self._config.get("hf_hub_id") or self._config.get("url")):
+        if not self._config.get("hf_hub_id"):
+            elsewhere = f"but {self._config['url']}" if self._config.get("url") else "nor elsewhere"
             raise UsageError(
-                f"--weights {_DEFAULT}: timm publishes no weights for {self.name}. Give a state_dict file."
-            )
-        # Of a repository timm reads a state_dict, but where a file of another format is named.
-        if self._config.get("custom_load") == "hf" or (
-            self._config.get("custom_load") and not self._config.get("hf_hub_id")
-        ):
-            raise UsageError(
-                f"--weights {_DEFAULT}: the weights of {self.name} are in a format of their own "
-                f"({self._config.get('hf_hub_filename') or self._config.get('url')}). Save them with "
-                "torch.save(model.state_dict(), PATH), and give --weights PATH."
+                f"--weights {_DEFAULT}: timm publishes no weights for {self.name} on the hub, {elsewhere}. "
+                "Give a state_dict file."
             )
         if not self._config.get("num_classes"):
             raise UsageError(
@@ -120,51 +111,30 @@ class TimmModel(ModelSource):
                 "nothing to evaluate. Choose another tag, or give your own weights."
             )
 
-    def _files(self) -> tuple[str, str | None, list[str]]:
-        """The repository of the weights, its revision, and its files in the order of preference."""
-        repository, _, revision = str(self._config["hf_hub_id"]).partition("@")
-        named = self._config.get("hf_hub_filename")
-        if named is None:
-            return repository, revision or None, [_SAFE, _PICKLED]
-        safe = [f"{named[:-4]}.safetensors"] if named.endswith(".bin") else []
-        return repository, revision or None, [*safe, named]
-
     def _cached(self) -> Path | None:
-        if not self._config.get("hf_hub_id"):
-            path = Path(torch.hub.get_dir()) / "checkpoints" / Path(self._config["url"]).name
-            return path if path.is_file() else None
         from huggingface_hub import try_to_load_from_cache
 
-        repository, revision, files = self._files()
-        for file in files:
-            found = try_to_load_from_cache(repository, file, revision=revision)
-            if isinstance(found, str):
-                return Path(found)
-        return None
+        found = [try_to_load_from_cache(self._config["hf_hub_id"], file) for file in _FILES]
+        return next((Path(path) for path in found if isinstance(path, str)), None)
 
     def download(self, weights: str) -> None:
         self._check_published(weights)
         if self._cached() is not None:
             return
-        try:
-            if not self._config.get("hf_hub_id"):
-                torch.hub.load_state_dict_from_url(
-                    self._config["url"], progress=False, check_hash=True, weights_only=True
-                )
-                return
-            from huggingface_hub import hf_hub_download
-            from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
 
-            repository, revision, files = self._files()
-            for file in files:
+        repository = self._config["hf_hub_id"]
+        try:
+            for file in _FILES:
                 try:
-                    hf_hub_download(repository, file, revision=revision)
+                    hf_hub_download(repository, file)
                     return
                 except EntryNotFoundError:
                     continue
-        except (OSError, RuntimeError, ValueError) as error:  # no network; another hash
+        except (OSError, RuntimeError, ValueError) as error:  # no network, for example
             raise DualevalError(f"the weights of {self.name} cannot be fetched: {error}") from error
-        raise DualevalError(f"{repository} holds none of {', '.join(files)}")
+        raise DualevalError(f"{repository} holds none of {', '.join(_FILES)}")
 
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
         return self._created(num_classes)
