@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from dualeval.columns import Ragged, Rows, concatenated, host_columns
+from dualeval.columns import LateColumns, Ragged, Rows, concatenated, host_columns, is_keeping_late
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.samples import Samples
 from dualeval.errors import ExactlyOnceError, UsageError
-from dualeval.metrics.classification import LogitColumns
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, FIRST_SAMPLES, described_part
 from dualeval.tasks import Dataset, Task
 
@@ -285,13 +284,12 @@ def postprocessed(
     Of drawn samples it is called for each run of consecutive ones, by their indices in the whole data set.
     """
     own = getattr(task.postprocess, "__func__", None)
-    if type(columns) is LogitColumns:
+    if isinstance(columns, LateColumns):
         if own is Task.postprocess:
             return columns
-        if not hasattr(own, "only_reads"):
-            columns = dict(columns)
-        elif not isinstance(dataset, DrawnSamples):
+        if not isinstance(dataset, DrawnSamples) and is_keeping_late(task.postprocess):
             return task.postprocess(columns, samples)
+        columns = dict(columns)
     if own is Task.postprocess or not isinstance(dataset, DrawnSamples):
         found: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
         return found
