@@ -38,7 +38,6 @@ class Window:
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     # Each row's, where they were asked for.
     ids: Sequence[str] = ()
-    indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def windows_of_chunks(
@@ -91,7 +90,7 @@ class StoredRows:
     ) -> Iterator[Window]:
         """Read columns, or all with the texts, a window at a time: memory does not grow with the rows."""
         read = self._but_ids if names is None else list(names)
-        read = [*(_IDS if with_ids else ()), *read]
+        read = [*(["id"] if with_ids else ()), *read]
         size = max(1, WINDOW_ROWS // multiple_of) * multiple_of
         start = 0
         with self._opened() as file:
@@ -146,14 +145,16 @@ class StoredRows:
 
     def _window(self, batch: Any, start: int) -> Window:
         names = [name for name in batch.schema.names if name in self.names]
-        others = {name: batch.column(name) for name in batch.schema.names if name not in names}
-        ids = [self._not_null(others.pop(name), name) for name in _IDS if name in others]
+        texts = {
+            name: batch.column(name).to_pylist() for name in batch.schema.names if name not in (*names, "id")
+        }
+        ids = self._not_null(batch.column("id"), "id").to_pylist() if "id" in batch.schema.names else ()
         return Window(
             start=start,
             evaluated=self._evaluated(batch, names, start),
             columns={name: _rows(batch.column(name)) for name in names},
-            texts={name: column.to_pylist() for name, column in others.items()},
-            **({"ids": ids[0].to_pylist(), "indices": _numbers(ids[1])} if ids else {}),
+            texts=texts,
+            ids=ids,
         )
 
     def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
