@@ -151,23 +151,12 @@ class StoredRows:
         ids = self._not_null(batch.column("id"), "id").to_pylist() if "id" in batch.schema.names else ()
         return Window(
             start=start,
-            evaluated=self._evaluated(batch, names, start),
+            # Of one that could not be read all columns are null.
+            evaluated=_there(batch.column(names[0])),
             columns={name: _rows(batch.column(name)) for name in names},
             texts=texts,
             ids=ids,
         )
-
-    def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
-        """Whether each row has values: in all columns, or in none."""
-        evaluated = _there(batch.column(names[0]))
-        for name in names[1:]:
-            differing = np.flatnonzero(_there(batch.column(name)) != evaluated)
-            if len(differing):
-                raise DualevalError(
-                    f"{self.path} is damaged: row {start + int(differing[0])} has a value in only one of the "
-                    f"columns {names[0]!r} and {name!r}"
-                )
-        return evaluated
 
     def _not_null(self, column: Any, name: str) -> Any:
         if column.null_count:

@@ -150,8 +150,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, list[Any]]], Any], str, str]] = {
     ),
     "half a failed sample": (
         lambda columns: columns["rank"].__setitem__(9, None),
-        "rows",
-        "row 9 has a value in only one of the columns 'target' and 'rank'",
+        "metrics",
+        "top1: ",
     ),
     "a prediction": (
         lambda columns: columns["prediction"].__setitem__(9, (columns["prediction"][9] + 1) % CLASSES),
