@@ -233,18 +233,13 @@ class LateColumns:
 
 
 # Functions of tasks as they were written: one around them, or in their place, is none of these.
-_KEEPING_LATE: set[object] = set()
+KEEPING_LATE: set[object] = set()
 
 
 def keeps_late(method: _Method) -> _Method:
     """Mark an ``observe`` that may give ``LateColumns``, or a ``postprocess`` that returns those it gets."""
-    _KEEPING_LATE.add(method)
+    KEEPING_LATE.add(method)
     return method
-
-
-def is_keeping_late(method: object) -> bool:
-    """Whether a task's bound method is one that was marked."""
-    return getattr(method, "__func__", None) in _KEEPING_LATE
 
 
 _COLUMNS: dict[str, type[Ragged]] = {"ragged": Ragged, "text": Text}

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dualeval.options.choices import CONTIGUOUS
-
 _ATTRIBUTES = "structure_attributes."
 _NAMED = (_ATTRIBUTES, "constants.")
 _HASH = re.compile("[0-9a-f]{6,64}")
@@ -72,18 +70,6 @@ def _brief(value: Any) -> Any:
 
 def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and _HASH.fullmatch(value) is not None
-
-
-def layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on a difference in layout, which a job names where it is channels-last; else empty."""
-    layouts = [values for name, *values in found if name.removeprefix("job.") == "layout"]
-    if not layouts:
-        return ""
-    there = layouts[0][0] or CONTIGUOUS
-    return (
-        f" (The run there was computed {there}: with --layout {there} this one is, too. Before --layout "
-        f"auto all runs were {CONTIGUOUS}.)"
-    )
 
 
 def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:

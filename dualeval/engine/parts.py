@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import LateColumns, Ragged, Rows, concatenated, host_columns, is_keeping_late
+from dualeval.columns import KEEPING_LATE, LateColumns, Ragged, Rows, concatenated, host_columns
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.samples import Samples
@@ -274,7 +274,7 @@ def postprocessed(
     if isinstance(columns, LateColumns):
         if own is Task.postprocess:
             return columns
-        if not isinstance(dataset, DrawnSamples) and is_keeping_late(task.postprocess):
+        if not isinstance(dataset, DrawnSamples) and own in KEEPING_LATE:
             return task.postprocess(columns, samples)
         columns = dict(columns)
     if own is Task.postprocess or not isinstance(dataset, DrawnSamples):

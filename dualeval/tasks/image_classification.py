@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import is_keeping_late, keeps_late
+from dualeval.columns import KEEPING_LATE, keeps_late
 from dualeval.data.cache import DataCache
 from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
@@ -284,7 +284,7 @@ class ImageClassification(PictureTask):
     @keeps_late
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
-        late = is_keeping_late(self.observe)
+        late = getattr(self.observe, "__func__", None) in KEEPING_LATE
         return observed_logits(outputs, batch["targets"], _TOP, self.requested, late=late)
 
     def metrics(self) -> list[Metric | RowMetric]:

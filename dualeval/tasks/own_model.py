@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import LateColumns, is_keeping_late, keeps_late
+from dualeval.columns import KEEPING_LATE, LateColumns, keeps_late
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
@@ -243,7 +243,7 @@ class ModelTask(Task):
             if self._classes is None:
                 self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
-            late = is_keeping_late(self.observe)
+            late = getattr(self.observe, "__func__", None) in KEEPING_LATE
             return observed_logits(outputs, target, _TOP, self.requested, late=late, any_label=True)
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
