@@ -219,7 +219,7 @@ class LateColumns:
     # What batches have in common whose columns can be made at once.
     kind: object
 
-    def copied(self) -> LateColumns:
+    def copied(self) -> Mapping[str, Tensor]:
         """The same in memory that nobody else has."""
         raise NotImplementedError
 
