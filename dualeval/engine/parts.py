@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from dualeval.columns import KEEPING_LATE, LateColumns, Ragged, Rows, concatenated, host_columns
 from dualeval.engine.options import RunOptions
@@ -298,7 +299,8 @@ def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:
             "of their batch: give the same columns for all samples"
         )
     for name, column in made.items():
-        rows = len(column) if isinstance(column, Ragged) or getattr(column, "ndim", 0) else "no"
+        has_rows = isinstance(column, Ragged) or (isinstance(column, Tensor) and column.ndim > 0)
+        rows = len(column) if has_rows else "no"
         if rows != len(indices):
             raise ExactlyOnceError(
                 f"postprocess gave {rows} rows of the column {name!r} for {where}, expected "

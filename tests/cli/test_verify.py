@@ -117,7 +117,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, list[Any]]], Any], str, str]] = {
         "samples_digest: ",
     ),
     "rows in another order": (
-        lambda columns: [column.reverse() for column in columns.values()],
+        lambda columns: columns.update({name: values[::-1] for name, values in columns.items()}),
         "samples_digest",
         "samples_digest: ",
     ),
