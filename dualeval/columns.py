@@ -7,9 +7,9 @@ them in torch, as ``Ragged`` and ``Text``; files and metrics of all rows have th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from dualeval.errors import UsageError
 
 # Parquet's lists and strings count their values in int32.
 _MOST_VALUES = 2**31 - 1
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Ragged:
@@ -205,6 +206,42 @@ class TextRows(RaggedRows):
 Column: TypeAlias = "Tensor | Ragged"
 Rows: TypeAlias = "npt.NDArray[Any] | RaggedRows"
 
+
+class LateColumns:
+    """Columns of a batch on the host that are made of others where they are read, or of many batches at once.
+
+    What makes them is a mapping as well, for whoever reads them before. As such it cannot be written to, and
+    what is written into a column is lost: only functions that are marked (``keeps_late``) get one.
+    """
+
+    # What they are made of, a row a sample.
+    given: Mapping[str, Tensor]
+    # What batches have in common whose columns can be made at once.
+    kind: object
+
+    def copied(self) -> Mapping[str, Tensor]:
+        """The same in memory that nobody else has."""
+        raise NotImplementedError
+
+    def joined(self, others: Sequence[LateColumns]) -> LateColumns:
+        """These and those of more batches of their kind."""
+        raise NotImplementedError
+
+    def made(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The columns of these names."""
+        raise NotImplementedError
+
+
+# Functions of tasks as they were written: one around them, or in their place, is none of these.
+KEEPING_LATE: set[object] = set()
+
+
+def keeps_late(method: _Method) -> _Method:
+    """Mark an ``observe`` that may give ``LateColumns``, or a ``postprocess`` that returns those it gets."""
+    KEEPING_LATE.add(method)
+    return method
+
+
 _COLUMNS: dict[str, type[Ragged]] = {"ragged": Ragged, "text": Text}
 _ROWS: dict[str, type[RaggedRows]] = {"ragged": RaggedRows, "text": TextRows}
 
@@ -327,17 +364,6 @@ def to_column(rows: Rows) -> Column:
     if not isinstance(rows, RaggedRows):
         return values
     return cast(Ragged, of_parts(_COLUMNS[rows.form], [values, torch.from_numpy(rows.lengths)]))
-
-
-def spread_rows(rows: Rows, evaluated: npt.NDArray[np.bool_]) -> Rows:
-    """Rows of the evaluated samples as rows of all: zeros, or of length 0, at the others."""
-    if isinstance(rows, RaggedRows):
-        lengths = np.zeros(len(evaluated), np.int64)
-        lengths[evaluated] = rows.lengths
-        return type(rows)(rows.values, offsets_of(lengths))
-    spread = np.zeros((len(evaluated), *rows.shape[1:]), rows.dtype)
-    spread[evaluated] = rows
-    return spread
 
 
 def as_columns(made: Any) -> Any:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dualeval.columns import all_copied, as_columns
+from dualeval.columns import LateColumns, all_copied, as_columns
 from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.transfer import Columns, Pending, start_download
 from dualeval.errors import UsageError
-from dualeval.metrics.classification import LogitColumns
 from dualeval.models.model_errors import why_model_failed
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class Compute:
                     f"observe returned a {type(observed).__name__}, expected a dict of columns, one row a "
                     "sample, as {'loss': losses}"
                 )
-            if type(observed) is LogitColumns:
+            if isinstance(observed, LateColumns):
                 return observed.copied()
             columns: Columns = as_columns(observed)
             # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.

@@ -145,10 +145,11 @@ def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
     for name, values in found.items():
         plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else values
         if not isinstance(plain, Sequence) or isinstance(plain, str) or len(plain) != len(samples):
+            entries = f" of {len(plain)} entries" if isinstance(plain, Sequence) else ""
             raise UsageError(
-                f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__} for "
-                f"{len(samples)} samples, expected one text, number or bool a sample, in a list, array or "
-                "tensor"
+                f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__}"
+                f"{entries} for {len(samples)} samples, expected one text, number or bool a sample, in a "
+                "list, array or tensor"
             )
         columns[name] = [
             value.item() if isinstance(value, (np.generic, Tensor)) else value for value in plain

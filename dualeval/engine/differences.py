@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dualeval.options.choices import CONTIGUOUS
-
 _NAMED = ("structure.", "constants.", "task_attributes.", "metric_options.")
 _HASH = re.compile("[0-9a-f]{6,64}")
 _SHOWN_OF_HASH = 16
@@ -63,18 +61,6 @@ def _brief(value: Any) -> Any:
 
 def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and _HASH.fullmatch(value) is not None
-
-
-def layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on a difference in layout, which a job names where it is channels-last; else empty."""
-    layouts = [values for name, *values in found if name.removeprefix("job.") == "layout"]
-    if not layouts:
-        return ""
-    there = layouts[0][0] or CONTIGUOUS
-    return (
-        f" (The run there was computed {there}: with --layout {there} this one is, too. Before --layout "
-        f"auto all runs were {CONTIGUOUS}.)"
-    )
 
 
 def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dualeval.columns import Column, to_rows
 from dualeval.engine import numerics
@@ -17,9 +17,8 @@ from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
 from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.feed import FailedSample, checked_workers
 from dualeval.engine.finish import finish, let_go
-from dualeval.engine.guest import rank_0s_buffers, version_of
+from dualeval.engine.guest import rank_0s_buffers
 from dualeval.engine.loop import Loop, compute_alone
-from dualeval.engine.nests import tensors_in
 from dualeval.engine.opened import open_rows
 from dualeval.engine.own_task import LoopKind, LoopTask, check_asked, column_of, named
 from dualeval.engine.parts import drawn
@@ -75,7 +74,7 @@ class OwnLoop:
         self._batches: Generator[Any, None, None] | None = None
         # Makes the result, once the loop is through.
         self._finish: Callable[[], Result]
-        self._in_hand: tuple[Any, range, list[tuple[Tensor, int]]] | None = None
+        self._in_hand: tuple[Any, range] | None = None
         self._added: Columns | None = None
         self._first: tuple[int, Columns] | None = None
         self._done = 0
@@ -94,18 +93,13 @@ class OwnLoop:
         """Take the columns of the batch in hand, as ``Session.add`` was given them."""
         if self._in_hand is None:
             raise UsageError(f"add was called without a current batch: {_USAGE}")
-        given, samples, versions = self._in_hand
+        given, samples = self._in_hand
         if self._added is not None:
             raise UsageError(f"the batch of {named(samples)} was added before: add each batch once")
         if not any(batch is part for part in _parts(given)):
             raise UsageError(
                 f"add was given a {type(batch).__name__} that is not the current batch, of "
                 f"{named(samples)}: give the loop's last batch, or a part of it, unchanged: {_USAGE}"
-            )
-        if any(version_of(tensor) != version for tensor, version in versions):
-            raise UsageError(
-                f"the batch of {named(samples)} was changed in place before it was added: compute on a "
-                "copy, as in inputs = inputs.clone()"
             )
         if not columns:
             raise UsageError(f"add was given no column for the batch of {named(samples)}: {_USAGE}")
@@ -229,8 +223,7 @@ class OwnLoop:
         return columns, failed
 
     def _hand_out(self, data: Any, samples: range) -> Generator[Any, None, Columns]:
-        versions = [(tensor, version_of(tensor)) for _, tensor in tensors_in(data)]
-        self._in_hand, self._added = (data, samples, versions), None
+        self._in_hand, self._added = (data, samples), None
         yield data
         added = self._take_added()
         if added is None:

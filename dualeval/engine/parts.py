@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from dualeval.columns import Ragged, Rows, concatenated, host_columns
+from dualeval.columns import KEEPING_LATE, LateColumns, Ragged, Rows, concatenated, host_columns
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.samples import Samples
 from dualeval.errors import ExactlyOnceError, UsageError
-from dualeval.metrics.classification import LogitColumns
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, FIRST_SAMPLES, described_part
 from dualeval.tasks import Dataset, Task
 
@@ -90,22 +89,14 @@ class DrawnSamples(Samples):
     def _checked(self, selected: Any) -> Any:
         """What the data set's ``select`` has returned: a method of this name may mean something else."""
         names = ("__len__", "id", "fingerprint", "__getitems__")
-        lacking = [name for name in names if not callable(getattr(selected, name, None))]
-        if lacking:
-            found = f"returned {type(selected).__name__} without {', '.join(lacking)}"
-        elif len(selected) != len(self):
-            found = f"returned {len(selected):,} samples"
-        else:
-            ids = ((selected.id(place), self.id(place)) for place in range(len(self)))
-            other = next((pair for pair in ids if pair[0] != pair[1]), None)
-            if other is None:
+        if all(callable(getattr(selected, name, None)) for name in names):
+            ids = [selected.id(place) for place in range(len(selected))]
+            if ids == self.ids_in(range(len(self))):
                 return selected
-            found = f"returned the sample {other[0]!r} in place of {other[1]!r}"
         raise UsageError(
-            f"{type(self.whole).__name__}.select(indices) {found}, expected a data set ("
-            f"{', '.join(names)}) of "
-            f"the {len(self):,} drawn samples, in their order. Mend it, or give it another name: the "
-            "samples are read without it, too."
+            f"{type(self.whole).__name__}.select(indices) returned a {type(selected).__name__}, expected a "
+            f"data set ({', '.join(names)}) of the {len(self):,} drawn samples alone, in their order. Mend "
+            "it, or give it another name: the samples are read without it, too."
         )
 
     def __len__(self) -> int:
@@ -229,16 +220,12 @@ def _targets(dataset: Dataset) -> npt.NDArray[Any] | None:
     """Each sample's class, where the data set says it without reading: as ``targets``, torchvision's name."""
     try:
         own = getattr(dataset, "targets", None)
-        found = getattr(getattr(dataset, "wrapped", None), "targets", None) if own is None else own
-        if isinstance(found, Tensor):
-            found = found.detach().cpu().numpy()
-        if isinstance(found, list | tuple) and all(isinstance(target, int) for target in found):
-            found = np.array(found, np.int64)
+        found = np.asarray(
+            getattr(getattr(dataset, "wrapped", None), "targets", None) if own is None else own
+        )
     except Exception:  # noqa: BLE001 - the user's property; a finished run is not lost for a count of classes
         return None
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
-        return None
-    return found if len(found) == len(dataset) else None
+    return found if found.dtype.kind in "iu" and found.shape == (len(dataset),) else None
 
 
 def warnings_of(part: Mapping[str, Any]) -> list[str]:
@@ -285,13 +272,12 @@ def postprocessed(
     Of drawn samples it is called for each run of consecutive ones, by their indices in the whole data set.
     """
     own = getattr(task.postprocess, "__func__", None)
-    if type(columns) is LogitColumns:
+    if isinstance(columns, LateColumns):
         if own is Task.postprocess:
             return columns
-        if not hasattr(own, "only_reads"):
-            columns = dict(columns)
-        elif not isinstance(dataset, DrawnSamples):
+        if not isinstance(dataset, DrawnSamples) and own in KEEPING_LATE:
             return task.postprocess(columns, samples)
+        columns = dict(columns)
     if own is Task.postprocess or not isinstance(dataset, DrawnSamples):
         found: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
         return found
@@ -299,31 +285,25 @@ def postprocessed(
     for places, indices in dataset.runs(samples):
         own = {name: column[places] for name, column in columns.items()}
         made = host_columns(task.postprocess(own, indices), indices)
-        if not isinstance(made, Mapping) or not all(map(_has_rows, made.values())):
-            # Said where columns are checked.
-            return made  # type: ignore[no-any-return]
         _check_part(made, parts[0] if parts else made, indices)
         parts.append(made)
-    if len(parts) == 1:
-        return parts[0]
     return {name: concatenated([part[name] for part in parts]) for name in parts[0]}
 
 
-def _has_rows(column: Any) -> bool:
-    return isinstance(column, Ragged) or (isinstance(column, Tensor) and column.ndim > 0)
-
-
-def _check_part(made: Mapping[str, Any], first: Mapping[str, Any], indices: range) -> None:
+def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:
+    """Check a part by itself: in their sum too many rows of one would make up for too few of another."""
     where = f"samples {indices.start} to {indices.stop - 1}"
-    if made.keys() != first.keys():
+    if not isinstance(made, Mapping) or made.keys() != first.keys():
         raise UsageError(
             f"postprocess gave the columns {', '.join(made)} for {where}, and {', '.join(first)} for others "
             "of their batch: give the same columns for all samples"
         )
     for name, column in made.items():
-        if len(column) != len(indices):
+        has_rows = isinstance(column, Ragged) or (isinstance(column, Tensor) and column.ndim > 0)
+        rows = len(column) if has_rows else "no"
+        if rows != len(indices):
             raise ExactlyOnceError(
-                f"postprocess gave {len(column)} rows of the column {name!r} for {where}, expected "
+                f"postprocess gave {rows} rows of the column {name!r} for {where}, expected "
                 f"{len(indices)}: one row a sample, in order"
             )
 

@@ -10,31 +10,32 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, compress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dualeval.columns import Rows, kind_of, spread_rows, to_column
-from dualeval.engine.columns import columns_of, update
+from dualeval.columns import Rows, kind_of, to_column
+from dualeval.engine.columns import columns_of
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.windows import EVALUATED, evaluated_of
+from dualeval.engine.ledger import Ledger
 from dualeval.engine.machines import is_same
 from dualeval.engine.measured import plain
 from dualeval.engine.opened import Opened
-from dualeval.engine.parts import name_of, texts_of
+from dualeval.engine.parts import name_of
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.row_comparison import differing_rows, text_rows
+from dualeval.engine.row_comparison import differing_rows
 from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
-from dualeval.tasks import Dataset, Task
 
 SAME_BITS = "same bits"
 WITHIN_TOLERANCE = "within tolerance"
@@ -129,18 +130,11 @@ def batches_of_journal(
 def batches_of_predictions(
     path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[StoredBatch]:
-    """The rows of the batches that the fingerprint draws, or of the next ones with a sample that was read."""
+    """The rows of the batches that the fingerprint draws."""
     rows = StoredRows(path)
-    if not rows.names:
-        return
     without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
-    found: set[int] = set()
-    for first in places_drawn(fingerprint, plan.num_batches):
-        for batch in chain(range(first, plan.num_batches), range(first)):
-            if batch not in found and (window := rows.batch(plan.batch_samples(batch))).evaluated.any():
-                found.add(batch)
-                yield StoredBatch(**vars(window), machines=tuple(without_count))
-                break
+    for number in places_drawn(fingerprint, plan.num_batches) if rows.names else ():
+        yield StoredBatch(**vars(rows.batch(plan.batch_samples(number))), machines=tuple(without_count))
 
 
 # -- the comparison ------------------------------------------------------------------------------------
@@ -185,7 +179,6 @@ def _compare(
             name=partial(name_of, evaluation.dataset),
         )
         outcome, compared[outcome] = proof.rows()
-        proof.texts(evaluation.task, evaluation.dataset)
         # The digests are those of the first batch; a journal file is compared as a whole.
         if batch is stored[0] or batch.file is not stored[0].file:
             proof.metrics(evaluation.metrics, evaluation.row_metrics, evaluation.plan, digests)
@@ -303,20 +296,6 @@ class Proof:
             "another --out, or --fresh to start over; --no-replay continues without this comparison."
         )
 
-    def texts(self, task: Task, dataset: Dataset) -> None:
-        """Compare the texts that a task makes of the stored rows."""
-        if not self.stored.texts:
-            return
-        evaluated = self.stored.evaluated
-        rows = {name: spread_rows(values, evaluated) for name, values in self.stored.columns.items()}
-        made = texts_of(task, dataset, rows, self.stored.samples.start)
-        for column, stored in self.stored.texts.items():
-            there = text_rows(compress(stored, evaluated))
-            now = text_rows(compress(made[column], evaluated)) if column in made else None
-            row = 0 if now is None else _first_difference(there, now)
-            if row is not None:
-                self._refuse(column, row, there, now)
-
     def metrics(
         self,
         metrics: Sequence[Metric],
@@ -343,18 +322,14 @@ class Proof:
 
 
 def metric_digests(
-    metrics: Sequence[Metric],
-    row_metrics: Sequence[RowMetric],
-    columns: Mapping[str, Rows],
+    metrics: Sequence[Metric], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
 ) -> dict[str, str]:
     """What each metric makes of a batch's rows, as a hash by its name; without those of columns not kept."""
-    found = {}
-    tensors = {name: to_column(values) for name, values in columns.items()}
     samples = next((len(values) for values in columns.values()), 0)
-    for metric in filter(keeps_rows, metrics):
-        slots = torch.zeros(metric.size, dtype=torch.int64)
-        update(metric, slots, tensors, [samples])
-        found[metric.name] = _digest_of(slots.tolist(), partial(metric.compute, slots))
+    found = {
+        metric.name: _digest_of(slots.tolist(), partial(metric.compute, slots))
+        for metric, slots in counted(metrics, columns, [samples])
+    }
     for row_metric in row_metrics:
         own = columns_of(row_metric, columns)
         found[row_metric.name] = _digest_of([], partial(row_metric.compute, own))
@@ -372,24 +347,27 @@ def _digest_of(slots: list[int], compute: Callable[[], Measured]) -> str:
 
 def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], plan: EvalPlan) -> list[str]:
     """Names of the metrics whose part of a file's ledger is not that of its rows."""
-    rows = sum(file.rows)
-    evaluated = evaluated_of({EVALUATED: file.read_rows(EVALUATED, 0, rows)})
-    there = torch.zeros(3 * plan.num_chunks + sum(metric.size for metric in metrics), dtype=torch.int64)
-    there.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+    rows = {name: file.read_rows(name, 0, sum(file.rows)) for name in file.columns}
+    evaluated = evaluated_of(rows)
     sizes = [len(plan.batch_samples(batch)) for chunk in file.chunks for batch in plan.chunk_batches(chunk)]
     # How many samples of each batch could be read.
     batches = np.add.reduceat(evaluated, np.cumsum([0, *sizes[:-1]]), dtype=np.int64).tolist()
-    start = 3 * plan.num_chunks
-    differing = []
-    for metric in metrics:
-        slots = torch.zeros(metric.size, dtype=torch.int64)
-        if keeps_rows(metric):
-            columns = {name: to_column(file.read_rows(name, 0, rows)[evaluated]) for name in metric.columns}
-            update(metric, slots, columns, batches)
-            if not torch.equal(slots, there[start : start + metric.size]):
-                differing.append(metric.name)
-        start += metric.size
-    return differing
+    columns = {name: values[evaluated] for name, values in rows.items()}
+    now = {metric.name: slots for metric, slots in counted(metrics, columns, batches)}
+    there = Ledger(plan, metrics)
+    there.values.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+    return [
+        metric.name for metric, slots in there.parts() if not torch.equal(slots, now.get(metric.name, slots))
+    ]
+
+
+def counted(
+    metrics: Sequence[Metric], columns: Mapping[str, Rows], batches: Sequence[int]
+) -> list[tuple[Metric, Tensor]]:
+    """The ledger's slots of each metric whose columns are kept, of the rows of some batches alone."""
+    found = Ledger(EvalPlan(num_samples=1, batch_size=1), [*filter(keeps_rows, metrics)])
+    found.update({name: to_column(values) for name, values in columns.items()}, batches)
+    return found.parts()
 
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -14,7 +14,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dualeval.columns import Column, Ragged, concatenated, described, each_part, empty_rows, kind_of
+from dualeval.columns import (
+    Column,
+    LateColumns,
+    Ragged,
+    concatenated,
+    described,
+    each_part,
+    empty_rows,
+    kind_of,
+)
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.windows import EVALUATED
@@ -24,11 +33,9 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.progress import Progress
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.metrics import Metric
-from dualeval.metrics.classification import LogitColumns, joined
 
-# Samples that one ledger update takes: its cost is per call, not per sample. As many as a journal file holds.
-FOLD_SAMPLES = 16_384
-# Rows that one journal file holds at most (and a chunk): bounds this rank's memory.
+# Rows that one journal file holds at most (and a chunk): bounds this rank's memory. One update of the ledger
+# takes as many: its cost is per call, not per sample.
 FLUSH_ROWS = 16_384
 # Bytes of values of ragged columns and text that it holds at most (and a chunk), likewise.
 FLUSH_BYTES = 256 << 20
@@ -76,114 +83,53 @@ class _File(NamedTuple):
 class _Part:
     """Finished chunks on their way into one journal file."""
 
-    def __init__(self, plan: EvalPlan, metrics: Sequence[Metric], names: Sequence[str]) -> None:
-        self._plan = plan
-        self._names = tuple(names)
-        # Their ledger, without what is still to be folded.
-        self.delta = Ledger(plan, metrics)
+    def __init__(self) -> None:
         self.chunks: list[int] = []
-        # Number of rows of each.
+        # Of each, number of its rows, and of those whose samples could not be read.
         self.rows_of_chunks: list[int] = []
-        # Index and error of their samples that could not be read.
+        self.failed_of_chunks: list[int] = []
+        # Index and error of these samples.
         self.failures: list[tuple[int, str]] = []
-        # Number of their rows.
-        self.rows = 0
-        # Bytes of the values of their ragged columns.
-        self.ragged_bytes = 0
-        self._unfolded: list[_Finished] = []
-        self._unfolded_rows = 0
-        self._unfolded_chunks: list[tuple[int, int, int]] = []  # number, samples evaluated, samples failed
-        self._folded: list[dict[str, Column]] = []
+        self.batches: list[_Finished] = []
+        # Number of their rows; and bytes of the values of their ragged columns.
+        self.rows = self.ragged_bytes = 0
 
-    def take(
-        self,
-        chunk: int,
-        batches: Sequence[_Finished],
-        failures: Sequence[tuple[int, str]],
-        empty: Mapping[str, Column] | None,
-    ) -> None:
-        """Take a finished chunk; ``empty`` has the columns' dtypes and row shapes, once they are known."""
+    def take(self, chunk: int, batches: Sequence[_Finished], failures: Sequence[tuple[int, str]]) -> None:
+        """Take a finished chunk."""
         rows = 0
         for finished in batches:
             rows += finished.rows
             self.ragged_bytes += finished.ragged_bytes
         self.chunks.append(chunk)
         self.rows_of_chunks.append(rows)
+        self.failed_of_chunks.append(len(failures))
         self.failures += failures
+        self.batches += batches
         self.rows += rows
-        self._unfolded.extend(batches)
-        self._unfolded_rows += rows
-        self._unfolded_chunks.append((chunk, rows - len(failures), len(failures)))
-        if self._unfolded_rows >= FOLD_SAMPLES:
-            self.fold(empty)
 
-    def fold(self, empty: Mapping[str, Column] | None) -> None:
-        """Bring the rows since the last fold into the delta."""
-        if not self._unfolded:
-            return
-        evaluated = _evaluated(self._unfolded)
-        parts = [*_parts(self._unfolded, empty or {})]
-        columns = {name: concatenated([part[name] for part in parts]) for name in empty or {}}
-        if evaluated.any():
-            whole = bool(evaluated.all())
-            before = [slots.clone() for _, slots in self.delta.parts()]
-            batches = [finished.rows - len(finished.failed) for finished in self._unfolded]
-            read = columns if whole else {name: column[evaluated] for name, column in columns.items()}
-            try:
-                self.delta.update(read, batches)
-            except BaseException:
-                # Some metrics have taken these rows, others have not; and they stay to be folded.
-                for (_, slots), kept in zip(self.delta.parts(), before, strict=True):
-                    slots.copy_(kept)
-                raise
-        rows = {name: columns[name] for name in self._names if name in columns}
-        self._folded.append({EVALUATED: evaluated.to(torch.uint8), **rows})
-        self.delta.fold(*zip(*self._unfolded_chunks, strict=True))
-        self._unfolded, self._unfolded_rows, self._unfolded_chunks = [], 0, []
+    def evaluated(self) -> Tensor:
+        """Which rows are of samples that could be read, bool of shape (rows,)."""
+        found = torch.ones(self.rows, dtype=torch.bool)
+        start = 0
+        for finished in self.batches:
+            if finished.failed:
+                found[[start + row for row in finished.failed]] = False
+            start += finished.rows
+        return found
 
-    def columns(self, empty: Mapping[str, Column] | None) -> dict[str, Column]:
-        """All rows, folded, in the order of ``chunks``."""
-        # Parts folded before this rank could read anything hold no columns: their rows are zeros.
-        known = empty or {}
-        names = [EVALUATED, *(name for name in self._names if name in known)]
-        return {
-            name: concatenated(
-                [
-                    part[name] if name in part else empty_rows(known[name], len(part[EVALUATED]))
-                    for part in self._folded
-                ]
-            )
-            for name in names
-        }
-
-    def clear(self) -> None:
-        """Forget what has been written."""
-        self.delta.values.zero_()
-        self.chunks, self.rows_of_chunks, self._folded, self.failures = [], [], [], []
-        self.rows = self.ragged_bytes = 0
-
-
-def _evaluated(batches: Sequence[_Finished]) -> Tensor:
-    """Which rows of some batches are of samples that could be read, bool of shape (rows,)."""
-    evaluated = torch.ones(sum(finished.rows for finished in batches), dtype=torch.bool)
-    start = 0
-    for finished in batches:
-        if finished.failed:
-            evaluated[[start + row for row in finished.failed]] = False
-        start += finished.rows
-    return evaluated
-
-
-def _parts(batches: Sequence[_Finished], empty: Mapping[str, Column]) -> Iterator[Mapping[str, Column]]:
-    """The columns of consecutive batches; of logits that wait, of many batches at once."""
-    for is_late, run in groupby(batches, key=lambda finished: type(finished.columns) is LogitColumns):
-        if is_late:
-            yield joined([cast(LogitColumns, finished.columns) for finished in run]).made(empty)
-            continue
-        for rows, columns, *_ in run:
-            if columns is None:
-                columns = {name: empty_rows(like, rows) for name, like in empty.items()}
-            yield columns
+    def columns(self, empty: Mapping[str, Column]) -> dict[str, Column]:
+        """All rows; ``empty`` has the columns' dtypes and row shapes."""
+        parts: list[Mapping[str, Column]] = []
+        for is_late, run in groupby(self.batches, key=lambda each: isinstance(each.columns, LateColumns)):
+            if is_late:  # of many batches at once
+                first, *others = [cast(LateColumns, finished.columns) for finished in run]
+                parts.append(first.joined(others).made(empty))
+                continue
+            for rows, columns, *_ in run:
+                if columns is None:
+                    columns = {name: empty_rows(like, rows) for name, like in empty.items()}
+                parts.append(columns)
+        return {name: concatenated([part[name] for part in parts]) for name in empty}
 
 
 def _with_own_memory(column: Tensor) -> Tensor:
@@ -203,8 +149,8 @@ def _with_own_memory(column: Tensor) -> Tensor:
 def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> None:
     """Check that the columns of a batch have one row a sample."""
     rows = len(samples)
-    if type(columns) is LogitColumns:
-        columns = {"logits": columns.logits, "target": columns.target}
+    if isinstance(columns, LateColumns):
+        columns = columns.given
     for name, column in columns.items():
         if len(column) != rows:
             raise ExactlyOnceError(
@@ -249,12 +195,11 @@ class Recorder:
         # Seconds of waiting for journal files.
         self.journal_s = 0.0
         self._empty: dict[str, Column] | None = None  # the columns' dtypes and row shapes, once seen
-        self._late_kind: object = None  # of logits whose columns are made where they are folded
+        self._late_kind: object = None  # of columns that are made where they are folded
         self._chunk: list[_Finished] = []
         self._chunk_failures: list[tuple[int, str]] = []
-        self._whole = _Part(plan, self._metrics, self._names)
-        # In files of their own: a resumed run leaves these out and tries their samples again.
-        self._with_failures: _Part | None = None
+        # By whether samples of its chunks failed: a resumed run leaves such a file out and tries them again.
+        self._parts = {False: _Part(), True: _Part()}
         self._flushed_at = monotonic()
         # The file that is being written, or could not be; who writes it, and what has prevented it.
         self._file: _File | None = None
@@ -279,7 +224,7 @@ class Recorder:
                     # What nobody counts or keeps would only wait here for the fold.
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
-                    self._late_kind = columns.kind if type(columns) is LogitColumns else None
+                    self._late_kind = columns.kind if isinstance(columns, LateColumns) else None
                 columns, ragged_bytes = self._taken(columns, self._empty, batch, samples)
             rows_failed = tuple([sample.index - samples.start for sample in failed]) if failed else ()
             self._chunk.append(_Finished(len(samples), columns, rows_failed, ragged_bytes))
@@ -296,7 +241,7 @@ class Recorder:
         self, columns: Mapping[str, Column], kinds: Mapping[str, Column], batch: int, samples: range
     ) -> tuple[Mapping[str, Column], int]:
         """The columns that are used, each in memory of its own; and the bytes of the ragged ones' values."""
-        if type(columns) is LogitColumns and columns.kind == self._late_kind:
+        if isinstance(columns, LateColumns) and columns.kind == self._late_kind:
             return columns, 0
         taken: dict[str, Column] = {}
         ragged_bytes = 0
@@ -323,12 +268,8 @@ class Recorder:
 
     def _finish_chunk(self, chunk: int) -> None:
         start = perf_counter()
-        part = self._whole
-        if self._chunk_failures:
-            if self._with_failures is None:
-                self._with_failures = _Part(self._plan, self._metrics, self._names)
-            part = self._with_failures
-        part.take(chunk, self._chunk, self._chunk_failures, self._empty)
+        part = self._parts[bool(self._chunk_failures)]
+        part.take(chunk, self._chunk, self._chunk_failures)
         self._chunk, self._chunk_failures = [], []
         self.metrics_s += perf_counter() - start
         is_full = part.rows >= FLUSH_ROWS or part.ragged_bytes >= FLUSH_BYTES
@@ -351,24 +292,35 @@ class Recorder:
     def _flush(self, limit: float = inf) -> bool:
         """Hand all whole chunks to the thread that writes; one file is under way at a time."""
         self._flushed_at = monotonic()
-        for part in (self._whole, self._with_failures):
-            if part is None or not part.chunks:
+        for has_failures, part in self._parts.items():
+            if not part.chunks:
                 continue
-            start = perf_counter()
-            part.fold(self._empty)
-            self.metrics_s += perf_counter() - start
             if not self._await_file(limit):
                 return False
-            self._file = _File(
-                part.chunks,
-                part.rows_of_chunks,
-                part.delta.values.clone(),
-                part.columns(self._empty),
-                part.failures,
-            )
-            part.clear()
+            start = perf_counter()
+            self._file = self._folded(part)
+            self._parts[has_failures] = _Part()
+            self.metrics_s += perf_counter() - start
             self._begin_file()
         return True
+
+    def _folded(self, part: _Part) -> _File:
+        """What a file holds of finished chunks: what the metrics have counted, and the rows that are kept."""
+        evaluated, columns, delta = (
+            part.evaluated(),
+            part.columns(self._empty or {}),
+            Ledger(self._plan, self._metrics),
+        )
+        if evaluated.any():
+            read = columns if evaluated.all() else {name: rows[evaluated] for name, rows in columns.items()}
+            delta.update(read, [finished.rows - len(finished.failed) for finished in part.batches])
+        read_of_chunks = [
+            rows - failed for rows, failed in zip(part.rows_of_chunks, part.failed_of_chunks, strict=True)
+        ]
+        delta.fold(part.chunks, read_of_chunks, part.failed_of_chunks)
+        kept = {name: columns[name] for name in self._names if name in columns}
+        kept = {EVALUATED: evaluated.to(torch.uint8), **kept}
+        return _File(part.chunks, part.rows_of_chunks, delta.values, kept, part.failures)
 
     def _begin_file(self) -> None:
         if self.writer.folder is None:

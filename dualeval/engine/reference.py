@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +72,10 @@ class Reference:
             own = ids_of(dataset, range(window.start, min(stop, count)))
             for place, (here, there) in enumerate(zip(own, window.ids, strict=False), window.start):
                 if here != there:
-                    self._refuse_samples(dataset, count, f"sample {place} is {there!r} there, {here!r} here")
+                    self._refuse_samples(f"sample {place} is {there!r} there, {here!r} here")
             step()
         if stop != count:
-            self._refuse_samples(dataset, count, f"{stop:,} samples there, {count:,} here")
+            self._refuse_samples(f"{stop:,} samples there, {count:,} here")
         if said := differing_fingerprints(facts, vars(self.result)):
             raise UsageError(
                 f"--reference {self.folder} has the same ids, but over different data: the fingerprints "
@@ -83,18 +83,11 @@ class Reference:
                 f"'dualeval compare {self.folder} RUN --trust-ids'."
             )
 
-    def _refuse_samples(self, dataset: Dataset, count: int, said: str) -> None:
-        here = set(ids_of(dataset, range(count)))
-        there = set(self.rows.whole("id").to_pylist())
-        if here == there:
-            raise UsageError(
-                f"--reference {self.folder} has the same samples in another order: {said}. Both runs need "
-                f"one order here; 'dualeval compare {self.folder} RUN' pairs samples by id afterwards."
-            )
+    def _refuse_samples(self, said: str) -> NoReturn:
         raise UsageError(
-            f"--reference {self.folder} is a run over other samples: {said}; {len(here & there):,} ids are "
-            f"in both, {len(there - here):,} only there, {len(here - there):,} only here. Evaluate both over "
-            "the same samples (--data, --limit, or --sample and --seed)."
+            f"--reference {self.folder} is a run over other samples, or in another order: {said}. Evaluate "
+            "both over the same samples (--data, --limit, or --sample and --seed); 'dualeval compare "
+            f"{self.folder} RUN' pairs samples by id afterwards, and says how many are in both."
         )
 
     def compare(

@@ -38,7 +38,6 @@ class Window:
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     # Each row's, where they were asked for.
     ids: Sequence[str] = ()
-    indices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def windows_of_chunks(
@@ -91,7 +90,7 @@ class StoredRows:
     ) -> Iterator[Window]:
         """Read columns, or all with the texts, a window at a time: memory does not grow with the rows."""
         read = self._but_ids if names is None else list(names)
-        read = [*(_IDS if with_ids else ()), *read]
+        read = [*(["id"] if with_ids else ()), *read]
         size = max(1, WINDOW_ROWS // multiple_of) * multiple_of
         start = 0
         with self._opened() as file:
@@ -146,27 +145,18 @@ class StoredRows:
 
     def _window(self, batch: Any, start: int) -> Window:
         names = [name for name in batch.schema.names if name in self.names]
-        others = {name: batch.column(name) for name in batch.schema.names if name not in names}
-        ids = [self._not_null(others.pop(name), name) for name in _IDS if name in others]
+        texts = {
+            name: batch.column(name).to_pylist() for name in batch.schema.names if name not in (*names, "id")
+        }
+        ids = self._not_null(batch.column("id"), "id").to_pylist() if "id" in batch.schema.names else ()
         return Window(
             start=start,
-            evaluated=self._evaluated(batch, names, start),
+            # Of one that could not be read all columns are null.
+            evaluated=_there(batch.column(names[0])),
             columns={name: _rows(batch.column(name)) for name in names},
-            texts={name: column.to_pylist() for name, column in others.items()},
-            **({"ids": ids[0].to_pylist(), "indices": _numbers(ids[1])} if ids else {}),
+            texts=texts,
+            ids=ids,
         )
-
-    def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
-        """Whether each row has values: in all columns, or in none."""
-        evaluated = _there(batch.column(names[0]))
-        for name in names[1:]:
-            differing = np.flatnonzero(_there(batch.column(name)) != evaluated)
-            if len(differing):
-                raise DualevalError(
-                    f"{self.path} is damaged: row {start + int(differing[0])} has a value in only one of the "
-                    f"columns {names[0]!r} and {name!r}"
-                )
-        return evaluated
 
     def _not_null(self, column: Any, name: str) -> Any:
         if column.null_count:

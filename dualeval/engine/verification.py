@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import numpy as np
 
 from dualeval.engine.differences import differences
 from dualeval.engine.rescoring import check_columns, recompute, with_measured
-from dualeval.engine.samples_digest import digest_of, hashed, repeated
+from dualeval.engine.samples_digest import digest_of
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.result import DRAWN_SAMPLES, PREDICTIONS, RESULT, Result, checksum_of, stated_result
+from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, stated_result
 
 # Of one kind of difference; a file cut in half differs in every row.
 _NAMED_AT_MOST = 20
@@ -89,60 +89,31 @@ def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
 
 
 def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Check]]:
-    """Check the rows' number, order and ids, and which of them are empty; returns these ones' ids too."""
-    misplaced, failed = [], []
-    hashes = [np.empty(0, np.uint64)]
-    count, last = 0, -1
-    # Drawn samples have their indices in the whole data set.
-    is_drawn = result.part.get("kind") == DRAWN_SAMPLES
+    """Check the rows' number, their ids in order, and which are empty; returns the ids of these too."""
+    failed, count = list[str](), 0
     for window in rows.windows(rows.names, with_ids=True):
-        if is_drawn:
-            before = np.concatenate([[last], window.indices[:-1]])
-            wrong = np.flatnonzero((window.indices <= before) | (window.indices >= result.part["of"]))
-            last = int(window.indices[-1])
-        else:
-            wrong = np.flatnonzero(window.indices != np.arange(window.start, window.start + len(window.ids)))
-        misplaced += [f"row {window.start + at} has index {window.indices[at]}" for at in wrong.tolist()]
         failed += [window.ids[place] for place in np.flatnonzero(~window.evaluated).tolist()]
-        hashes.append(hashed(window.ids))
         count += len(window.ids)
-    repeats = repeated(np.concatenate(hashes), _ids_of(rows))
-    twice = [f"id {name!r} is that of {times} rows" for name, times in repeats.items()]
     found = {"total": count, "evaluated": count - len(failed), "failed": len(failed)}
     stated = [entry["id"] for entry in result.failed]
-    differing = [
-        f"failed sample {one!r} in {RESULT}, {other!r} from the rows"
-        for one, other in zip_longest(stated, failed)
-        if one != other
-    ]
-    return failed, [
+    checks = [
         Check(
             name="samples",
-            says=f"{count:,} rows in order, {count - len(failed):,} of them evaluated",
-            differences=(*_few(misplaced), *_differences("samples", result.samples, found)),
+            says=f"{count:,} rows, {count - len(failed):,} of them evaluated",
+            differences=_differences("samples", result.samples, found),
         ),
-        Check(name="ids", says="each row has its own", differences=_few(twice)),
         Check(
             name="failed samples",
             says=f"{len(failed)}, whose rows are empty" if failed else "none",
-            differences=_few(differing),
+            differences=_differences("failed", stated, failed),
         ),
-        *_digest_checks(rows, result, count),
     ]
-
-
-def _digest_checks(rows: StoredRows, result: Result, count: int) -> Iterator[Check]:
     if result.samples_digest is not None:
-        found = digest_of(count, _ids_of(rows))
-        yield Check(
-            name="samples_digest",
-            says=f"{result.samples_digest}, from the rows too",
-            differences=_differences("samples_digest", result.samples_digest, found),
-        )
-
-
-def _ids_of(rows: StoredRows) -> Iterator[str]:
-    return (name for window in rows.windows(rows.names[:1], with_ids=True) for name in window.ids)
+        ids = (name for window in rows.windows(rows.names[:1], with_ids=True) for name in window.ids)
+        differing = _differences("samples_digest", result.samples_digest, digest_of(count, ids))
+        says = f"{result.samples_digest}, from the rows' ids in order"
+        checks.append(Check(name="samples_digest", says=says, differences=differing))
+    return failed, checks
 
 
 def _metrics_check(result: Result, found: Result) -> Check:
@@ -166,12 +137,12 @@ def _metrics_check(result: Result, found: Result) -> Check:
 
 def _differences(name: str, stated: Any, found: Any, source: str = "the rows") -> tuple[str, ...]:
     """Where two nests of JSON values differ, as sentences: what result.json has, and what was found."""
-    return _few(
-        [
-            f"{place}: {_shown(one)} in {RESULT}, {_shown(other)} from {source}"
-            for place, one, other in differences(stated, found, name)
-        ]
-    )
+    found = [
+        f"{place}: {_shown(one)} in {RESULT}, {_shown(other)} from {source}"
+        for place, one, other in differences(stated, found, name)
+    ]
+    more = len(found) - _NAMED_AT_MOST
+    return (*found[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))
 
 
 def _shown(value: Any) -> str:
@@ -179,8 +150,3 @@ def _shown(value: Any) -> str:
         return f"{len(value)} values"
     text = json.dumps(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-def _few(found: Sequence[str]) -> tuple[str, ...]:
-    more = len(found) - _NAMED_AT_MOST
-    return (*found[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualeval.columns import LateColumns
 from dualeval.errors import UsageError
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
 from dualeval.metrics.described import FRACTION, Described
@@ -101,7 +102,7 @@ def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]
     return {name: found[name] for name in names if name in found}
 
 
-class LogitColumns(Mapping[str, Tensor]):
+class LogitColumns(LateColumns, Mapping[str, Tensor]):
     """The columns of ``observe_logits`` for logits on the host, made when they are read.
 
     A batch of few classes takes as long as its thirty kernels take to be called: what waits to be counted is
@@ -112,7 +113,7 @@ class LogitColumns(Mapping[str, Tensor]):
     def __init__(
         self, logits: Tensor, target: Tensor, top: int, read: Collection[str], any_label: bool
     ) -> None:
-        self.logits, self.target = logits, target
+        self.given = {"logits": logits, "target": target}
         self._top, self._read, self._any_label = top, read, any_label
         self._made: dict[str, Tensor] = {}
         # What batches have in common whose columns can be made at once.
@@ -129,25 +130,20 @@ class LogitColumns(Mapping[str, Tensor]):
         return len(_names(self._read))
 
     def made(self, names: Collection[str]) -> dict[str, Tensor]:
-        """The columns of these names."""
-        known = _known(self.target, self.logits) if self._any_label else self.target
-        columns = _columns_of(self.logits, known, self._top, names)
-        return {**columns, **({"target": as_labels(self.target)} if "target" in columns else {})}
+        logits, target = self.given["logits"], self.given["target"]
+        known = _known(target, logits) if self._any_label else target
+        columns = _columns_of(logits, known, self._top, names)
+        return {**columns, **({"target": as_labels(target)} if "target" in columns else {})}
 
     def copied(self) -> LogitColumns:
-        """The same in memory that nobody else has."""
-        return self.like(self.logits.clone(), self.target.clone())
+        return self._like(self.given["logits"].clone(), self.given["target"].clone())
 
-    def like(self, logits: Tensor, target: Tensor) -> LogitColumns:
-        """Those of other logits."""
+    def joined(self, others: Sequence[LateColumns]) -> LogitColumns:
+        batches = [self.given, *(batch.given for batch in others)]
+        return self._like(*(torch.cat([batch[name] for batch in batches]) for name in self.given))
+
+    def _like(self, logits: Tensor, target: Tensor) -> LogitColumns:
         return LogitColumns(logits, target, self._top, self._read, self._any_label)
-
-
-def joined(batches: Sequence[LogitColumns]) -> LogitColumns:
-    """Batches of one kind as one."""
-    return batches[0].like(
-        torch.cat([batch.logits for batch in batches]), torch.cat([batch.target for batch in batches])
-    )
 
 
 def observed_logits(

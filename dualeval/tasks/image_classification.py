@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.columns import KEEPING_LATE, keeps_late
 from dualeval.data.cache import DataCache
 from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
@@ -280,10 +281,10 @@ class ImageClassification(PictureTask):
         logits: Tensor = getattr(outputs, "logits", outputs)
         return logits
 
+    @keeps_late
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
-        # Another one around this method may write into them.
-        late = getattr(self.observe, "__func__", None) is _OBSERVE
+        late = getattr(self.observe, "__func__", None) in KEEPING_LATE
         return observed_logits(outputs, batch["targets"], _TOP, self.requested, late=late)
 
     def metrics(self) -> list[Metric | RowMetric]:
@@ -329,9 +330,6 @@ class ImageClassification(PictureTask):
             "preprocessing": self._preprocessing.to_json(),
             "data_fingerprint": self._data_fingerprint,
         }
-
-
-_OBSERVE = ImageClassification.observe
 
 
 def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.columns import KEEPING_LATE, LateColumns, keeps_late
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
     SCORES,
-    LogitColumns,
     as_labels,
     classification_metric,
     default_metrics,
@@ -223,6 +223,7 @@ class ModelTask(Task):
             f"({', '.join(map(str, takes.values()))}): which is which cannot be seen. {FORWARD}."
         )
 
+    @keeps_late
     def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
         if self._observe is not None:
             return self._observe(outputs, batch)
@@ -242,8 +243,7 @@ class ModelTask(Task):
             if self._classes is None:
                 self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
-            # Another one around this method may write into them.
-            late = getattr(self.observe, "__func__", None) is _OBSERVE
+            late = getattr(self.observe, "__func__", None) in KEEPING_LATE
             return observed_logits(outputs, target, _TOP, self.requested, late=late, any_label=True)
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
@@ -275,10 +275,11 @@ class ModelTask(Task):
                 )
                 self._classes = outputs.shape[1]
 
+    @keeps_late
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
         if self._classes is None or self._observe is not None:
             return columns
-        targets = columns.target if type(columns) is LogitColumns else columns["target"]
+        targets = (columns.given if isinstance(columns, LateColumns) else columns)["target"]
         found = targets.numpy()  # on the host, where a kernel of torch takes longer to be called
         if len(found) and not 0 <= found.min() <= found.max() < self._classes:
             wrong = int(((targets < 0) | (targets >= self._classes)).nonzero()[0])
@@ -365,11 +366,6 @@ class ModelTask(Task):
 
     def description(self) -> Mapping[str, str]:
         return {"model": self.name, "data": getattr(self._data, "kind", type(self._data).__name__)}
-
-
-# It returns the columns that it gets: they need not be made for it. One of a derived class is not marked.
-vars(ModelTask.postprocess)["only_reads"] = True
-_OBSERVE = ModelTask.observe
 
 
 def _name_of(model: Any) -> str:

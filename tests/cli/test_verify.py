@@ -111,15 +111,15 @@ def test_the_last_bit_of_one_loss(run: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, list[Any]]], Any], str, str]] = {
-    "a row's index": (
-        lambda columns: columns["index"].__setitem__(7, 8),
-        "samples",
-        "row 7 has index 8",
-    ),
     "an id twice": (
         lambda columns: columns["id"].__setitem__(7, "tiny/8"),
-        "ids",
-        "id 'tiny/8' is that of 2 rows",
+        "samples_digest",
+        "samples_digest: ",
+    ),
+    "rows in another order": (
+        lambda columns: columns.update({name: values[::-1] for name, values in columns.items()}),
+        "samples_digest",
+        "samples_digest: ",
     ),
     "another id": (
         lambda columns: columns["id"].__setitem__(7, "tiny/07"),
@@ -137,12 +137,21 @@ CHANGES: dict[str, tuple[Callable[[dict[str, list[Any]]], Any], str, str]] = {
             and None
         ),
         "failed samples",
-        "failed sample 'tiny/40' in result.json, 'tiny/9' from the rows",
+        "failed: 2 values in result.json, 3 values from the rows",
+    ),
+    "a failed sample that is another": (
+        lambda columns: [
+            column.__setitem__(9, column[40]) or column.__setitem__(40, column[10])
+            for name, column in columns.items()
+            if name not in ("id", "index")
+        ],
+        "failed samples",
+        'failed[1]: "tiny/40" in result.json, "tiny/9" from the rows',
     ),
     "half a failed sample": (
         lambda columns: columns["rank"].__setitem__(9, None),
-        "rows",
-        "row 9 has a value in only one of the columns 'target' and 'rank'",
+        "metrics",
+        "top1: ",
     ),
     "a prediction": (
         lambda columns: columns["prediction"].__setitem__(9, (columns["prediction"][9] + 1) % CLASSES),
@@ -171,10 +180,15 @@ def test_what_was_changed_in_the_rows_is_named(run: Path, name: str) -> None:
 
 
 def test_many_differences_are_not_all_printed(run: Path) -> None:
-    rewrite(run, lambda columns: columns["index"].reverse())
-    named = differences(run)["samples"]
-    assert named[0] == "row 0 has index 199"
-    assert named[-1] == "and 180 more of these"
+    def change(content: dict[str, Any]) -> None:
+        content["metrics"]["per_class"] = {
+            name: [9] * len(values) for name, values in content["metrics"]["per_class"].items()
+        }
+
+    rewrite_result(run, change)
+    named = [said for said in differences(run)["metrics"] if said.startswith(("per_class", "and"))]
+    assert len(named) == 21
+    assert named[0].startswith("per_class.") and named[-1].endswith(" more of these")
 
 
 RESULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -251,7 +265,7 @@ def test_counts_and_failed_samples_of_the_result(run: Path) -> None:
     rewrite_result(run, change)
     found = differences(run)
     assert found["samples"] == ("samples.evaluated: 199 in result.json, 198 from the rows",)
-    assert found["failed samples"][0] == "failed sample 'tiny/40' in result.json, 'tiny/3' from the rows"
+    assert found["failed samples"] == ("failed: 1 values in result.json, 2 values from the rows",)
     assert "metrics_digest" in found
 
 

@@ -24,7 +24,6 @@ from dualeval.columns import (
     concatenated_rows,
     host_columns,
     kind_of,
-    spread_rows,
     to_column,
     to_rows,
     values_of,
@@ -102,10 +101,6 @@ def test_columns_are_the_same_in_torch_and_numpy(column: Any) -> None:
     assert twice.tolist() == 2 * column.tolist()
     again = concatenated_rows([to_rows(column), to_rows(column)])
     assert to_column(again).tolist() == twice.tolist()
-    evaluated = np.array([False, *len(column) * [True], False])
-    spread = spread_rows(to_rows(column), evaluated)
-    assert len(spread) == len(column) + 2
-    assert spread[evaluated].tolist() == column.tolist()
 
 
 # -- what a task may give ----------------------------------------------------------------------------

@@ -77,7 +77,6 @@ def test_limit_is_the_first_samples(tmp_path: Path) -> None:
 
 def test_grouping_of_integer_work_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "a", batch_size=8, on_error="skip")
-    monkeypatch.setattr(recorder, "FOLD_SAMPLES", 1)
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 20)
     monkeypatch.setattr(windows, "WINDOW_ROWS", 50)
     found = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "b", batch_size=8, on_error="skip")
@@ -123,7 +122,6 @@ def test_no_other_samples_bits_depend_on_a_failed_one(tmp_path: Path) -> None:
 
 
 def test_failed_first_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "FOLD_SAMPLES", 1)
     result = evaluate(TinyTask(12, range(8)), tmp_path / "a", batch_size=4, on_error="skip")
     assert result.samples["failed"] == 8
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 1)

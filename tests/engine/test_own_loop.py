@@ -292,25 +292,12 @@ def test_misuse_is_said_at_once() -> None:
             loop.add(data, value=data)
 
 
-def test_a_batch_that_was_changed_in_place_is_refused() -> None:
-    data = [{"x": torch.tensor([float(index)]), "more": [torch.tensor(1), "text"]} for index in range(40)]
-    changes: list[Callable[[Any], Any]] = [
-        lambda batch: batch["x"].add_(1),
-        lambda batch: batch["more"][0].zero_(),
-    ]
-    for change in changes:
-        said = "the batch of samples 16 to 31 was changed in place .* inputs = inputs.clone()"
-        with pytest.raises(UsageError, match=said), opened(data) as loop:
-            for count, batch in enumerate(loop.batches()):
-                if count == 1:
-                    change(batch)
-                loop.add(batch, value=batch["x"][:, 0])
-    with opened(data) as loop:  # what the message says to type, and a change after add
+def test_a_batch_may_be_changed_in_place() -> None:
+    data = [{"x": torch.tensor([float(index)])} for index in range(40)]
+    with opened(data) as loop:
         for batch in loop.batches():
-            inputs = batch["x"]
-            inputs = inputs.clone()
-            loop.add(batch, value=inputs.add_(1)[:, 0])
-            batch["x"].zero_()
+            loop.add(batch, value=batch["x"].add_(1)[:, 0])
+            batch["x"].zero_()  # what was added is a copy
         assert loop.result().metrics["value"] == 20.5
 
 

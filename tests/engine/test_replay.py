@@ -38,7 +38,6 @@ unnamed = {
     "batches": math.inf,
     "limit": 2.0,
     "scale": 1.0,
-    "word": 0.0,
     "unsteady": 0.0,
     "ticks": 0.0,
 }
@@ -286,7 +285,7 @@ class Largest:
 
 
 class Measuring(Reading):
-    """A task with these metrics, texts of its own, and a column that is another each time."""
+    """A task with these metrics, and a column that is another each time."""
 
     rows = (*Reading.rows, "ticks")  # type: ignore[assignment]
 
@@ -301,9 +300,6 @@ class Measuring(Reading):
     def metrics(self) -> list[Metric | RowMetric]:
         return [*super().metrics(), Limited(), Largest()]
 
-    def texts(self, rows: Mapping[str, Any], first: int) -> dict[str, list[str]]:
-        return {"word": [str(unnamed["word"])] * len(rows["loss"])}
-
 
 def measure(out: Path, **options: Any) -> Result:
     return evaluate(Measuring(SAMPLES), out, batch_size=BATCH, **options)
@@ -315,10 +311,9 @@ def measure(out: Path, **options: Any) -> Result:
         (True, "limit", "metric 'limited' gives other numbers for the rows in "),
         (False, "limit", "metric 'limited' gives other numbers for the rows in "),
         (False, "scale", "metric 'limited' gives other numbers for the rows in "),
-        (False, "word", r"column 'word': '0.0' there, '1.0' now"),
     ],
 )
-def test_metrics_and_texts_that_read_something_else_are_refused(
+def test_metrics_that_read_something_else_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, name: str, words: str
 ) -> None:
     if begun:

@@ -155,7 +155,10 @@ def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: st
             lambda indices: ["x"],
             "Odd.columns\\(indices\\) returned a list, expected a dict of values by the names",
         ),
-        (lambda indices: {"a": [1]}, "the column 'a' is a list for 64 samples, expected one text"),
+        (
+            lambda indices: {"a": [1]},
+            "the column 'a' is a list of 1 entries for 64 samples, expected one text",
+        ),
         (
             lambda indices: {"a": [[1, 2]] * len(indices)},
             "'a' cannot be kept: it holds values of the type list",

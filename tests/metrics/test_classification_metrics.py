@@ -23,7 +23,6 @@ from dualeval.metrics.classification import (
     LogitColumns,
     classification_metric,
     default_metrics,
-    joined,
     observe_logits,
     observed_logits,
 )
@@ -218,7 +217,7 @@ def test_logits_that_wait_give_the_columns_of_their_batches(classes: int, dtype:
     late = [observed_logits(*batch, 5, read) for batch in batches]
     waiting = [each for each in late if isinstance(each, LogitColumns)]
     assert len(waiting) == len(batches)
-    first, together = waiting[0], joined(waiting)
+    first, together = waiting[0], waiting[0].joined(waiting[1:])
     for each in [*late, together]:
         assert [*each] == [*observe_logits(logits, target, 5, read)]
     expected = [observe_logits(*batch, 5, read) for batch in batches]

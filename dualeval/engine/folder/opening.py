@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dualeval.engine.differences import differences, layout_hint, listing, structure_hint
+from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
     LEASE,
@@ -252,7 +252,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         shown = listing(differing, "there", "now")
         raise UsageError(
             f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
-            f"and start over.{layout_hint(differing)}{structure_hint(differing)}"
+            f"and start over.{structure_hint(differing)}"
         )
 
 

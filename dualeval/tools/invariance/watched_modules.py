@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dualeval.engine.nests import tensors_in
-from dualeval.engine.row_hashes import RowHash, row_dimension
 
 # A tensor of a call: the module's name, which call of it, "in" or "out", and where it is in there.
 Place = tuple[str, int, str, str]
@@ -73,7 +73,6 @@ class Watch:
         self._kinds = {name: type(module).__name__ for name, module in self._named}
         self._leaves = {name for name, module in self._named if not any(True for _ in module.children())}
         self._rows = rows
-        self._hash = RowHash()
         self._dimensions: dict[Place, int | None] = {}
 
     @contextmanager
@@ -107,7 +106,7 @@ class Watch:
             for path, tensor in tensors_in(value):
                 place = call.name, call.number, way, path
                 known = place in self._dimensions and tensor.ndim > (self._dimensions[place] or 0)
-                call.hashes[way, path] = self._hash.rows(tensor, self._dimensions[place]) if known else None
+                call.hashes[way, path] = hashes_of_rows(tensor, self._dimensions[place]) if known else None
 
         with self._hooked(see):
             yield found
@@ -178,6 +177,31 @@ class Watch:
             outputs_differ=outputs_differ,
             not_followed=tuple(dict.fromkeys(reversed(lost))),
         )
+
+
+def row_dimension(shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int | None:
+    """Which dimension of a tensor the rows of a batch are in, found from its shapes in two batches."""
+    if len(shape) != len(other):
+        return None
+    differing = [place for place in range(len(shape)) if shape[place] != other[place]]
+    grown = [place for place in differing if shape[place] * other_rows == other[place] * rows]
+    return next(iter(grown or differing), None)
+
+
+def hashes_of_rows(tensor: Tensor, dimension: int | None) -> npt.NDArray[np.int64] | None:
+    """Eight bytes for each row, which stand for all of its bits; None where it has no memory of rows."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    values = tensor.detach().cpu()
+    if values.is_quantized:
+        values = values.int_repr()
+    values = values.unsqueeze(0) if dimension is None else values.movedim(dimension, 0)
+    if not values.numel():
+        return np.zeros(len(values), np.int64)
+    # A clone: a dimension of one entry may have any stride, and counts as contiguous.
+    rows = values.resolve_conj().clone(memory_format=torch.contiguous_format).view(len(values), -1)
+    digests = (blake2b(row.data, digest_size=8).digest() for row in rows.view(torch.uint8).numpy())
+    return np.frombuffer(b"".join(digests), np.int64)
 
 
 def _differing(call: _Call, job: _Call, way: str) -> npt.NDArray[np.bool_]:
