@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from dualeval.engine.folder.layout import (
     files_of_a_run,
     fingerprint_there,
     journal_of,
-    own_journal,
     probe_of,
     writable,
 )
@@ -34,9 +31,7 @@ from dualeval.engine.folder.opening import (
     read_previous,
     remove_if_empty,
     remove_leftovers,
-    remove_own_journals,
 )
-from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of, text_of
 from dualeval.result import JOB, RESULT, Result, Status, read_status
@@ -65,13 +60,7 @@ class RunFolder:
         # Whether this rank sees the files of rank 0.
         self.shared = probe_of(journal_of(path), token).exists()
         # The folder of the journal's files.
-        self.journal = journal_of(path) if self.shared else own_journal(path, rank, token)
-        if not self.shared:
-            check_path(path)
-            with writable(path):
-                self.journal.mkdir(parents=True, exist_ok=True)
-                probe = _write_probe(self.journal, token)
-                remove_own_journals(path, token, probe.stat().st_mtime)
+        self.journal = journal_of(path)
 
     @classmethod
     def open(
@@ -98,7 +87,7 @@ class RunFolder:
                 held = Lease.take(path, token, waiting=step) if lease else None
                 # Not before: a run that ends here meanwhile removes its own.
                 journal_of(path).mkdir(exist_ok=True)
-                _write_probe(journal_of(path), token)
+                probe_of(journal_of(path), token).touch()
                 folder = cls(path, token, rank=0)
             folder._lease, folder._launch = held, named_launch(facts["launches"])
             return folder, folder._begin(plan, facts, fresh, mix_machines, step)
@@ -128,7 +117,7 @@ class RunFolder:
                         file.unlink(missing_ok=True)
         if self._lease is not None:
             with writable(self.path):
-                remove_leftovers(self.path, self.token)
+                remove_leftovers(self.path)
         previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
         with writable(self.path):
             if previous.finished is None:
@@ -284,9 +273,6 @@ class RunFolder:
         with suppress(OSError):
             if self.shared:
                 self._probe.unlink(missing_ok=True)
-            else:
-                # Rank 0 cannot see it, so it serves nobody.
-                shutil.rmtree(self.journal)
             status = read_status(self.path)
             # Another run, which has taken over, may be about to write into them.
             if status is None or status.run in (None, self.token):
@@ -295,9 +281,3 @@ class RunFolder:
         with suppress(OSError):
             if self._lease is not None:
                 self._lease.close()
-
-
-def _write_probe(journal: Path, token: str) -> Path:
-    probe = probe_of(journal, token)
-    probe.write_text(json.dumps(asdict(Process.own())), "utf-8")
-    return probe
