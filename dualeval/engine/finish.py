@@ -33,7 +33,7 @@ from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.proving import Proven, batches_of_predictions, metric_digests
 from dualeval.engine.slices import slicing_of
-from dualeval.engine.stored_rows import Window, windows_of_chunks
+from dualeval.engine.stored_rows import NewRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import PREDICTIONS, Result, checksum_of
 
@@ -274,29 +274,32 @@ class _Ended:
         )
         own = [sentence for part in measured for sentence in part.warnings]
         result = replace(result, warnings=[*result.warnings, *_warnings(result, [*own, *said])])
-        return self._opened.beside_reference(
-            self._with_slices(result, rows), self._windows(rows), self._dataset, self._step
+        new = NewRows(
+            path=Path(result.folder or "the run"),
+            names=tuple(self._evaluation.kept),
+            files=rows,
+            plan=self._plan,
+            task=self._evaluation.task,
+            dataset=self._dataset,
         )
+        result = self._with_slices(result, new)
+        return self._opened.beside_reference(result, new.windows(), self._dataset, self._step)
 
     def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
         """Columns of all evaluated samples, mapped from files where there is a folder."""
         folder = None if self._folder is None else self._folder.path
         return read_columns(rows, self._plan, names, folder, self._step)
 
-    def _with_slices(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
+    def _with_slices(self, result: Result, rows: NewRows) -> Result:
         """The result with the metrics of each group that was asked for."""
-        slicing, kept = slicing_of(self._evaluation, self._step), self._evaluation.kept
+        slicing = slicing_of(self._evaluation, self._step)
         if slicing is None:
             return result
         try:
-            return slicing.of_run(result, self._windows(rows), kept, Path(result.folder or "the run"))
+            return slicing.of_rows(result, rows)
         except DualevalError as error:
             # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
             return replace(result, warnings=[*result.warnings, f"no slices: {error}"])
-
-    def _windows(self, rows: Sequence[RowsOfChunks]) -> Iterator[Window]:
-        of = self._evaluation
-        return windows_of_chunks(rows, self._plan, of.task, self._dataset, of.kept)
 
     def _written(self, folder: RunFolder, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """Write predictions.parquet, result.json and, last, status.json; rank 0 calls it.
