@@ -62,20 +62,18 @@ def counter(path: Path) -> int:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
-    """A run's folder, whose lease is renewed quickly."""
-    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
-    folder, _ = RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
-    yield folder
-    folder.close()
+def lost() -> list[str]:
+    """What the folder says of its lease."""
+    return []
 
 
 @pytest.fixture
-def lost(opened: RunFolder) -> list[str]:
-    """What the folder says of its lease."""
-    said: list[str] = []
-    opened.keep_lease(said.append)
-    return said
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: list[str]) -> Iterator[RunFolder]:
+    """A run's folder, whose lease is renewed quickly."""
+    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
+    folder, _ = RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False, lost=lost.append)
+    yield folder
+    folder.close()
 
 
 def take_over(folder: Path) -> None:
@@ -122,10 +120,6 @@ def test_another_run_that_has_taken_over_is_told_once(opened: RunFolder, lost: l
     sleep(0.05)
     [said] = lost
     assert "another run has taken over" in said
-    # Who comes later hears of it, too.
-    later: list[str] = []
-    opened.keep_lease(later.append)
-    assert later == lost
     opened.note_end(DualevalError("the woken one's"))
     opened.close()
     assert (opened.path / "journal").is_dir(), "the other run is about to write into it"

@@ -74,8 +74,9 @@ class RunFolder:
         lease: bool = True,
         mix_machines: bool = False,
         step: Callable[[], None] = lambda: None,
+        lost: Callable[[str], None] = lambda reason: None,
     ) -> tuple[RunFolder, PreviousRun]:
-        """Make the folder, or go on in it; rank 0 calls it."""
+        """Make the folder, or go on in it; rank 0 calls it. ``lost`` is called as by ``Lease.take``."""
         check_file_names(facts["files"])
         check_path(path, facts["files"])
         with writable(path):
@@ -84,7 +85,7 @@ class RunFolder:
         held = folder = None
         try:
             with writable(path):
-                held = Lease.take(path, token, waiting=step) if lease else None
+                held = Lease.take(path, token, waiting=step, lost=lost) if lease else None
                 # Not before: a run that ends here meanwhile removes its own.
                 journal_of(path).mkdir(exist_ok=True)
                 probe_of(journal_of(path), token).touch()
@@ -186,11 +187,6 @@ class RunFolder:
 
     def _status(self, state: str, **said: Any) -> Status:
         return Status(state=state, launch_id=self._launch, run=self.token, process=own_process(), **said)
-
-    def keep_lease(self, lost: Callable[[str], None]) -> None:
-        """Hear of a lease that is lost, from now until ``close``; a thread of the folder's own keeps it."""
-        if self._lease is not None:
-            self._lease.call_when_lost(lost)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -42,36 +42,36 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 class Lease:
     """A run's hold on its output folder: ``take`` makes it, and a thread renews it until ``close``."""
 
-    def __init__(self, path: Path, token: str) -> None:
+    def __init__(self, path: Path, token: str, lost: Callable[[str], None]) -> None:
         # Of lease.json.
         self.path = path
         # Names this run apart from any other.
         self.token = token
         self._process = Process.own()
         self._counter = 0
-        self._telling = threading.Lock()
-        self._lost: Callable[[str], None] | None = None
-        self._reason: str | None = None
+        self._lost = lost
         self._closing = threading.Event()
         # It waits for nothing but the disk.
         self._thread = threading.Thread(target=self._keep, name="dualeval-lease", daemon=True)
 
     @classmethod
-    def take(cls, folder: Path, token: str, *, waiting: Callable[[], None] = lambda: None) -> Lease:
-        """Take the lease of a folder, from a dead run where need be."""
-        lease = cls(folder / LEASE, token)
+    def take(
+        cls,
+        folder: Path,
+        token: str,
+        *,
+        waiting: Callable[[], None] = lambda: None,
+        lost: Callable[[str], None] = lambda reason: None,
+    ) -> Lease:
+        """Take the lease of a folder, from a dead run where need be.
+
+        Its thread calls ``lost`` once, with a sentence, where another run has taken it over.
+        """
+        lease = cls(folder / LEASE, token, lost)
         while not lease._create() and not lease._take_over(waiting):
             pass
         lease._thread.start()
         return lease
-
-    def call_when_lost(self, lost: Callable[[str], None]) -> None:
-        """Have that called once, with a sentence, from the lease's thread; now where it is lost already."""
-        with self._telling:
-            self._lost = lost
-            reason = self._reason
-        if reason is not None:
-            lost(reason)
 
     def close(self) -> None:
         """Give the lease back; another run's, which has taken it over, stays. Waits for the disk."""
@@ -109,10 +109,7 @@ class Lease:
         while not self._closing.wait(RENEW_EVERY_S):
             reason = self.renew()
             if reason is not None:
-                with self._telling:
-                    self._reason, lost = reason, self._lost
-                if lost is not None:
-                    lost(reason)
+                self._lost(reason)
                 return
 
     def _create(self) -> bool:
