@@ -112,11 +112,6 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
             f"the journal {journal} is gone, or a file of it: {error.filename}. Type the same command again: "
             "what is missing is evaluated again."
         )
-    if isinstance(error, IsADirectoryError):
-        return DualevalError(
-            f"{error.filename2 or error.filename} is a folder, and a run writes a file of that name. Remove "
-            "or rename that folder, and type the same command again."
-        )
     return DualevalError(
         f"the output folder {out} cannot be written any more on "
         f"{socket.gethostname()}: {error.strerror or error}. {recorder.chunks_saved} chunks of this rank "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import compress, pairwise
@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from dualeval.columns import RaggedRows, Rows
-from dualeval.engine.clusters import with_clusters
+from dualeval.columns import RaggedRows, Rows, to_column
+from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
+from dualeval.engine.columns import columns_of, update
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.mapped_columns import MappedColumns
+from dualeval.engine.folder.mapped_columns import MappedColumns, copied
 from dualeval.engine.folder.windows import WINDOW_ROWS
-from dualeval.engine.measured import fields_of_result
-from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute
-from dualeval.engine.stored_rows import RowSource, Window
+from dualeval.engine.measured import fields_of_result, plain
+from dualeval.engine.rescoring import check_column_of_clusters
+from dualeval.engine.stored_rows import RowSource
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts, Values
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
@@ -204,23 +206,19 @@ def too_small(samples: int, clusters: int | None) -> str | None:
     return None
 
 
-class _Chosen:
-    """Some rows of mapped columns, as a source of rows."""
-
-    def __init__(self, path: Path, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]) -> None:
-        self.path, self.names = path, tuple(columns)
-        self._columns, self._places = columns, places
-
-    def windows(self, names: Sequence[str] | None = None, *, multiple_of: int = 1) -> Iterator[Window]:
-        """The rows, a window at a time."""
-        names = self.names if names is None else names
-        for start in range(0, len(self._places), WINDOW_ROWS):
-            places = self._places[start : start + WINDOW_ROWS]
-            yield Window(
-                start=start,
-                evaluated=np.ones(len(places), np.bool_),
-                columns={name: self._columns[name][places] for name in names},
-            )
+def _measured_of(
+    metric: Metric | RowMetric, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]
+) -> Measured:
+    """What a metric measures of some rows of mapped columns."""
+    if is_of_rows(metric):
+        own = {name: columns[name][places] for name in metric.columns}
+        return plain(metric.name, metric.compute(columns_of(metric, own)))
+    ledger = torch.zeros(metric.size, dtype=torch.int64)
+    for start in range(0, len(places), WINDOW_ROWS):
+        window = places[start : start + WINDOW_ROWS]
+        of_window = {name: to_column(columns[name][window]) for name in metric.columns}
+        update(metric, ledger, of_window, [len(window)])
+    return plain(metric.name, metric.compute(ledger))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +253,8 @@ class Slicing:
                 there.append(window.evaluated)
                 self.step()
             columns = mapped.columns()
+        if self.cluster is not None:
+            check_cluster(self.cluster, {self.cluster: to_column(copied(columns[self.cluster][:1]))})
         is_there = np.concatenate(there)
         keys: dict[str, Keys] = {
             name: values[is_there] if isinstance(values, np.ndarray) else [*compress(values, is_there)]
@@ -269,10 +269,7 @@ class Slicing:
         for by in dict.fromkeys(self.by):
             groups = groups_of(by, keys, self.bins)
             members = zip(groups.values, groups.labels, groups.members(), strict=True)
-            slices[by] = [
-                self._group(_Chosen(rows.path, columns, places), value, label, len(places))
-                for value, label, places in members
-            ]
+            slices[by] = [self._group(columns, value, label, places) for value, label, places in members]
         unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
         without = ", ".join(name for name in unsliced if name in result.metrics)
         said = f"no slices of {without}: what they read is not kept, or they take whole batches"
@@ -302,17 +299,22 @@ class Slicing:
             if is_of_rows(metric) or (keeps_rows(metric) and not per_batch(metric))
         ]
 
-    def _group(self, rows: _Chosen, value: Mapping[str, Any], label: str, samples: int) -> dict[str, Any]:
+    def _group(
+        self, columns: Mapping[str, Rows], value: Mapping[str, Any], label: str, places: npt.NDArray[np.int64]
+    ) -> dict[str, Any]:
         self.step()
         measured: list[Measured] = []
         rough: dict[str, str] = {}
         for metric in self._sliced:
             try:
-                measured += recompute(rows, [metric])
+                measured.append(_measured_of(metric, columns, places))
             except Exception as error:  # noqa: BLE001 - of a metric that needs more samples, or all classes
                 measured.append(Measured(values={metric.name: None}))
                 rough[metric.name] = f"cannot be computed of this group: {text_of(error)}"
-        clusters = None if self.cluster is None else clusters_of_rows(rows, self.cluster, measured)
+        clusters = None
+        if self.cluster is not None:
+            wanted = columns_wanted(self.cluster, measured, [*columns])
+            clusters = find_clusters(self.cluster, measured, {name: columns[name][places] for name in wanted})
         fields, _ = with_clusters(fields_of_result(measured), self.cluster, clusters)
         count = None if clusters is None else clusters.count
         numbers = {
@@ -323,12 +325,12 @@ class Slicing:
         return {
             "group": dict(value),
             "label": label,
-            "samples": samples,
+            "samples": len(places),
             "clusters": count,
             "metrics": numbers,
             "intervals": {name: [*ends] for name, ends in fields["intervals"].items() if name in numbers},
             "rough": {**fields["rough"], **rough},
-            "small": too_small(samples, count),
+            "small": too_small(len(places), count),
         }
 
 
