@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -21,7 +21,6 @@ from dualeval.engine.description import describe
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
-from dualeval.engine.folder.opening import finished_result
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
 from dualeval.engine.folder.stored_columns import RowsOfChunks
 from dualeval.engine.folder.windows import read_columns
@@ -116,8 +115,7 @@ class _Ended:
             raise UsageError(
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
-        rows: Sequence[RowsOfChunks] = []
-        with self._writable(unless_done=True):
+        with self._writable():
             rows = self._collected(reports)
         failures = self._failures(rows) if failed else {}
         made = self._without_numbers(reports, failures, evaluated, replay)
@@ -131,16 +129,11 @@ class _Ended:
         return self._written(self._folder, made, rows)
 
     @contextmanager
-    def _writable(self, *, unless_done: bool = False) -> Iterator[None]:
+    def _writable(self) -> Iterator[None]:
         """Say why the folder cannot be read or written any more."""
         try:
             yield
         except OSError as error:
-            # Without a lease a second run of this job may have come first, and removed what it had merged.
-            if unless_done and self._folder is not None:
-                with suppress(OSError, DualevalError):
-                    if finished_result(self._folder.path, self._facts["fingerprint"]) is not None:
-                        return
             raise unwritable(self._recorder, error) from error
 
     def _reduce(self, times: dict[str, float]) -> None:
@@ -304,16 +297,14 @@ class _Ended:
     def _written(self, folder: RunFolder, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """Write predictions.parquet, result.json and, last, status.json; rank 0 calls it.
 
-        Then the journal has served. There is none to write from where a second run has come first.
+        Then the journal has served.
         """
         folder.check()
-        with self._writable(unless_done=True):
-            if rows:
-                result = self._with_files(folder.path, result, rows)
-                # That took minutes, perhaps, and this process may have been stopped meanwhile.
-                folder.check()
-                folder.write(result)
         with self._writable():
+            result = self._with_files(folder.path, result, rows)
+            # That took minutes, perhaps, and this process may have been stopped meanwhile.
+            folder.check()
+            folder.write(result)
             folder.finish(self._previous, [file.path for file in rows if isinstance(file, JournalFile)])
         return result
 

@@ -103,7 +103,6 @@ def _open_folder(evaluation: Evaluation, facts: dict[str, Any]) -> tuple[RunFold
             plan,
             facts,
             fresh=options.fresh,
-            lease=options.lease,
             mix_machines=options.mix_machines,
             step=lambda: control.progress.step("setup"),
             lost=lambda reason: control.give_up(reason, rank=control.name.rank),

@@ -150,9 +150,6 @@ class RunOptions:
     # Let ranks of different device types or versions compute one result, and go on from what another kind of
     # machine has computed.
     mix_machines: bool = False
-    # Keep other runs out of `out` for as long as this one lasts. Without it two runs there do the same work
-    # twice, for one right result.
-    lease: bool = True
     # The folder of a finished run over the same samples; the result says how the predictions differ from its.
     # None compares with nothing.
     reference: str | Path | None = of_kind(None, _is_path_or_none, "the folder of a finished run, or None")

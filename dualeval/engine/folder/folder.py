@@ -71,7 +71,6 @@ class RunFolder:
         facts: Mapping[str, Any],
         *,
         fresh: bool,
-        lease: bool = True,
         mix_machines: bool = False,
         step: Callable[[], None] = lambda: None,
         lost: Callable[[str], None] = lambda reason: None,
@@ -85,7 +84,7 @@ class RunFolder:
         held = folder = None
         try:
             with writable(path):
-                held = Lease.take(path, token, waiting=step, lost=lost) if lease else None
+                held = Lease.take(path, token, waiting=step, lost=lost)
                 # Not before: a run that ends here meanwhile removes its own.
                 journal_of(path).mkdir(exist_ok=True)
                 probe_of(journal_of(path), token).touch()
@@ -116,9 +115,8 @@ class RunFolder:
                 for file in files_of_a_run(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
-        if self._lease is not None:
-            with writable(self.path):
-                remove_leftovers(self.path)
+        with writable(self.path):
+            remove_leftovers(self.path)
         previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
         with writable(self.path):
             if previous.finished is None:
