@@ -28,8 +28,9 @@ def _is_text(value: object) -> bool:
 
 
 def _is_pair(value: object) -> bool:
-    is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and all(end is None or isinstance(end, (int, float)) for end in value)
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(end is None or isinstance(end, (int, float)) for end in value)
 
 
 def _is_counts(value: object) -> bool:

@@ -26,7 +26,7 @@ from dualeval.engine.rescoring import check_column_of_clusters
 from dualeval.engine.stored_rows import RowSource
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts, Values
-from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
+from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.scores import score_from
 from dualeval.options.choices import columns_of_groups, shown_bins
 from dualeval.result import Result
@@ -210,15 +210,17 @@ def _measured_of(
     metric: Metric | RowMetric, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]
 ) -> Measured:
     """What a metric measures of some rows of mapped columns."""
-    if is_of_rows(metric):
+    of_ledger, of_rows = split_by_kind([metric])
+    for row_metric in of_rows:
         own = {name: columns[name][places] for name in metric.columns}
-        return plain(metric.name, metric.compute(columns_of(metric, own)))
-    ledger = torch.zeros(metric.size, dtype=torch.int64)
+        return plain(metric.name, row_metric.compute(columns_of(metric, own)))
+    [found] = of_ledger
+    ledger = torch.zeros(found.size, dtype=torch.int64)
     for start in range(0, len(places), WINDOW_ROWS):
         window = places[start : start + WINDOW_ROWS]
         of_window = {name: to_column(columns[name][window]) for name in metric.columns}
-        update(metric, ledger, of_window, [len(window)])
-    return plain(metric.name, metric.compute(ledger))
+        update(found, ledger, of_window, [len(window)])
+    return plain(metric.name, found.compute(ledger))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,10 +44,13 @@ class Window:
 class RowSource(Protocol):
     """Rows that metrics can be computed from, a window at a time."""
 
-    # Where they are, for messages.
-    path: Path
-    # The columns of the task and of its metrics, and those of the data.
-    names: tuple[str, ...]
+    @property
+    def path(self) -> Path:
+        """Where they are, for messages."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the task and of its metrics, and those of the data."""
 
     # Of all columns, and with the texts, where none is named.
     def windows(self, names: Sequence[str] | None = None, *, multiple_of: int = 1) -> Iterator[Window]: ...

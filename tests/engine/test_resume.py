@@ -519,7 +519,7 @@ def test_a_journal_that_was_removed_is_said_to_be_gone(tmp_path: Path, wanted: s
 
 def test_a_folder_in_the_place_of_a_file_loses_nothing(tmp_path: Path, wanted: str) -> None:
     out = tmp_path / "out"
-    with pytest.raises(DualevalError, match="cannot be written any more .*Is a directory.*the same command"):
+    with pytest.raises(DualevalError, match=r"cannot be written any more .*Is a directory.*same command"):
         go_on(out, acting((out / "predictions.parquet").mkdir))
     (out / "predictions.parquet").rmdir()
     check(out, go_on(out), wanted, resumed=40)

@@ -77,7 +77,7 @@ class RunFolder:
     ) -> tuple[RunFolder, PreviousRun]:
         """Make the folder, or go on in it; rank 0 calls it. ``lost`` is called as by ``Lease.take``."""
         check_file_names(facts["files"])
-        check_path(path, facts["files"])
+        check_path(path)
         with writable(path):
             is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
@@ -110,15 +110,13 @@ class RunFolder:
         step: Callable[[], None],
     ) -> PreviousRun:
         """Read what is there, remove what is not wanted, and say that this run is at work."""
-        if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
-            with writable(self.path):
+        with writable(self.path):
+            if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
                 for file in files_of_a_run(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
-        with writable(self.path):
             remove_leftovers(self.path)
-        previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
-        with writable(self.path):
+            previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
             if previous.finished is None:
                 named = {name: facts[name] for name in _IN_JOB}
                 write_text(self.path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")

@@ -39,7 +39,7 @@ def file_name(prefix: str, number: int) -> str:
     return f"{prefix}-{number:06d}{SUFFIX}"
 
 
-def check_path(path: Path, files: Sequence[str] = ()) -> None:
+def check_path(path: Path) -> None:
     """Check that a folder can hold a run."""
     try:
         str(path).encode("utf-8")
@@ -49,16 +49,9 @@ def check_path(path: Path, files: Sequence[str] = ()) -> None:
             f"{RESULT}. Give another --out."
         ) from None
     with writable(path):  # its name may be too long
-        wrong = [path / name for name in (*_names(files), LEASE) if (path / name).is_dir()]
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]} is a folder, and a run writes a file of that name. Remove it, or give another --out."
-        )
-    wrong = [folder for folder in (path, journal_of(path), path / STACKS) if folder.is_file()]
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]} is a file, and a run needs a folder of that name. Remove it, or give another --out."
-        )
+        is_file = path.is_file()
+    if is_file:
+        raise UsageError(f"{path} is a file, and a run needs a folder. Remove it, or give another --out.")
 
 
 def check_file_names(names: Sequence[str]) -> None:

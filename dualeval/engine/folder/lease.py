@@ -25,7 +25,7 @@ from typing import Any
 from dualeval.engine.folder.layout import LEASE
 from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
-from dualeval.result import JOB, read_status
+from dualeval.result import JOB
 from dualeval.whole_files import whole_file
 
 # How often the holder calls ``renew``.
@@ -91,14 +91,9 @@ class Lease:
                     # Through the same descriptor: a lease that takes this one's place now is another file.
                     os.pwrite(file.fileno(), self._content(), 0)
                     return None
-        except FileNotFoundError:
-            # Somebody has removed it, or the folder: whoever cannot write rows will say so. Or another run
-            # has taken it over, and come to its end.
-            status = read_status(self.path.parent)
-            if status is None or status.run in (None, self.token):
-                return None
         except OSError:
-            # The next renewal is in two seconds; and whoever cannot write rows will say so.
+            # The next renewal is in two seconds. Where somebody has removed it, or the folder, or another run
+            # has come to its end there, whoever cannot write rows will say so.
             return None
         return (
             f"another run has taken over {self.path.parent}: this one stood still for too long. What it has "
