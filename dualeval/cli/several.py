@@ -228,7 +228,10 @@ def _taken(folder: Path, session: Session) -> Lease:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lease = Lease.take(
-            folder, secrets.token_hex(4), waiting=lambda: session.control.progress.step("setup")
+            folder,
+            secrets.token_hex(4),
+            waiting=lambda: session.control.progress.step("setup"),
+            lost=lambda reason: session.control.give_up(reason, rank=session.world.rank),
         )
     except OSError as error:
         raise UsageError(
@@ -237,7 +240,6 @@ def _taken(folder: Path, session: Session) -> Lease:
     # Of tables that a killed run has begun; no other run writes here now.
     for partial_table in (file for name in TABLES for file in folder.glob(f"{name}.*.partial")):
         partial_table.unlink(missing_ok=True)
-    lease.call_when_lost(lambda reason: session.control.give_up(reason, rank=session.world.rank))
     return lease
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -19,14 +19,12 @@ from dualeval.engine.clusters import columns_wanted, find_clusters, with_cluster
 from dualeval.engine.columns import columns_of
 from dualeval.engine.description import describe
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.collecting import collect_files
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
-from dualeval.engine.folder.opening import finished_result
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
 from dualeval.engine.folder.stored_columns import RowsOfChunks
 from dualeval.engine.folder.windows import read_columns
-from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.in_memory import MemoryWriter, collect_rows
 from dualeval.engine.loop import Loop, unwritable
 from dualeval.engine.machines import chunks_by_machine
 from dualeval.engine.measured import check_keys, fields_of_result, plain
@@ -34,7 +32,7 @@ from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.proving import Proven, batches_of_predictions, metric_digests
 from dualeval.engine.slices import slicing_of
-from dualeval.engine.stored_rows import Window, windows_of_chunks
+from dualeval.engine.stored_rows import NewRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import PREDICTIONS, Result, checksum_of
 
@@ -102,11 +100,11 @@ class _Ended:
                 "times": times,
                 "first_failed": recorder.first_failed,
                 "files": len(self._writer.written),
+                "in_memory": isinstance(self._writer, MemoryWriter),
                 "chunks": recorder.chunks_saved,
                 "warnings": list(warnings),
                 "notes": list(self._loop.notes),
                 "unlike": self._loop.unlike,
-                "shared": self._folder is None or self._folder.shared,
             }
         )
         self._run.note_all(dict.fromkeys(note for report in reports for note in report["notes"]))
@@ -117,8 +115,7 @@ class _Ended:
             raise UsageError(
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
-        rows: Sequence[RowsOfChunks] = []
-        with self._writable(unless_done=True):
+        with self._writable():
             rows = self._collected(reports)
         failures = self._failures(rows) if failed else {}
         made = self._without_numbers(reports, failures, evaluated, replay)
@@ -129,19 +126,14 @@ class _Ended:
         self._run.from_rank_0({name: getattr(made, name) for name in _NUMBERS})
         if self._folder is None:
             return made
-        return self._written(self._folder, made, [file for file in rows if isinstance(file, JournalFile)])
+        return self._written(self._folder, made, rows)
 
     @contextmanager
-    def _writable(self, *, unless_done: bool = False) -> Iterator[None]:
+    def _writable(self) -> Iterator[None]:
         """Say why the folder cannot be read or written any more."""
         try:
             yield
         except OSError as error:
-            # Without a lease a second run of this job may have come first, and removed what it had merged.
-            if unless_done and self._folder is not None:
-                with suppress(OSError, DualevalError):
-                    if finished_result(self._folder.path, self._facts["fingerprint"]) is not None:
-                        return
             raise unwritable(self._recorder, error) from error
 
     def _reduce(self, times: dict[str, float]) -> None:
@@ -158,28 +150,20 @@ class _Ended:
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
-        files = [report["files"] for report in reports]
-        if isinstance(self._writer, MemoryWriter):
-            return self._writer.collect(self._backend, max(files), self._step)
-        assert self._folder is not None
-        apart = [rank for rank, report in enumerate(reports) if not report["shared"]]
-        if apart:
-            written = [] if self._folder.shared else self._writer.written
-            collect_files(
-                self._folder.journal, self._backend, written, apart, self._folder.prefix, self._step
-            )
-        self._step()
-        return self._folder.merged_files(self._previous, files, self._step) if self._is_main else []
+        parts = [report["files"] if report["in_memory"] else 0 for report in reports]
+        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._backend, max(parts), self._step)]
+        if self._folder is not None and self._is_main:
+            files = [0 if report["in_memory"] else report["files"] for report in reports]
+            rows += self._folder.merged_files(self._previous, files, self._step)
+        return rows
 
     def _failures(self, rows: Sequence[RowsOfChunks]) -> dict[int, str]:
         """The error of each failed sample by its index, in order; empty but on rank 0. A collective."""
         # Eight bytes each, without a text.
         indices = self._backend.all_gather(torch.tensor(self._recorder.failed, dtype=torch.int64))
-        if isinstance(self._writer, MemoryWriter):
-            known = self._backend.gather_json(self._writer.failures) or []
-        else:
-            known = [file.failures for file in rows if isinstance(file, JournalFile)]
-        errors = dict(chain.from_iterable(known))
+        own = self._writer.failures if isinstance(self._writer, MemoryWriter) else []
+        known = [file.failures for file in rows if isinstance(file, JournalFile)]
+        errors = dict(chain(*(self._backend.gather_json(own) or []), *known))
         return {index: errors.get(index, "") for index in torch.cat(indices).sort().values.tolist()}
 
     def _without_numbers(
@@ -283,53 +267,54 @@ class _Ended:
         )
         own = [sentence for part in measured for sentence in part.warnings]
         result = replace(result, warnings=[*result.warnings, *_warnings(result, [*own, *said])])
-        return self._opened.beside_reference(
-            self._with_slices(result, rows), self._windows(rows), self._dataset, self._step
+        new = NewRows(
+            path=Path(result.folder or "the run"),
+            names=tuple(self._evaluation.kept),
+            files=rows,
+            plan=self._plan,
+            task=self._evaluation.task,
+            dataset=self._dataset,
         )
+        result = self._with_slices(result, new)
+        return self._opened.beside_reference(result, new.windows(), self._dataset, self._step)
 
     def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
         """Columns of all evaluated samples, mapped from files where there is a folder."""
         folder = None if self._folder is None else self._folder.path
         return read_columns(rows, self._plan, names, folder, self._step)
 
-    def _with_slices(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
+    def _with_slices(self, result: Result, rows: NewRows) -> Result:
         """The result with the metrics of each group that was asked for."""
-        slicing, kept = slicing_of(self._evaluation, self._step), self._evaluation.kept
+        slicing = slicing_of(self._evaluation, self._step)
         if slicing is None:
             return result
         try:
-            return slicing.of_run(result, self._windows(rows), kept, Path(result.folder or "the run"))
+            return slicing.of_rows(result, rows)
         except DualevalError as error:
             # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
             return replace(result, warnings=[*result.warnings, f"no slices: {error}"])
 
-    def _windows(self, rows: Sequence[RowsOfChunks]) -> Iterator[Window]:
-        of = self._evaluation
-        return windows_of_chunks(rows, self._plan, of.task, self._dataset, of.kept)
-
-    def _written(self, folder: RunFolder, result: Result, files: Sequence[JournalFile]) -> Result:
+    def _written(self, folder: RunFolder, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """Write predictions.parquet, result.json and, last, status.json; rank 0 calls it.
 
-        Then the journal has served. There is none to write from where a second run has come first.
+        Then the journal has served.
         """
         folder.check()
-        with self._writable(unless_done=True):
-            if files:
-                result = self._with_files(folder.path, result, files)
-                # That took minutes, perhaps, and this process may have been stopped meanwhile.
-                folder.check()
-                folder.write(result)
         with self._writable():
-            folder.finish(self._previous, [file.path for file in files])
+            result = self._with_files(folder.path, result, rows)
+            # That took minutes, perhaps, and this process may have been stopped meanwhile.
+            folder.check()
+            folder.write(result)
+            folder.finish(self._previous, [file.path for file in rows if isinstance(file, JournalFile)])
         return result
 
-    def _with_files(self, path: Path, result: Result, files: Sequence[JournalFile]) -> Result:
+    def _with_files(self, path: Path, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """Write the rows, and what else lies beside the result, which has their checksums."""
         of, plan, dataset, step = self._evaluation, self._plan, self._dataset, self._step
         of_data = () if of.added is None else of.added.names
-        write_predictions(path / PREDICTIONS, files, plan, of.task, dataset, of.kept, of_data, step)
+        write_predictions(path / PREDICTIONS, rows, plan, of.task, dataset, of.kept, of_data, step)
         for name, column in of.task.exports.items():
-            write_json_file(path / name, files, plan, of.task, dataset, of.kept, column, step)
+            write_json_file(path / name, rows, plan, of.task, dataset, of.kept, column, step)
         # What the metrics make of the first batch that a later run compares.
         stored = next(batches_of_predictions(path / PREDICTIONS, plan, result.fingerprint), None)
         digests = {} if stored is None else metric_digests(of.metrics, of.row_metrics, stored.columns)

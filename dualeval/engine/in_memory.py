@@ -1,4 +1,4 @@
-"""Rows in memory: what row metrics read, where an evaluation writes nothing."""
+"""Rows in memory: of an evaluation that writes nothing, and of ranks that do not see rank 0's folder."""
 
 from __future__ import annotations
 
@@ -55,30 +55,32 @@ class MemoryWriter:
             described, arrays = describe_columns(columns)
             self.written.append(({"chunks": list(chunks), "rows": list(rows), "columns": described}, arrays))
 
-    def collect(
-        self, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
-    ) -> list[MemoryRows]:
-        """Bring all ranks' rows to rank 0, a part of each rank a round; a collective."""
-        found = []
-        parts, self.written = self.written[::-1], []
-        for _ in range(rounds):
-            header, arrays = parts.pop() if parts else (None, [])
-            pieces = [torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in arrays]
-            content = torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
-            del arrays, pieces
-            headers = backend.gather_json(header) or []
-            contents = backend.gather(content) or []
-            for rank, (described, values) in enumerate(zip(headers, contents, strict=True)):
-                if described is not None:
-                    rows = tuple(described["rows"])
-                    found.append(
-                        MemoryRows(
-                            path=Path(f"the memory of rank {rank}"),
-                            chunks=tuple(described["chunks"]),
-                            rows=rows,
-                            columns=place_columns(described["columns"], sum(rows), 0),
-                            content=values.numpy(),
-                        )
+
+def collect_rows(
+    writer: object, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
+) -> list[MemoryRows]:
+    """Bring the rows in memory of all ranks to rank 0, a part of each rank a round; a collective."""
+    found, parts = [], []
+    if isinstance(writer, MemoryWriter):
+        parts, writer.written = writer.written[::-1], []
+    for _ in range(rounds):
+        header, arrays = parts.pop() if parts else (None, [])
+        pieces = [torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in arrays]
+        content = torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
+        del arrays, pieces
+        headers = backend.gather_json(header) or []
+        contents = backend.gather(content) or []
+        for rank, (described, values) in enumerate(zip(headers, contents, strict=True)):
+            if described is not None:
+                rows = tuple(described["rows"])
+                found.append(
+                    MemoryRows(
+                        path=Path(f"the memory of rank {rank}"),
+                        chunks=tuple(described["chunks"]),
+                        rows=rows,
+                        columns=place_columns(described["columns"], sum(rows), 0),
+                        content=values.numpy(),
                     )
-            step()
-        return found
+                )
+        step()
+    return found

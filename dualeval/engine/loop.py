@@ -21,7 +21,6 @@ from dualeval.engine.clusters import check_cluster
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
 from dualeval.engine.folder.journal import JournalWriter
-from dualeval.engine.folder.layout import journal_of
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.predictions import load_library
 from dualeval.engine.in_memory import MemoryWriter
@@ -105,18 +104,12 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
     if recorder.folder is None:
         return error
     journal, out = recorder.folder, recorder.folder.parent
-    # Of a rank that does not see rank 0's folder, the journal alone is there.
-    if not out.is_dir() or (journal == journal_of(out) and not (out / JOB).exists()):
+    if not (out / JOB).exists():
         return DualevalError(gone(out))
     if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(journal):
         return DualevalError(
             f"the journal {journal} is gone, or a file of it: {error.filename}. Type the same command again: "
             "what is missing is evaluated again."
-        )
-    if isinstance(error, IsADirectoryError):
-        return DualevalError(
-            f"{error.filename2 or error.filename} is a folder, and a run writes a file of that name. Remove "
-            "or rename that folder, and type the same command again."
         )
     return DualevalError(
         f"the output folder {out} cannot be written any more on "
@@ -128,7 +121,7 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
 def _recorder_of(evaluation: Evaluation, opened: Opened) -> Recorder:
     world, folder = evaluation.run.backend.world, opened.folder
     writer: JournalWriter | MemoryWriter
-    if folder is None:
+    if folder is None or not folder.shared:
         writer = MemoryWriter(keeps=bool(evaluation.kept))
     else:
         writer = JournalWriter(

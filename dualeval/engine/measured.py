@@ -19,6 +19,37 @@ from dualeval.metrics.scores import Score
 _SAID_BY_KEY = ("intervals", "rough", "nonfinite", "units", "directions", "scores")
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_pair(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(end is None or isinstance(end, (int, float)) for end in value)
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+_VALUE = "a number, a text, a list or dict of them, or None"
+# Of the fields of ``Measured`` that are by key: what each entry has to be, and how that is said.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "intervals": (_is_pair, "a pair of numbers"),
+    "rough": (_is_text, "a text"),
+    "nonfinite": (_is_counts, "a dict of whole numbers"),
+    "units": (_is_text, "a text"),
+    "directions": (lambda value: value in DIRECTIONS, " or ".join(DIRECTIONS)),
+    "scores": (lambda value: isinstance(value, Score), "a dualeval.metrics.Score"),
+    "work": (_is_count, "a whole number"),
+}
+
+
 def plain(metric: str, measured: Measured) -> Measured:
     """What a metric has measured as plain JSON values; numpy's numbers become Python's.
 
@@ -28,22 +59,19 @@ def plain(metric: str, measured: Measured) -> Measured:
         raise UsageError(
             f"metric {metric!r} returned a {type(measured).__name__}, expected dualeval.Measured(values=...)"
         )
-    values = _Values(metric)
-    found = replace(
-        measured,
-        values=values.mapping("values", measured.values, at_top=True),
-        intervals=values.intervals(measured.intervals, measured.values),
-        rough=values.of_values("rough", measured.rough, measured.intervals, each=values.text),
-        nonfinite=values.mapping("nonfinite", measured.nonfinite, each=values.counts),
-        units=values.of_values("units", measured.units, measured.values, each=values.text),
-        directions=values.of_values(
-            "directions", measured.directions, measured.values, each=values.direction
-        ),
-        scores=values.of_values("scores", measured.scores, measured.values, each=values.score),
-        work=values.counts("work", measured.work),
-        warnings=values.warnings(measured.warnings),
-    )
-    found = replace(found, warnings=(*found.warnings, *values.lost))
+    lost: list[str] = []
+    fields = {name: _field(metric, name, getattr(measured, name), lost) for name in ("values", *_EXPECTED)}
+    for name in ("intervals", "units", "directions", "scores", "rough"):
+        known = measured.intervals if name == "rough" else measured.values
+        for key in fields[name]:
+            if key not in known:
+                raise UsageError(f"metric {metric!r} gave {name} for {key!r}, and no value of that name")
+    # One without an end is none.
+    fields["intervals"] = {key: tuple(ends) for key, ends in fields["intervals"].items() if None not in ends}
+    said = measured.warnings
+    if not isinstance(said, (tuple, list)) or not all(map(_is_text, said)):
+        raise _unexpected(metric, "warnings", said, "a tuple of texts")
+    found = replace(measured, **fields, warnings=(*said, *lost))
     try:
         # As the digest and result.json are made.
         json.dumps(asdict(found), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
@@ -52,6 +80,52 @@ def plain(metric: str, measured: Measured) -> Measured:
             f"metric {metric!r} gave a text that is not Unicode (half a surrogate pair): {error.object!a}"
         ) from error
     return found
+
+
+def _field(metric: str, field: str, given: Any, lost: list[str]) -> dict[str, Any]:
+    """A field that is by key, its entries checked; of values a key is named by itself."""
+    found = _mapping(metric, field, given, lost, at_top=field == "values")
+    fits, expected = _EXPECTED.get(field, (lambda value: not isinstance(value, Score), _VALUE))
+    for key, value in found.items():
+        if not fits(value):
+            raise _unexpected(metric, f"{field}.{key}", given[key], expected)
+    return found
+
+
+def _mapping(metric: str, where: str, given: Any, lost: list[str], *, at_top: bool = False) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise _unexpected(metric, where, given, "a dict")
+    for key in given:
+        if not isinstance(key, str):
+            raise UsageError(f"metric {metric!r}: {where} has the key {key!r}, expected a text")
+    return {
+        key: _plain(metric, key if at_top else f"{where}.{key}", value, lost) for key, value in given.items()
+    }
+
+
+def _plain(metric: str, where: str, value: Any, lost: list[str]) -> Any:
+    """A value as JSON has it; a sentence joins ``lost`` for each that is not finite."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        lost.append(
+            f"metric {metric!r} gave {value} for {where}, which is null in the result: give None "
+            "where there is no finite value, and count such samples in Measured.nonfinite"
+        )
+        return None
+    if isinstance(value, Mapping):
+        return _mapping(metric, where, value, lost)
+    if isinstance(value, (list, tuple)):
+        return [_plain(metric, f"{where}[{place}]", entry, lost) for place, entry in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str, Score)):
+        return value
+    hint = "; a tensor of one number becomes one by .item()" if isinstance(value, Tensor) else ""
+    raise _unexpected(metric, where, value, _VALUE + hint)
+
+
+def _unexpected(metric: str, where: str, value: Any, expected: str) -> UsageError:
+    found = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    return UsageError(f"metric {metric!r} gave {found} for {where}, expected {expected}")
 
 
 def fields_of_result(measured: Sequence[Measured]) -> dict[str, Any]:
@@ -86,112 +160,3 @@ def check_keys(measured: Iterable[Measured]) -> None:
                     "one."
                 )
             seen.add(key)
-
-
-class _Values:
-    """Checks the values of one metric."""
-
-    def __init__(self, metric: str) -> None:
-        self._metric = metric
-        # A sentence for each value that is not finite.
-        self.lost: list[str] = []
-
-    def mapping(self, where: str, value: Any, *, each: Any = None, at_top: bool = False) -> dict[str, Any]:
-        """A mapping of texts, each value checked by ``each``; at the top a key is named by itself."""
-        if not isinstance(value, Mapping):
-            raise self._unexpected(where, value, "a dict")
-        for key in value:
-            if not isinstance(key, str):
-                raise UsageError(f"metric {self._metric!r}: {where} has the key {key!r}, expected a text")
-        check = each or self._any
-        return {key: check(key if at_top else f"{where}.{key}", entry) for key, entry in value.items()}
-
-    def intervals(self, intervals: Any, values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Pairs of numbers for keys of ``values``; a pair that is not finite is left out."""
-        found = {}
-        for key, ends in self.mapping("intervals", intervals, each=lambda where, ends: ends).items():
-            if key not in values:
-                raise UsageError(
-                    f"metric {self._metric!r} gave an interval for {key!r}, and no value of that name"
-                )
-            if not isinstance(ends, (tuple, list)) or len(ends) != 2:
-                raise self._unexpected(f"the interval of {key}", ends, "a pair of numbers")
-            low, high = (self._any(f"the interval of {key}", end) for end in ends)
-            if not all(end is None or isinstance(end, (int, float)) for end in (low, high)):
-                raise self._unexpected(f"the interval of {key}", ends, "a pair of numbers")
-            if low is not None and high is not None:
-                found[key] = (low, high)
-        return found
-
-    def counts(self, where: str, value: Any) -> dict[str, int]:
-        """Whole numbers by name."""
-        found = self.mapping(where, value)
-        for key, count in found.items():
-            if not isinstance(count, int):
-                raise self._unexpected(f"{where}.{key}", count, "a whole number")
-        return found
-
-    def of_values(
-        self, where: str, given: Any, values: Mapping[str, Any], *, each: Callable[[str, Any], Any]
-    ) -> dict[str, Any]:
-        """A mapping of texts whose keys are some of ``values``."""
-        for key in (found := self.mapping(where, given, each=each)):
-            if key not in values:
-                raise UsageError(
-                    f"metric {self._metric!r} gave {where} for {key!r}, and no value of that name"
-                )
-        return found
-
-    def direction(self, where: str, value: Any) -> str:
-        """One of the two."""
-        if value not in DIRECTIONS:
-            raise UsageError(
-                f"metric {self._metric!r} gave {value!r} for {where}, expected {' or '.join(DIRECTIONS)}: "
-                "which values are better"
-            )
-        return str(value)
-
-    def score(self, where: str, value: Any) -> Score:
-        """A Score."""
-        if not isinstance(value, Score):
-            raise self._unexpected(where, value, "a dualeval.metrics.Score")
-        return value
-
-    def text(self, where: str, value: Any) -> str:
-        """A text."""
-        if not isinstance(value, str):
-            raise self._unexpected(where, value, "a text")
-        return value
-
-    def warnings(self, value: Any) -> tuple[str, ...]:
-        """Sentences."""
-        if not isinstance(value, (tuple, list)):
-            raise self._unexpected("warnings", value, "a tuple of texts")
-        return tuple(self.text("warnings", sentence) for sentence in value)
-
-    def _any(self, where: str, value: Any) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        if isinstance(value, float) and not math.isfinite(value):
-            self.lost.append(
-                f"metric {self._metric!r} gave {value} for {where}, which is null in the result: give None "
-                "where there is no finite value, and count such samples in Measured.nonfinite"
-            )
-            return None
-        if isinstance(value, Mapping):
-            return self.mapping(where, value)
-        if isinstance(value, (list, tuple)):
-            return [self._any(f"{where}[{place}]", entry) for place, entry in enumerate(value)]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise self._unexpected(
-            where,
-            value,
-            "a number, a text, a list or dict of them, or None"
-            + ("; a tensor of one number becomes one by .item()" if isinstance(value, Tensor) else ""),
-        )
-
-    def _unexpected(self, where: str, value: Any, expected: str) -> UsageError:
-        return UsageError(
-            f"metric {self._metric!r} gave a {type(value).__name__} for {where}, expected {expected}"
-        )

@@ -103,11 +103,10 @@ def _open_folder(evaluation: Evaluation, facts: dict[str, Any]) -> tuple[RunFold
             plan,
             facts,
             fresh=options.fresh,
-            lease=options.lease,
             mix_machines=options.mix_machines,
             step=lambda: control.progress.step("setup"),
+            lost=lambda reason: control.give_up(reason, rank=control.name.rank),
         )
-        folder.keep_lease(lambda reason: control.give_up(reason, rank=control.name.rank))
         message = folder.to_message(previous, plan)
     message = run.from_rank_0(message)
     if not world.is_main:

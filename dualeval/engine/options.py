@@ -79,9 +79,6 @@ class RunOptions(EvaluationOptions):
     replay: bool = option(True, "Check two batches before resuming (default).", group=RUN)
     # Also for going on from what another kind of machine has computed.
     mix_machines: bool = option(False, "Let devices or versions differ between ranks.", group=LAUNCH)
-    # Keep other runs out of `out` for as long as this one lasts. Without it two runs there do the same work
-    # twice, for one right result.
-    lease: bool = True
     # Its samples have to be the same. None compares with nothing.
     reference: str | Path | None = option(
         None, fits=_is_path_or_none, expected="the folder of a finished run, or None"

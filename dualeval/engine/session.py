@@ -93,22 +93,11 @@ class Session:
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
+        # All that was given, as its defaults stand above alone.
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._options = SessionOptions(**given)
         self.exit_code = EXIT_DONE
         self.is_concluded = False
-        self._options = SessionOptions(
-            backend=backend,
-            device=device,
-            launcher=launcher,
-            allow_shared_gpu=allow_shared_gpu,
-            mix_machines=mix_machines,
-            heartbeat_timeout=heartbeat_timeout,
-            forward_timeout=forward_timeout,
-            stop_signals=stop_signals,  # type: ignore[arg-type]  # any sequence is taken
-            on_stall=on_stall,
-            debug=debug,
-            stop=stop,
-            note=note,
-        )
         # From `open` on.
         self._joined: Joined | None = None
         self._is_closed = False

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from dualeval.columns import RaggedRows, Rows
-from dualeval.engine.clusters import with_clusters
+from dualeval.columns import RaggedRows, Rows, to_column
+from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
+from dualeval.engine.columns import columns_of, update
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.mapped_columns import MappedColumns
+from dualeval.engine.folder.mapped_columns import MappedColumns, copied
 from dualeval.engine.folder.windows import WINDOW_ROWS
-from dualeval.engine.measured import fields_of_result
-from dualeval.engine.rescoring import check_column_of_clusters, clusters_of_rows, recompute
-from dualeval.engine.stored_rows import StoredRows, Window
+from dualeval.engine.measured import fields_of_result, plain
+from dualeval.engine.rescoring import check_column_of_clusters
+from dualeval.engine.stored_rows import RowSource
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts, Values
-from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch
+from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.scores import score_from
 from dualeval.options.choices import columns_of_groups, shown_bins
 from dualeval.result import Result
@@ -204,22 +206,21 @@ def too_small(samples: int, clusters: int | None) -> str | None:
     return None
 
 
-class _Chosen:
-    """Some rows of mapped columns, as a source of rows."""
-
-    def __init__(self, path: Path, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]) -> None:
-        self.path, self.names = path, tuple(columns)
-        self._columns, self._places = columns, places
-
-    def windows(self, names: Sequence[str], *, multiple_of: int = 1) -> Iterator[Window]:
-        """The rows, a window at a time."""
-        for start in range(0, len(self._places), WINDOW_ROWS):
-            places = self._places[start : start + WINDOW_ROWS]
-            yield Window(
-                start=start,
-                evaluated=np.ones(len(places), np.bool_),
-                columns={name: self._columns[name][places] for name in names},
-            )
+def _measured_of(
+    metric: Metric | RowMetric, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]
+) -> Measured:
+    """What a metric measures of some rows of mapped columns."""
+    of_ledger, of_rows = split_by_kind([metric])
+    for row_metric in of_rows:
+        own = {name: columns[name][places] for name in metric.columns}
+        return plain(metric.name, row_metric.compute(columns_of(metric, own)))
+    [found] = of_ledger
+    ledger = torch.zeros(found.size, dtype=torch.int64)
+    for start in range(0, len(places), WINDOW_ROWS):
+        window = places[start : start + WINDOW_ROWS]
+        of_window = {name: to_column(columns[name][window]) for name in metric.columns}
+        update(found, ledger, of_window, [len(window)])
+    return plain(metric.name, found.compute(ledger))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,46 +235,55 @@ class Slicing:
     # Called with every window and group.
     step: Callable[[], None] = lambda: None
 
-    def of_run(self, result: Result, windows: Iterable[Window], kept: Sequence[str], path: Path) -> Result:
-        """The result of a run with its slices, from all its windows, which have all that is kept of them."""
-        keys = columns_of_groups(self.by)
-        texts: dict[str, list[str | None]] = {name: [] for name in keys if name not in kept}
-
-        def numbers() -> Iterator[Window]:
-            for window in windows:
-                for name, own in texts.items():
-                    own += [window.texts[name][place] for place in np.flatnonzero(window.evaluated).tolist()]
-                yield window
-
-        return self._with_slices(result, numbers(), kept, texts, path)
-
-    def of_rows(self, result: Result, rows: StoredRows, keys: Mapping[str, Keys] | None = None) -> Result:
-        """The same of a finished run; ``keys`` are values that its rows have not, an entry a row."""
+    def of_rows(self, result: Result, rows: RowSource, table: Mapping[str, Keys] | None = None) -> Result:
+        """The result with its slices; ``table`` has values that the rows have not, an entry a row."""
         if self.cluster is not None:
             check_column_of_clusters(rows, self.cluster)
-        given = dict(keys or {})
-        for name in columns_of_groups(self.by):
-            if name in rows.names or name in given:
-                continue
-            column = rows.whole(name)
-            if column is None:
-                raise UsageError(
-                    f"--by {name}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
-                    "A run keeps those of its data that --keep names; --table FILE.csv takes those of a file."
-                    f"{did_you_mean(name, rows.kinds)}"
-                )
-            given[name] = column.to_pylist()
-        wanted = self._wanted(result, rows.names, given)
-        if given:  # mapped rows are those of evaluated samples alone
-            windows = rows.windows(wanted or rows.names[:1])
-            there = np.flatnonzero(np.concatenate([window.evaluated for window in windows]))
-            given = {
-                name: values[there]
-                if isinstance(values, np.ndarray)
-                else [values[place] for place in there.tolist()]
-                for name, values in given.items()
-            }
-        return self._with_slices(result, rows.windows(wanted), rows.names, given, rows.path)
+        of_table, names = table or {}, columns_of_groups(self.by)
+        texts: dict[str, list[str | None]] = {
+            name: [] for name in names if name not in rows.names and name not in of_table
+        }
+        wanted = self._wanted(result, rows.names, of_table)
+        there = []
+        with MappedColumns(None) as mapped:
+            for window in rows.windows(None if texts else wanted or rows.names[:1]):
+                for name, own in texts.items():
+                    if name not in window.texts:
+                        raise self._not_there(name, [*rows.names, *window.texts], rows.path)
+                    own += compress(window.texts[name], window.evaluated)
+                mapped.append({name: window.columns[name] for name in wanted})
+                there.append(window.evaluated)
+                self.step()
+            columns = mapped.columns()
+        if self.cluster is not None:
+            check_cluster(self.cluster, {self.cluster: to_column(copied(columns[self.cluster][:1]))})
+        is_there = np.concatenate(there)
+        keys: dict[str, Keys] = {
+            name: values[is_there] if isinstance(values, np.ndarray) else [*compress(values, is_there)]
+            for name, values in of_table.items()
+        }
+        keys |= texts
+        keys |= {name: _keys(name, columns[name]) for name in names if name not in keys}
+        kinds = {name: kind_of_keys(values) for name, values in keys.items()}
+        if (unused := bins_without_use(self.by, self.bins, kinds)) is not None:
+            raise UsageError(unused)
+        slices = {}
+        for by in dict.fromkeys(self.by):
+            groups = groups_of(by, keys, self.bins)
+            members = zip(groups.values, groups.labels, groups.members(), strict=True)
+            slices[by] = [self._group(columns, value, label, places) for value, label, places in members]
+        unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
+        without = ", ".join(name for name in unsliced if name in result.metrics)
+        said = f"no slices of {without}: what they read is not kept, or they take whole batches"
+        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
+
+    @staticmethod
+    def _not_there(name: str, known: Sequence[str], path: Path) -> UsageError:
+        return UsageError(
+            f"--by {name}: {path} has no such column. The columns are {', '.join(known)}. A run keeps those "
+            "of its data that --keep names; --table FILE.csv takes those of a file."
+            f"{did_you_mean(name, known)}"
+        )
 
     def _wanted(self, result: Result, kept: Sequence[str], keys: Mapping[str, Keys]) -> list[str]:
         """The columns that slices are computed from."""
@@ -291,49 +301,22 @@ class Slicing:
             if is_of_rows(metric) or (keeps_rows(metric) and not per_batch(metric))
         ]
 
-    def _with_slices(
-        self,
-        result: Result,
-        windows: Iterable[Window],
-        kept: Sequence[str],
-        keys: Mapping[str, Keys],
-        path: Path,
-    ) -> Result:
-        wanted = self._wanted(result, kept, keys)
-        slices = {}
-        with MappedColumns(None) as mapped:
-            for window in windows:
-                mapped.append({name: window.columns[name] for name in wanted})
-                self.step()
-            columns = mapped.columns()
-            of_columns = {name: columns[name] for name in columns_of_groups(self.by) if name not in keys}
-            found = {**keys, **{name: _keys(name, rows) for name, rows in of_columns.items()}}
-            kinds = {name: kind_of_keys(values) for name, values in found.items()}
-            if (unused := bins_without_use(self.by, self.bins, kinds)) is not None:
-                raise UsageError(unused)
-            for by in dict.fromkeys(self.by):
-                groups = groups_of(by, found, self.bins)
-                members = zip(groups.values, groups.labels, groups.members(), strict=True)
-                slices[by] = [
-                    self._group(_Chosen(path, columns, places), value, label, len(places))
-                    for value, label, places in members
-                ]
-        unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
-        without = ", ".join(name for name in unsliced if name in result.metrics)
-        said = f"no slices of {without}: what they read is not kept, or they take whole batches"
-        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
-
-    def _group(self, rows: _Chosen, value: Mapping[str, Any], label: str, samples: int) -> dict[str, Any]:
+    def _group(
+        self, columns: Mapping[str, Rows], value: Mapping[str, Any], label: str, places: npt.NDArray[np.int64]
+    ) -> dict[str, Any]:
         self.step()
         measured: list[Measured] = []
         rough: dict[str, str] = {}
         for metric in self._sliced:
             try:
-                measured += recompute(rows, [metric])
+                measured.append(_measured_of(metric, columns, places))
             except Exception as error:  # noqa: BLE001 - of a metric that needs more samples, or all classes
                 measured.append(Measured(values={metric.name: None}))
                 rough[metric.name] = f"cannot be computed of this group: {text_of(error)}"
-        clusters = None if self.cluster is None else clusters_of_rows(rows, self.cluster, measured)
+        clusters = None
+        if self.cluster is not None:
+            wanted = columns_wanted(self.cluster, measured, [*columns])
+            clusters = find_clusters(self.cluster, measured, {name: columns[name][places] for name in wanted})
         fields, _ = with_clusters(fields_of_result(measured), self.cluster, clusters)
         count = None if clusters is None else clusters.count
         numbers = {
@@ -344,12 +327,12 @@ class Slicing:
         return {
             "group": dict(value),
             "label": label,
-            "samples": samples,
+            "samples": len(places),
             "clusters": count,
             "metrics": numbers,
             "intervals": {name: [*ends] for name, ends in fields["intervals"].items() if name in numbers},
             "rough": {**fields["rough"], **rough},
-            "small": too_small(samples, count),
+            "small": too_small(len(places), count),
         }
 
 

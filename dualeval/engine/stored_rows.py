@@ -40,29 +40,43 @@ class Window:
     ids: Sequence[str] = ()
 
 
-def windows_of_chunks(
-    files: Sequence[RowsOfChunks], plan: EvalPlan, task: Task, dataset: Dataset, kept: Sequence[str]
-) -> Iterator[Window]:
-    """The rows of a run that has just been evaluated, before they are written anywhere."""
-    for start, rows in windows_of(files, plan, kept):
-        evaluated = evaluated_of(rows)
-        yield Window(
-            start=start,
-            evaluated=evaluated,
-            columns={name: rows[name][evaluated] for name in kept},
-            texts=texts_of(task, dataset, rows, start),
-        )
-
-
 class RowSource(Protocol):
     """Rows that metrics can be computed from, a window at a time."""
 
-    # Where they are, for messages.
-    path: Path
-    # The columns of the task and of its metrics, and those of the data.
-    names: tuple[str, ...]
+    @property
+    def path(self) -> Path:
+        """Where they are, for messages."""
 
-    def windows(self, names: Sequence[str], *, multiple_of: int = 1) -> Iterator[Window]: ...
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the task and of its metrics, and those of the data."""
+
+    # Of all columns, and with the texts, where none is named.
+    def windows(self, names: Sequence[str] | None = None, *, multiple_of: int = 1) -> Iterator[Window]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRows:
+    """The rows of a run that has just been evaluated, before they are written anywhere."""
+
+    path: Path
+    names: tuple[str, ...]
+    files: Sequence[RowsOfChunks]
+    plan: EvalPlan
+    task: Task
+    dataset: Dataset
+
+    def windows(self, names: Sequence[str] | None = None, *, multiple_of: int = 1) -> Iterator[Window]:
+        """Columns, or all with the texts, a window at a time. Each has whole batches, and nothing else."""
+        wanted = self.names if names is None else names
+        for start, rows in windows_of(self.files, self.plan, wanted):
+            evaluated = evaluated_of(rows)
+            yield Window(
+                start=start,
+                evaluated=evaluated,
+                columns={name: rows[name][evaluated] for name in wanted},
+                texts=texts_of(self.task, self.dataset, rows, start) if names is None else {},
+            )
 
 
 class StoredRows:

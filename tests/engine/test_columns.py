@@ -32,7 +32,7 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder import windows
 from dualeval.engine.folder.journal import JournalWriter, read_journal_file
 from dualeval.engine.folder.mapped_columns import MappedColumns
-from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.in_memory import MemoryWriter, collect_rows
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.transfer import start_download
@@ -263,7 +263,7 @@ def test_what_is_written_is_read_from_disk_and_memory(tmp_path: Path) -> None:
     memory = MemoryWriter(keeps=True)
     memory.write([4, 9], [2, 3], torch.zeros(50, dtype=torch.int64), columns())
     with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
-        [held] = memory.collect(backend, 1)
+        [held] = collect_rows(memory, backend, 1)
     for name, column in columns().items():
         for start in range(6):
             for stop in range(start, 6):
@@ -333,7 +333,7 @@ def test_a_file_without_columns_has_empty_rows() -> None:
     taking.add(work_of(plan, 1), {"c": Text(["a", "", "é"])})
     taking.flush()
     with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
-        files = writer.collect(backend, 2)
+        files = collect_rows(writer, backend, 2)
     assert [sorted(file.columns) for file in files] == [["evaluated"], ["c", "evaluated"]]
     [(_, rows)] = windows.windows_of(files, plan, ["c"])
     assert rows["c"].tolist() == ["", "", "", "a", "", "é"]

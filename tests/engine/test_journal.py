@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from dualeval.columns import values_of
-from dualeval.engine.folder import collecting
-from dualeval.engine.folder.collecting import collect_files
 from dualeval.engine.folder.journal import (
     JournalWriter,
     read_journal,
@@ -17,8 +15,6 @@ from dualeval.engine.folder.journal import (
 )
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
-from dualeval.world import World
-from dualeval.world.devices import connect
 
 
 @pytest.fixture
@@ -59,29 +55,6 @@ def test_every_flipped_byte_and_every_truncation_is_noticed(path: Path, tmp_path
             damaged.write_bytes(written)
             with pytest.raises(DualevalError):
                 read_journal_file(damaged)
-
-
-def test_files_travel_in_pieces(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank sends and receives: two files, which fill several rounds, of 100 bytes at most."""
-    monkeypatch.setattr(collecting, "_PIECES_BYTES", 0)
-    monkeypatch.setattr(collecting, "_LEAST_PIECE_BYTES", 100)
-    second = path.with_name("t-00000-000001.journal")
-    second.write_bytes(path.read_bytes()[:200])
-    (tmp_path / "there").mkdir()
-    pieces: list[int] = []
-    with connect(None, World.alone(), "cpu") as backend:
-        gather = backend.gather
-
-        def counted(tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
-            pieces.append(len(tensor))
-            return gather(tensor, dst)
-
-        monkeypatch.setattr(backend, "gather", counted)
-        collect_files(tmp_path / "there", backend, [path, second], [0], lambda rank: "t-00000")
-    assert sorted(file.name for file in (tmp_path / "there").iterdir()) == [path.name, second.name]
-    assert (tmp_path / "there" / path.name).read_bytes() == path.read_bytes()
-    assert (tmp_path / "there" / second.name).read_bytes() == second.read_bytes()
-    assert pieces == [100] * (path.stat().st_size // 100) + [path.stat().st_size % 100, 100, 100]
 
 
 def test_errors_of_failed_samples_are_in_their_file(path: Path) -> None:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from dualeval.engine import finish, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import folder, opening
+from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import DualevalError, Stopped, UsageError
-from dualeval.result import Result, Status, read_status
+from dualeval.result import Result, Status, read_result, read_status
 from dualeval.world import Meeting, World
 from dualeval.world.devices import connect
 from tests.engine.test_evaluator import evaluate, rows
@@ -269,8 +270,16 @@ def test_failed_samples_are_tried_again(tmp_path: Path, wanted: str) -> None:
     assert result.metrics_digest == wanted
 
 
-def test_two_runs_without_a_lease_give_one_right_result(tmp_path: Path, wanted: str) -> None:
-    """The second begins while the first is at work, takes what is finished by then, and ends before it."""
+@pytest.fixture
+def asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that do not renew their lease, and do not look whose it is: any other takes it over at once."""
+    monkeypatch.setattr(lease_module, "TAKE_OVER_AFTER_S", 0.0)
+    monkeypatch.setattr(lease_module.Lease, "renew", lambda lease: None)
+
+
+@pytest.mark.usefixtures("asleep")
+def test_a_second_run_that_ends_first_has_the_one_right_result(tmp_path: Path, wanted: str) -> None:
+    """It begins while the first is at work, and takes what is finished by then."""
     out = tmp_path / "out"
     inner: list[Result] = []
     calls: list[int] = []
@@ -281,12 +290,13 @@ def test_two_runs_without_a_lease_give_one_right_result(tmp_path: Path, wanted: 
         def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             calls.append(len(calls))
             if len(calls) == 23:
-                inner.append(go_on(out, lease=False))
+                inner.append(go_on(out))
             return super().forward(model, batch)
 
     task = Twice(SAMPLES)
-    outer = go_on(out, task, lease=False)
-    assert inner[0].metrics_digest == outer.metrics_digest == wanted
+    with pytest.raises(DualevalError, match="Type the same command again"):
+        go_on(out, task)
+    assert inner[0].metrics_digest == read_result(out / "result.json").metrics_digest == wanted
     assert inner[0].chunks["resumed"] == 20
     assert rows(out)["index"] == list(range(SAMPLES))
     assert is_done(out)
@@ -302,6 +312,7 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> N
     assert evaluate(Twice(8), tmp_path, batch_size=8).chunks["evaluated_now"] == 1
 
 
+@pytest.mark.usefixtures("asleep")
 def test_a_run_that_wakes_writes_nothing_where_another_has_gone_on(tmp_path: Path) -> None:
     class Sleeper(Ending):
         """Is stopped in its forward, until others have taken its folder over, or have told of its end."""
@@ -320,7 +331,7 @@ def test_a_run_that_wakes_writes_nothing_where_another_has_gone_on(tmp_path: Pat
 
     def taken_over() -> None:
         with pytest.raises(RuntimeError, match="enough"):
-            evaluate(Sleeper(lambda: None), out, batch_size=BATCH, lease=False)
+            evaluate(Sleeper(lambda: None), out, batch_size=BATCH)
         taken = read_status(out)
         assert taken is not None
         replace(taken, state="running", reason="the other's").write(out)
@@ -332,7 +343,7 @@ def test_a_run_that_wakes_writes_nothing_where_another_has_gone_on(tmp_path: Pat
 
     for others, said in ((taken_over, "the other's"), (told_by_another_rank, "rank 0 does not answer")):
         with pytest.raises(RuntimeError, match="enough"):
-            evaluate(Sleeper(others), out, batch_size=BATCH, lease=False, fresh=True)
+            evaluate(Sleeper(others), out, batch_size=BATCH, fresh=True)
         status = read_status(out)
         assert status is not None and status.reason == said
 
@@ -503,23 +514,15 @@ def test_a_journal_that_was_removed_is_said_to_be_gone(tmp_path: Path, wanted: s
         go_on(out, acting(lambda: shutil.rmtree(out / "journal")))
     status = read_status(out)
     assert status is not None and status.state == "failed"
-    result = go_on(out)
-    check(out, result, wanted, result.chunks["resumed"])
-    assert 0 < result.chunks["resumed"] < 40
+    check(out, go_on(out), wanted, resumed=0)
 
 
-@pytest.mark.parametrize("name", ["result.json", "status.json", "predictions.parquet"])
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, wanted: str, name: str) -> None:
+def test_a_folder_in_the_place_of_a_file_loses_nothing(tmp_path: Path, wanted: str) -> None:
     out = tmp_path / "out"
-
-    def act() -> None:
-        (out / name).unlink(missing_ok=True)
-        (out / name).mkdir()
-
-    with pytest.raises(DualevalError, match=rf"out/{name} is a folder, .*Remove or rename that folder"):
-        go_on(out, acting(act))
-    (out / name).rmdir()
-    assert go_on(out).metrics_digest == wanted
+    with pytest.raises(DualevalError, match=r"cannot be written any more .*Is a directory.*same command"):
+        go_on(out, acting((out / "predictions.parquet").mkdir))
+    (out / "predictions.parquet").rmdir()
+    check(out, go_on(out), wanted, resumed=40)
 
 
 def test_a_folder_with_nothing_but_a_failure_is_taken(tmp_path: Path, wanted: str) -> None:

@@ -136,15 +136,15 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     "a number as a key": ({"metrics": [Counting(1, key=1)]}, r"values has the key 1, expected a text"),  # type: ignore[arg-type]
     "an interval of three": (
         {"metrics": [Counting(1, intervals={"counted": (0, 1, 2)})]},
-        r"gave a tuple for the interval of counted, expected a pair",
+        r"gave a tuple for intervals.counted, expected a pair",
     ),
     "an interval of nothing": (
         {"metrics": [Counting(1, intervals={"other": (0, 1)})]},
-        r"gave an interval for 'other', and no value",
+        r"gave intervals for 'other', and no value",
     ),
     "a text as warnings": (
         {"metrics": [Counting(1, warnings="careful")]},
-        r"gave a str for warnings, expected a tuple",
+        r"gave 'careful' for warnings, expected a tuple",
     ),
     "a unit of no value": (
         {"metrics": [Counting(1, units={"counted_": "fraction"})]},
@@ -223,7 +223,7 @@ def test_it_fails_on_the_first_batch(tmp_path: Path, name: str) -> None:
         (Counting(np.float32("nan")), "metric 'counting' gave nan for counted", None),
         (
             Counting(1.0, intervals={"counted": (0.0, float("nan"))}),
-            "metric 'counting' gave nan for the interval of counted",
+            "metric 'counting' gave nan for intervals.counted",
             1.0,
         ),
     ],

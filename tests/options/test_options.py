@@ -43,11 +43,10 @@ from tests.tiny import TinyTask
         ),
         ({"out": 3}, r"out 3: expected a path, None \(nothing is written\) or dualeval\.NEW_FOLDER"),
         ({"out": ""}, "out '': expected a path"),
-        ({"lease": "x"}, "lease 'x': expected True or False"),
+        ({"replay": "x"}, "replay 'x': expected True or False"),
         ({"mix_machines": "no"}, "mix_machines 'no': expected True or False"),
         ({"fresh": "no"}, "fresh 'no': expected True or False"),
         ({"replay": None}, "replay None: expected True or False"),
-        ({"fewer_workers": 1}, "fewer_workers 1: expected True or False"),
         ({"fresh": True}, "out is None: give a folder"),
     ],
 )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from dualeval.engine.folder.layout import (
     files_of_a_run,
     fingerprint_there,
     journal_of,
-    own_journal,
     probe_of,
     writable,
 )
@@ -34,9 +31,7 @@ from dualeval.engine.folder.opening import (
     read_previous,
     remove_if_empty,
     remove_leftovers,
-    remove_own_journals,
 )
-from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of, text_of
 from dualeval.result import JOB, RESULT, Result, Status, read_status
@@ -65,13 +60,7 @@ class RunFolder:
         # Whether this rank sees the files of rank 0.
         self.shared = probe_of(journal_of(path), token).exists()
         # The folder of the journal's files.
-        self.journal = journal_of(path) if self.shared else own_journal(path, rank, token)
-        if not self.shared:
-            check_path(path)
-            with writable(path):
-                self.journal.mkdir(parents=True, exist_ok=True)
-                probe = _write_probe(self.journal, token)
-                remove_own_journals(path, token, probe.stat().st_mtime)
+        self.journal = journal_of(path)
 
     @classmethod
     def open(
@@ -82,23 +71,23 @@ class RunFolder:
         facts: Mapping[str, Any],
         *,
         fresh: bool,
-        lease: bool = True,
         mix_machines: bool = False,
         step: Callable[[], None] = lambda: None,
+        lost: Callable[[str], None] = lambda reason: None,
     ) -> tuple[RunFolder, PreviousRun]:
-        """Make the folder, or go on in it; rank 0 calls it."""
+        """Make the folder, or go on in it; rank 0 calls it. ``lost`` is called as by ``Lease.take``."""
         check_file_names(facts["files"])
-        check_path(path, facts["files"])
+        check_path(path)
         with writable(path):
             is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
         held = folder = None
         try:
             with writable(path):
-                held = Lease.take(path, token, waiting=step) if lease else None
+                held = Lease.take(path, token, waiting=step, lost=lost)
                 # Not before: a run that ends here meanwhile removes its own.
                 journal_of(path).mkdir(exist_ok=True)
-                _write_probe(journal_of(path), token)
+                probe_of(journal_of(path), token).touch()
                 folder = cls(path, token, rank=0)
             folder._lease, folder._launch = held, named_launch(facts["launches"])
             return folder, folder._begin(plan, facts, fresh, mix_machines, step)
@@ -121,16 +110,13 @@ class RunFolder:
         step: Callable[[], None],
     ) -> PreviousRun:
         """Read what is there, remove what is not wanted, and say that this run is at work."""
-        if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
-            with writable(self.path):
+        with writable(self.path):
+            if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
                 for file in files_of_a_run(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
-        if self._lease is not None:
-            with writable(self.path):
-                remove_leftovers(self.path, self.token)
-        previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
-        with writable(self.path):
+            remove_leftovers(self.path)
+            previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
             if previous.finished is None:
                 named = {name: facts[name] for name in _IN_JOB}
                 write_text(self.path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
@@ -197,11 +183,6 @@ class RunFolder:
 
     def _status(self, state: str, **said: Any) -> Status:
         return Status(state=state, launch_id=self._launch, run=self.token, process=own_process(), **said)
-
-    def keep_lease(self, lost: Callable[[str], None]) -> None:
-        """Hear of a lease that is lost, from now until ``close``; a thread of the folder's own keeps it."""
-        if self._lease is not None:
-            self._lease.call_when_lost(lost)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -284,9 +265,6 @@ class RunFolder:
         with suppress(OSError):
             if self.shared:
                 self._probe.unlink(missing_ok=True)
-            else:
-                # Rank 0 cannot see it, so it serves nobody.
-                shutil.rmtree(self.journal)
             status = read_status(self.path)
             # Another run, which has taken over, may be about to write into them.
             if status is None or status.run in (None, self.token):
@@ -295,9 +273,3 @@ class RunFolder:
         with suppress(OSError):
             if self._lease is not None:
                 self._lease.close()
-
-
-def _write_probe(journal: Path, token: str) -> Path:
-    probe = probe_of(journal, token)
-    probe.write_text(json.dumps(asdict(Process.own())), "utf-8")
-    return probe

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns import Column
-from dualeval.engine.folder.layout import SUFFIX, file_name, fingerprint_there
+from dualeval.engine.folder.layout import SUFFIX, file_name
 from dualeval.engine.folder.stored_columns import RowsOfChunks, describe_columns, place_columns
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
@@ -102,10 +102,6 @@ class JournalWriter:
             }
         ).encode()
         path = self.folder / file_name(self._prefix, len(self.written))
-        # A run of this job that came to its end here meanwhile has removed it. Nothing is made in a folder
-        # that was emptied, or in another one under its name.
-        if not self.folder.is_dir() and fingerprint_there(self.folder.parent) == self._fingerprint:
-            self.folder.mkdir(exist_ok=True)
         with whole_file(path, partial_of(path)) as partial:
             _write(
                 partial,

@@ -22,8 +22,6 @@ _TOKEN = "[0-9a-f]{8}"
 _TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
 # What this program calls the files in its journal; any other file there is somebody else's.
 _JOURNAL_FILE = re.compile(rf"{_TOKEN}(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|\.run)")
-# A rank that does not see rank 0's folder has a journal of its own.
-_OWN_JOURNAL = re.compile(rf"{JOURNAL}-[0-9]+-{_TOKEN}")
 
 
 def journal_of(path: Path) -> Path:
@@ -31,14 +29,8 @@ def journal_of(path: Path) -> Path:
     return path / JOURNAL
 
 
-def own_journal(path: Path, rank: int, token: str) -> Path:
-    """The journal of a rank that sees another folder under the same name than rank 0 does."""
-    # Ranks of another node share that node's disk with each other: each has a journal of its own there.
-    return path / f"{JOURNAL}-{rank}-{token}"
-
-
 def probe_of(journal: Path, token: str) -> Path:
-    """The file that shows other ranks that they see this journal, and other runs which process writes it."""
+    """The file that shows other ranks that they see this journal."""
     return journal / f"{token}.run"
 
 
@@ -47,7 +39,7 @@ def file_name(prefix: str, number: int) -> str:
     return f"{prefix}-{number:06d}{SUFFIX}"
 
 
-def check_path(path: Path, files: Sequence[str] = ()) -> None:
+def check_path(path: Path) -> None:
     """Check that a folder can hold a run."""
     try:
         str(path).encode("utf-8")
@@ -57,16 +49,9 @@ def check_path(path: Path, files: Sequence[str] = ()) -> None:
             f"{RESULT}. Give another --out."
         ) from None
     with writable(path):  # its name may be too long
-        wrong = [path / name for name in (*_names(files), LEASE) if (path / name).is_dir()]
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]} is a folder, and a run writes a file of that name. Remove it, or give another --out."
-        )
-    wrong = [folder for folder in (path, journal_of(path), path / STACKS) if folder.is_file()]
-    if wrong:
-        raise UsageError(
-            f"{wrong[0]} is a file, and a run needs a folder of that name. Remove it, or give another --out."
-        )
+        is_file = path.is_file()
+    if is_file:
+        raise UsageError(f"{path} is a file, and a run needs a folder. Remove it, or give another --out.")
 
 
 def check_file_names(names: Sequence[str]) -> None:
@@ -94,11 +79,9 @@ def writable(path: Path) -> Iterator[None]:
 def files_of_a_run(path: Path) -> list[Path]:
     """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
     names = _names(_files_of_its_task(path))
-    journals = [journal_of(path), *own_journals(path)]
     stacks = sorted((path / STACKS).glob("rank-[0-9]*.txt"))
     found = [*(path / name for name in names), *partial_files(path)]
-    found += [file for journal in journals for file in journal_files(journal)]
-    return [file for file in [*found, *stacks] if file.is_file()]
+    return [file for file in [*found, *journal_files(journal_of(path)), *stacks] if file.is_file()]
 
 
 def partial_files(path: Path) -> list[Path]:
@@ -107,11 +90,6 @@ def partial_files(path: Path) -> list[Path]:
     name = re.compile(rf"({names})\.{_TOKEN}\.partial|{re.escape(LEASE)}\.{_TOKEN}")
     found = [file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file()]
     return sorted([*found, *(file for file in journal_files(journal_of(path)) if file.suffix == ".partial")])
-
-
-def own_journals(path: Path) -> list[Path]:
-    """The journals of ranks that did not see rank 0's, on this disk."""
-    return sorted(folder for folder in path.glob(f"{JOURNAL}-*") if _OWN_JOURNAL.fullmatch(folder.name))
 
 
 def journal_files(journal: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from typing import Any
 from dualeval.engine.folder.layout import LEASE
 from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
-from dualeval.result import JOB, read_status
+from dualeval.result import JOB
 from dualeval.whole_files import whole_file
 
 # How often the holder calls ``renew``.
@@ -42,36 +42,36 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 class Lease:
     """A run's hold on its output folder: ``take`` makes it, and a thread renews it until ``close``."""
 
-    def __init__(self, path: Path, token: str) -> None:
+    def __init__(self, path: Path, token: str, lost: Callable[[str], None]) -> None:
         # Of lease.json.
         self.path = path
         # Names this run apart from any other.
         self.token = token
         self._process = Process.own()
         self._counter = 0
-        self._telling = threading.Lock()
-        self._lost: Callable[[str], None] | None = None
-        self._reason: str | None = None
+        self._lost = lost
         self._closing = threading.Event()
         # It waits for nothing but the disk.
         self._thread = threading.Thread(target=self._keep, name="dualeval-lease", daemon=True)
 
     @classmethod
-    def take(cls, folder: Path, token: str, *, waiting: Callable[[], None] = lambda: None) -> Lease:
-        """Take the lease of a folder, from a dead run where need be."""
-        lease = cls(folder / LEASE, token)
+    def take(
+        cls,
+        folder: Path,
+        token: str,
+        *,
+        waiting: Callable[[], None] = lambda: None,
+        lost: Callable[[str], None] = lambda reason: None,
+    ) -> Lease:
+        """Take the lease of a folder, from a dead run where need be.
+
+        Its thread calls ``lost`` once, with a sentence, where another run has taken it over.
+        """
+        lease = cls(folder / LEASE, token, lost)
         while not lease._create() and not lease._take_over(waiting):
             pass
         lease._thread.start()
         return lease
-
-    def call_when_lost(self, lost: Callable[[str], None]) -> None:
-        """Have that called once, with a sentence, from the lease's thread; now where it is lost already."""
-        with self._telling:
-            self._lost = lost
-            reason = self._reason
-        if reason is not None:
-            lost(reason)
 
     def close(self) -> None:
         """Give the lease back; another run's, which has taken it over, stays. Waits for the disk."""
@@ -91,14 +91,9 @@ class Lease:
                     # Through the same descriptor: a lease that takes this one's place now is another file.
                     os.pwrite(file.fileno(), self._content(), 0)
                     return None
-        except FileNotFoundError:
-            # Somebody has removed it, or the folder: whoever cannot write rows will say so. Or another run
-            # has taken it over, and come to its end.
-            status = read_status(self.path.parent)
-            if status is None or status.run in (None, self.token):
-                return None
         except OSError:
-            # The next renewal is in two seconds; and whoever cannot write rows will say so.
+            # The next renewal is in two seconds. Where somebody has removed it, or the folder, or another run
+            # has come to its end there, whoever cannot write rows will say so.
             return None
         return (
             f"another run has taken over {self.path.parent}: this one stood still for too long. What it has "
@@ -109,10 +104,7 @@ class Lease:
         while not self._closing.wait(RENEW_EVERY_S):
             reason = self.renew()
             if reason is not None:
-                with self._telling:
-                    self._reason, lost = reason, self._lost
-                if lost is not None:
-                    lost(reason)
+                self._lost(reason)
                 return
 
     def _create(self) -> bool:

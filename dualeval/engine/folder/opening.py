@@ -20,9 +20,7 @@ from dualeval.engine.folder.layout import (
     is_whole,
     journal_files,
     journal_of,
-    own_journals,
     partial_files,
-    probe_of,
 )
 from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
@@ -43,8 +41,6 @@ from dualeval.result import (
     result_from,
 )
 
-# The journal of a rank without a shared folder, whose process cannot be asked for from here.
-_OWN_JOURNAL_KEPT_S = 3600.0
 # Between the agents of a launch, in status.json.
 _AND = " | "
 
@@ -161,7 +157,7 @@ def read_previous(
     return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 
-def remove_leftovers(path: Path, token: str) -> None:
+def remove_leftovers(path: Path) -> None:
     """Remove what killed runs have left half written; for who holds the folder's lease.
 
     Only where nobody has written into it for a while: ranks on other hosts may outlive rank 0.
@@ -171,31 +167,6 @@ def remove_leftovers(path: Path, token: str) -> None:
     for file in partial_files(path):
         if now - _changed(file) > TAKE_OVER_AFTER_S:
             file.unlink(missing_ok=True)
-    remove_own_journals(path, token, now)
-
-
-def remove_own_journals(path: Path, token: str, now: float) -> None:
-    """Remove the journals that killed ranks without a shared folder have left on this disk."""
-    for folder in own_journals(path):
-        own = folder.name.rpartition("-")[2]
-        if own == token:
-            continue
-        files = journal_files(folder)
-        idle_s = now - max(_changed(entry) for entry in (folder, *files))
-        process = _process_of(probe_of(folder, own))
-        is_known = process is not None and process.is_here
-        if (process is not None and process.has_ended) or (not is_known and idle_s > _OWN_JOURNAL_KEPT_S):
-            for file in files:
-                file.unlink(missing_ok=True)
-            remove_if_empty(folder)
-
-
-def _process_of(probe: Path) -> Process | None:
-    """The process that a probe names; None where there is none, or an older version's."""
-    try:
-        return Process.read(json.loads(probe.read_bytes()))
-    except (OSError, ValueError):
-        return None
 
 
 def _changed(path: Path) -> float:
