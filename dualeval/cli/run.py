@@ -18,7 +18,7 @@ from dualeval.cli.grouped import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, flags_of, job_flags, jobs_of, task_flags
 from dualeval.engine.end.process import say
 from dualeval.engine.end.signals import numbers_of
-from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
+from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions, check_timeout
 from dualeval.engine.session import Session
 from dualeval.errors import EXIT_DONE
 from dualeval.launch import examine
@@ -71,6 +71,8 @@ def _given(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) 
         value = value.value if isinstance(value, Given) else value
         if value is not None:
             field.check(value)
+            if field.name in ("heartbeat_timeout", "forward_timeout"):
+                check_timeout(field.flag, value)
             found[field.name] = value
     return found
 

@@ -64,11 +64,16 @@ def _is_hash(value: Any) -> bool:
 
 
 def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on another dualeval, or a difference in the structure or a class's constants; else empty."""
+    """A sentence on another dualeval, or a difference in layout, structure or constants; else empty."""
     names = [name.removeprefix("job.") for name, _, _ in found]
     if "source.dualeval" in names:
         return (
             " (source.dualeval is a hash of dualeval's own files: the other one has another version of it.)"
+        )
+    if "layout" in names:
+        return (
+            " (None is contiguous. Where the model's forward fails channels-last on one of the two, both are "
+            "computed alike with --layout contiguous.)"
         )
     if not any(name.startswith(_NAMED) for name in names):
         return ""

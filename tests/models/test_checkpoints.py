@@ -309,13 +309,13 @@ def test_an_average_alone(tmp_path: Path, key: str | None) -> None:
     assert (found.prefix, found.left_out) == ("module.", ("n_averaged",))
 
 
-def test_a_name_of_the_scripts_own_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_average_under_a_name_of_the_scripts_own(tmp_path: Path) -> None:
     model = small()
     _, average = train(model)
     path = tmp_path / "w.pt"
     others = {"slow": {"weights": average.state_dict()}, "head": nn.Linear(3, 2).state_dict()}
     torch.save({"model": model.state_dict(), **others}, path)
-    assert read_state_dict(path).key == "model"
+    assert "holds 2 state_dicts: model (9 tensors), slow.weights (10 tensors)." in refused(path)
     values, _ = loaded(path, "slow.weights")
     assert_equal(values, average.module.state_dict())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -51,16 +51,48 @@ def choose(path: Path, content: object, key: str | None) -> tuple[str, StateDict
 
 
 def _only_one(path: Path, content: object, above: str = "") -> tuple[str, StateDict]:
-    """The one state_dict under known keys."""
+    """The one state_dict under known keys, where nothing else in the file could be meant in its place."""
     found = _state_dicts(content, above, known_only=True)
     if not found:
         raise _none_there(path, content, above)
-    if len(found) > 1:
+    rivals = [
+        (key, inner)
+        for key, inner in _mappings(content, above)
+        if all(inner is not other for _, other in found) and any(_has_all(inner, own) for _, own in found)
+    ]
+    every = [*found, *rivals]
+    if len(every) > 1:
+        keys = [key for key, _ in every]
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        advice = (
+            f"Say which is meant: --weights-key KEY, such as --weights-key {keys[0]}."
+            if repeated is None
+            else f"Two things answer to {repeated}. Save the one that is meant alone, with "
+            "torch.save(model.state_dict(), PATH)."
+        )
         raise UsageError(
-            f"{path} holds {len(found)} state_dicts: {_listed(found)}. They can give different results. Say "
-            f"which is meant: --weights-key KEY, such as --weights-key {found[0][0]}."
+            f"{path} holds {len(every)} state_dicts: {_listed(every)}. They can give different results. "
+            f"{advice}"
         )
     return found[0]
+
+
+def _has_all(content: Mapping[Any, Any], own: StateDict) -> bool:
+    """Whether a mapping has tensors, or arrays, like all of a state_dict's, behind whatever prefix."""
+    there, wanted = _kinds(content), _kinds(own)
+    if any(isinstance(value, PassedOver) for value in content.values()):  # its shape is not read
+        there, wanted = ({(name, None): n for (name, _), n in each.items()} for each in (there, wanted))
+    return bool(wanted) and all(there.get(kind, 0) >= count for kind, count in wanted.items())
+
+
+def _kinds(content: Mapping[Any, Any]) -> dict[tuple[str, Any], int]:
+    """How many tensors there are of each last part of a name and each shape; no scalars, as counters are."""
+    return Counter(
+        (name.rpartition(".")[2], getattr(value, "shape", None))
+        for name, value in content.items()
+        if isinstance(name, str)
+        and (isinstance(value, PassedOver) or (isinstance(value, Tensor) and value.dim() > 0))
+    )
 
 
 def _under(path: Path, content: object, key: str) -> tuple[str, StateDict]:
@@ -115,12 +147,17 @@ def _keys_of(content: object) -> str:
 
 def _listed(found: list[tuple[str, StateDict]]) -> str:
     """Keys and numbers of tensors."""
-    shown = [
-        f"{key} ({sum(isinstance(value, Tensor) for value in content.values())} tensors)"
-        for key, content in found
-    ]
+    shown = [f"{key or 'the file itself'} ({_counted(content)})" for key, content in found]
     more = f" and {len(shown) - _LISTED_AT_MOST} more" if len(shown) > _LISTED_AT_MOST else ""
     return ", ".join(shown[:_LISTED_AT_MOST]) + more
+
+
+def _counted(content: Mapping[Any, Any]) -> str:
+    others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
+    tensors = f"{len(content) - len(others)} tensors"
+    if is_state_dict(content):
+        return tensors
+    return f"{tensors}, and {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
 
 
 # -- walking ---------------------------------------------------------------------------------------------
@@ -144,11 +181,18 @@ def _values_under(content: object, key: str) -> Iterator[object]:
 def _state_dicts(
     content: object, above: str = "", *, known_only: bool = False
 ) -> list[tuple[str, StateDict]]:
-    """Nested state_dicts with their keys, each once, the outer ones first.
+    """Nested state_dicts with their keys, each once, the outer ones first."""
+    found = _mappings(content, above, known_only=known_only)
+    return [(key, inner) for key, inner in found if is_state_dict(inner)]
+
+
+def _mappings(
+    content: object, above: str, *, known_only: bool = False
+) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """All nested mappings down to state_dicts, but for those of optimizers; the outer ones first.
 
     What lies under a known key in a list, or by a number, is known too: an average of each decay.
     """
-    found: list[tuple[str, StateDict]] = []
     waiting: deque[tuple[str, object]] = deque([(above, content)])
     # A file may hold one mapping in several places, or within itself.
     seen: set[int] = set()
@@ -157,11 +201,11 @@ def _state_dicts(
         if id(inner) in seen:
             continue
         seen.add(id(inner))
+        if isinstance(inner, Mapping):
+            yield key, inner
         if is_state_dict(inner):
-            found.append((key, inner))
             continue
         for name, value in _items(inner):
             is_known = name in KNOWN_KEYS if isinstance(name, str) else bool(key)
             if is_known or not (known_only or str(name).startswith(_OF_AN_OPTIMIZER)):
                 waiting.append((f"{key}.{name}" if key else str(name), value))
-    return found
