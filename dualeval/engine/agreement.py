@@ -107,13 +107,15 @@ def _of_one(values: Any, world: World) -> Any:
     if not isinstance(values, Mapping):
         return values
     return {
-        name: type(value)(1) if str(value) == str(sizes.get(_called(name), "")) else value
+        name: type(value)(1) if _is_number_called(name, value, sizes) else value
         for name, value in values.items()
     }
 
 
-def _called(name: str) -> str:
-    return name.rpartition(".")[2].strip("_").lower()
+def _is_number_called(name: str, value: Any, numbers: Mapping[str, int]) -> bool:
+    """Whether a value has the name of one of these numbers, and holds it, or its text."""
+    called = name.rpartition(".")[2].strip("_").lower()
+    return called in numbers and str(value) == str(numbers[called])
 
 
 def check_same_job(
@@ -127,7 +129,7 @@ def check_same_job(
         differing = [
             (name, first, here)
             for name, first, here in differences(jobs[0], job)
-            if (str(first), str(here)) != ("0", str(numbers[rank].get(_called(name), "")))
+            if not (str(first) == "0" and _is_number_called(name, here, numbers[rank]))
         ]
         if differing:
             shown = listing(differing, "on rank 0", "here")

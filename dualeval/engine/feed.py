@@ -208,6 +208,9 @@ class _Sending(torch.utils.data.Dataset[bytes]):
             data, failed = self._reader[indices]
             return own_storages(data), failed, [*notes, *self._reader.notes()]
         except DualevalError as error:
+            # A collate may have said in its own words that torch's found no room.
+            if error.__cause__ is not None and _found_no_room(error.__cause__):
+                raise error.__cause__ from None
             return _with_own_code(error)
         except Exception as error:
             if _found_no_room(error) or not own_code(error):

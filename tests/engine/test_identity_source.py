@@ -7,6 +7,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,13 @@ import pytest
 from torch.utils.data import Dataset, Subset
 
 from dualeval import own_code
+from dualeval.engine.agreement import _numbers_of, _of_one, check_same_job
 from dualeval.engine.identity import _inside, source
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import module_name
 from dualeval.engine.samples import wrap
 from dualeval.errors import UsageError
+from dualeval.world import World
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
 from tests.tiny import TinyTask
@@ -339,3 +342,15 @@ def test_a_data_set_of_the_script_has_the_name_by_which_it_is_imported() -> None
     kinds = [type("Rows", (list,), {"__module__": name}) for name in ("__main__", module_name("__main__"))]
     one, other = (wrap(kind([1.0])).fingerprint(1) for kind in kinds)
     assert one == other
+
+
+def test_an_empty_text_is_no_number_of_a_process() -> None:
+    """Only what is called rank or world_size may hold such a number."""
+    world = World(rank=1, size=2, local_rank=1, local_size=2, node_rank=0, launcher="torchrun")
+    values = {"MODE": "", "world_size": 2, "x.WORLD_SIZE": "2", "size": 2}
+    assert _of_one(values, world) == {"MODE": "", "world_size": 1, "x.WORLD_SIZE": "1", "size": 2}
+    numbers = [_numbers_of(replace(world, rank=rank, local_rank=rank)) for rank in (0, 1)]
+    check_same_job([{"rank": 0}, {"rank": 1}], ["one", "one"], numbers)
+    for name, here in (("rank", 2), ("MODE", ""), ("MODE", 1)):
+        with pytest.raises(UsageError, match="does not have the same job"):
+            check_same_job([{name: 0}, {name: here}], ["one", "one"], numbers)

@@ -84,6 +84,29 @@ def test_batches_that_find_no_room_are_sent_through_pipes(launch: Launch) -> Non
     assert all("--ipc=host" in line for line in lines)
 
 
+DOOR = """
+import torch, dualeval
+from dualeval.metrics import Mean
+class Large(torch.utils.data.Dataset):
+    def __len__(self): return 12
+    def __getitem__(self, index): return torch.full((750_000,), float(index))
+done = dualeval.evaluate(model=torch.nn.Identity().eval(), data=Large(),
+    forward=lambda model, batch: batch.mean(1), observe=lambda out, batch: {"v": out},
+    metrics=[Mean("v")], workers=2, batch_size=4, device="cpu")
+print(done.metrics["v"])
+"""
+
+
+@pytest.mark.needs("mounts")
+def test_torchs_collate_that_finds_no_room(launch: Launch) -> None:
+    """It makes its batch in the shared memory, and the task has its own words for what it raises."""
+    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" "$@"'
+    words = ["unshare", "--mount", "sh", "-c", mount, sys.executable, "-c", DOOR]
+    done = launch(words, timeout=120, variables={"OMP_NUM_THREADS": "1"}).ok()
+    assert done.stdout.split() == ["5.5"]
+    assert "they are sent through pipes" in done.stderr
+
+
 @pytest.mark.needs("mounts")
 def test_with_room_nothing_is_said(launch: Launch) -> None:
     assert read_with(launch, "64m") == ["20", "20"]
