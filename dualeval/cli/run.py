@@ -18,7 +18,7 @@ from dualeval.cli.grouped import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, flags_of, job_flags, jobs_of, task_flags
 from dualeval.engine.end.process import say
 from dualeval.engine.end.signals import numbers_of
-from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions, check_timeout
+from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.engine.session import Session
 from dualeval.errors import EXIT_DONE
 from dualeval.launch import examine
@@ -71,8 +71,6 @@ def _given(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) 
         value = value.value if isinstance(value, Given) else value
         if value is not None:
             field.check(value)
-            if field.name in ("heartbeat_timeout", "forward_timeout"):
-                check_timeout(field.flag, value)
             found[field.name] = value
     return found
 
@@ -268,16 +266,9 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
 
 
 def _session(job: Job, invocation: _Invocation, launcher: str | None) -> Session:
-    said: set[str] = set()
-
-    def note_once(sentence: str) -> None:
-        # Of several models most have the same to say.
-        if sentence not in said:
-            said.add(sentence)
-            say(f"dualeval: note: {sentence}")
-
-    given = {**vars(invocation.session), "device": job.device, "launcher": launcher, "note": note_once}
-    return Session(**given)
+    # The session says each once: of several models most have the same to say.
+    given = {**vars(invocation.session), "device": job.device, "launcher": launcher}
+    return Session(**{**given, "note": lambda sentence: say(f"dualeval: note: {sentence}")})
 
 
 def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> _Invocation:

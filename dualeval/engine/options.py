@@ -52,6 +52,15 @@ def _is_call(value: object) -> bool:
     return value is None or callable(value)
 
 
+def _check_timeout(option: str, seconds: float) -> None:
+    """Raise UsageError where a timeout is none that ranks can be watched by."""
+    if not _LEAST_TIMEOUT_S <= seconds <= _LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"{option} {seconds:g}: expected seconds, {_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a "
+            "rank reports twice a second how far it is)"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(EvaluationOptions):
     """The options of one evaluation; the same on every rank."""
@@ -131,6 +140,7 @@ class SessionOptions:
         shown="60",
         fits=_is_number,
         expected="seconds, as 60.0",
+        also=_check_timeout,
     )
     forward_timeout: float = option(
         1800.0,
@@ -140,6 +150,7 @@ class SessionOptions:
         shown="1800",
         fits=_is_number,
         expected="seconds, as 1800.0",
+        also=_check_timeout,
     )
     stop_signals: tuple[str, ...] = option(
         DEFAULT_SIGNALS,
@@ -160,8 +171,6 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         check_session_options(vars(self))
-        check_timeout("heartbeat_timeout", self.heartbeat_timeout)
-        check_timeout("forward_timeout", self.forward_timeout)
         if self.on_stall not in (*_ON_STALL, None):
             raise UsageError(
                 f"on_stall={self.on_stall!r}: expected {' or '.join(map(repr, _ON_STALL))}, or None"
@@ -190,12 +199,3 @@ def run_options_of(options: Mapping[str, Any]) -> RunOptions:
     known += [*of_session, "nproc"]
     hint = did_you_mean(unknown, known) or f" There are {', '.join(known)}."
     raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
-
-
-def check_timeout(option: str, seconds: float) -> None:
-    """Raise UsageError where a timeout is none that ranks can be watched by."""
-    if not _LEAST_TIMEOUT_S <= seconds <= _LONGEST_TIMEOUT_S:
-        raise UsageError(
-            f"{option} {seconds:g}: expected seconds, {_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a "
-            "rank reports twice a second how far it is)"
-        )

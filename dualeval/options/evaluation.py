@@ -21,7 +21,7 @@ from dualeval.options.choices import (
     SHARDINGS,
     check_groups,
 )
-from dualeval.options.fields import fields_of, option
+from dualeval.options.fields import fields_of, flag_of, option
 
 # Headings of the help; those of a task's own options stand between DATA and RUN.
 MODEL = "Model"
@@ -119,7 +119,7 @@ class EvaluationOptions:
         self._check_sharding()
 
     def _said(self, name: str) -> str:
-        return f"--{name.replace('_', '-')}" if self._sign else name
+        return flag_of(name) if self._sign else name
 
     def _check_part(self) -> None:
         """Which part of the data set is evaluated."""

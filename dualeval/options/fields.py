@@ -62,8 +62,9 @@ def option(
     is_repeated: bool = False,
     fits: Callable[[object], bool] | None = None,
     expected: str = "",
+    also: Callable[[str, Any], object] | None = None,
 ) -> Any:
-    """A field of a dataclass of options; ``fits`` checks what its type does not say."""
+    """A field of a dataclass of options; ``fits`` and ``also`` check what its type does not say."""
     said = {
         "help": help,
         "group": group,
@@ -76,6 +77,7 @@ def option(
         "is_repeated": is_repeated or None,
         "fits": fits,
         "expected": expected,
+        "also": also,
     }
     metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
     return dataclasses.field(default=default, metadata=metadata)
@@ -115,6 +117,7 @@ class OptionField:
     is_repeated: bool
     fits: Callable[[object], bool] | None
     expected: str
+    also: Callable[[str, Any], object] | None
 
     @property
     def flag(self) -> str:
@@ -178,6 +181,8 @@ class OptionField:
             check_kind(said, value, isinstance(value, bool), "True or False")
         if self.fits is not None:
             check_kind(said, value, self.fits(value), self.expected)
+        if self.also is not None:
+            self.also(said, value)
         if [*_kinds(self.kind)] == [Path] and not isinstance(value, str | os.PathLike | None):
             raise UsageError(f"{said} {value!r}: expected a path")
         if self.least is not None:
@@ -215,6 +220,7 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
                 is_repeated=said.get("is_repeated", False),
                 fits=said.get("fits"),
                 expected=said.get("expected", ""),
+                also=said.get("also"),
             )
         )
     return tuple(found)
