@@ -2,8 +2,8 @@
 
 A folder of JPEGs in the sizes of ImageNet is made of crops and mirror images of real photographs. A plain
 loop (``ImageFolder``, ``Resize(256)``, ``CenterCrop(224)``, ``ToTensor``, ``Normalize``, ``DataLoader``,
-mean loss and top-1) and whole runs of dualeval, with simplejpeg and without, take turns in one process, with
-the same number of reading processes and one thread each.
+mean loss and top-1) and whole runs of dualeval take turns in one process, with the same number of reading
+processes and one thread each.
 
 First each way of reading a picture is timed alone, file by file, at its best of some rounds: that is nearly
 the same on a busy machine.
@@ -17,8 +17,7 @@ import argparse
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,14 +30,13 @@ from engine import Engine
 from PIL import Image
 from torch import Tensor, nn
 
-from dualeval.data import decoding
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.vision_library import torchvision
 
 WANTED = 1.2
-PLAIN, PILLOW, SIMPLEJPEG = "ImageFolder + DataLoader", "dualeval, Pillow alone", "dualeval, simplejpeg"
+PLAIN, OURS = "ImageFolder + DataLoader", "dualeval"
 _CLASSES = 10
 _BATCH = 32
 # Most photographs of ImageNet are of one of these sizes.
@@ -143,22 +141,19 @@ def image_folder(folder: Path) -> Any:
 def read_alone(folder: Path) -> dict[str, float]:
     """Milliseconds a picture by way of reading, without batches and model: the mean of each file's best."""
     theirs, wanted = image_folder(folder), Preprocessing(resize=256, crop=224)
-    # Each has a decoder of its own.
-    ours = {name: ImageFolder(folder, wanted) for name in (PILLOW, SIMPLEJPEG)}
+    own = ImageFolder(folder, wanted)
     ways: dict[str, Callable[[int], Any]] = {
         PLAIN: lambda index: theirs[index],
-        PILLOW: lambda index: ours[PILLOW].__getitems__([index]),
-        SIMPLEJPEG: lambda index: ours[SIMPLEJPEG].__getitems__([index]),
+        OURS: lambda index: own.__getitems__([index]),
     }
     count = min(_READ_ALONE, len(theirs))
     best = {name: [float("inf")] * count for name in ways}
     for _ in range(_ROUNDS_ALONE):
         for name, read in ways.items():
-            with _decoder(fast=name == SIMPLEJPEG):
-                for index in range(count):
-                    start = perf_counter()
-                    read(index)
-                    best[name][index] = min(best[name][index], perf_counter() - start)
+            for index in range(count):
+                start = perf_counter()
+                read(index)
+                best[name][index] = min(best[name][index], perf_counter() - start)
     return {name: 1000 * statistics.mean(seconds) for name, seconds in best.items()}
 
 
@@ -176,27 +171,13 @@ def plain(setting: Setting, model: nn.Module) -> tuple[float, float]:
     return perf_counter() - start, hits / len(data)
 
 
-def ours(setting: Setting, engine: Engine, out: Path, *, fast: bool) -> tuple[float, float]:
+def ours(setting: Setting, engine: Engine, out: Path) -> tuple[float, float]:
     """Seconds of the loop of a whole run, with all metrics, journal and rows, and its top-1."""
     options = {"out": out, "batch_size": _BATCH, "workers": setting.workers, "fresh": True}
-    notes: list[str] = []
-    with _decoder(fast=fast):
-        result = engine.evaluate(setting.task(), {"note": notes.append}, **options)
-    assert not [note for note in notes if "simplejpeg" in note], notes
+    result = engine.evaluate(setting.task(), **options)
     top1 = result.metrics["top1"]
     assert isinstance(top1, float)
     return result.timing["evaluate_s"], top1
-
-
-@contextmanager
-def _decoder(*, fast: bool) -> Iterator[None]:
-    installed = decoding._installed
-    if not fast:
-        decoding._installed = lambda: None
-    try:
-        yield
-    finally:
-        decoding._installed = installed
 
 
 def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
@@ -207,8 +188,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
         out = Path(folder) / "out"
         entries: dict[str, Callable[[], tuple[float, float]]] = {
             PLAIN: lambda: plain(setting, model),
-            PILLOW: lambda: ours(setting, engine, out, fast=False),
-            SIMPLEJPEG: lambda: ours(setting, engine, out, fast=True),
+            OURS: lambda: ours(setting, engine, out),
         }
         take_turns(1, entries)
         measured = take_turns(rounds, entries)
@@ -251,11 +231,9 @@ def main() -> None:
 def _text(found: dict[str, dict[str, list[float]]], alone: dict[str, float], rounds: int, files: int) -> str:
     rows = []
     for name, by in found.items():
-        speeds = [f"{statistics.median(by[loop]):,.0f}" for loop in (PLAIN, PILLOW, SIMPLEJPEG)]
-        ratios = [spread(by[loop], by[PLAIN]) for loop in (PILLOW, SIMPLEJPEG)]
-        rows.append([name, *speeds, ratios[0], f"**{ratios[1]}**"])
-    head = ["network", *(f"{loop}, pictures/s" for loop in (PLAIN, PILLOW, SIMPLEJPEG))]
-    head += ["Pillow alone over plain", "simplejpeg over plain"]
+        speeds = [f"{statistics.median(by[loop]):,.0f}" for loop in (PLAIN, OURS)]
+        rows.append([name, *speeds, f"**{spread(by[OURS], by[PLAIN])}**"])
+    head = ["network", *(f"{loop}, pictures/s" for loop in (PLAIN, OURS)), "dualeval over plain"]
     alone_rows = [[name, f"{ms:.2f}", f"{alone[PLAIN] / ms:.2f}"] for name, ms in alone.items()]
     qualities = ", ".join(map(str, _QUALITIES))
     return (

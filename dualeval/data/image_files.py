@@ -16,7 +16,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.data.cache import DataCache
-from dualeval.data.decoding import Decoder
 from dualeval.data.file_names import FileNames
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
@@ -48,7 +47,6 @@ class ImageFiles:
         self.labels = labels
         self._preprocessing = preprocessing
         self._whole_files = whole_files
-        self._decoder = Decoder()
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
         # By all that tells the files of some samples from others.
@@ -119,16 +117,12 @@ class ImageFiles:
     def _image(self, index: int) -> Tensor:
         with Path(self._path(index)).open("rb") as file:
             self._check_unchanged(index, file.fileno())
-            return read_pixels(file, self._preprocessing, self._decoder)
+            return read_pixels(file, self._preprocessing)
 
     def picture(self, index: int) -> Any:
         """The picture as it stands in its file, for people."""
         with Path(self._path(index)).open("rb") as file:
             return picture_in(file)
-
-    def reading_notes(self) -> list[str]:
-        """What the reader of a run should know of how this process has decoded, since the last call."""
-        return self._decoder.notes()
 
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):

@@ -98,7 +98,7 @@ class _Pictures(ImageFiles):
         with Path(self._path(index)).open("rb") as file:
             self._check_unchanged(index, file.fileno())
             size = size_of(file)
-            return read_pixels(file, self._preprocessing, self._decoder), size
+            return read_pixels(file, self._preprocessing), size
 
     def blank(self, index: int) -> tuple[Tensor, tuple[int, int]]:
         """As ``read``, of a black picture of that size."""
@@ -199,10 +199,6 @@ class MaskedPictures(WithColumns):
             warnings=(),
             kept=self.kept.select(chosen),
         )
-
-    def reading_notes(self) -> list[str]:
-        """As for ``ImageFiles``."""
-        return self.pictures.reading_notes()
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over ids and sizes in bytes of the first ``count`` pictures and their masks."""

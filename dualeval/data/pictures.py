@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 
 # Pillow would import all of its plugins for these two.
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 from torch import Tensor, from_numpy
 
 from dualeval.data.contents import HEAD, what_it_holds
-from dualeval.data.decoding import Decoder
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, Uncropped
-from dualeval.data.resized_part import Rows, rows_of
 from dualeval.data.resizing import cut_out, whole
 from dualeval.errors import UsageError
 
@@ -28,22 +25,13 @@ assert WebPImagePlugin.WebPImageFile.format in FORMATS
 _MODES = {1: "L", 3: "RGB"}
 
 
-def read_pixels(file: IO[bytes], wanted: Normalisation, decoder: Decoder | None = None) -> Tensor:
-    """Decode a picture, and do with it what ``prepare`` does.
+def read_pixels(file: IO[bytes], wanted: Normalisation) -> Tensor:
+    """Decode a picture, and ``prepare`` it.
 
     The first frame of an animation or the first page of a TIFF is taken. The rotation in EXIF is left alone.
     """
     with _opened(file) as image, _whole_pictures_only():
-        if isinstance(wanted, Uncropped):
-            wanted = whole(image.size, wanted)
-        if not isinstance(wanted, Preprocessing):
-            return prepare(image, wanted)
-        pixels = None if decoder is None else decoder.decode(image, file)
-        if pixels is None:
-            rows = _rows_of_image(image, wanted.channels)
-        else:
-            rows = _rows_of_pixels(pixels, wanted.channels)
-        return cut_out(rows, image.size, wanted)
+        return prepare(image, wanted)
 
 
 def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
@@ -53,29 +41,19 @@ def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
     """
     if isinstance(wanted, Uncropped):
         wanted = whole(image.size, wanted)
-    if not isinstance(wanted, Preprocessing):
-        colours = _with_channels(_eight_bits(image), 3)
-        if isinstance(wanted, OwnPreprocessing):
-            found = wanted.function(colours)
-            if not isinstance(found, Tensor) or found.ndim != 3:
-                what = f"a {type(found).__name__}"
-                if isinstance(found, Tensor):
-                    what = f"a tensor of shape {tuple(found.shape)}"
-                raise UsageError(
-                    f"--preprocessing: {wanted} returned {what}, expected a torch.Tensor of shape "
-                    "(channels, height, width)"
-                )
-            return found
+    if isinstance(wanted, Preprocessing):
+        return cut_out(_with_channels(_eight_bits(image), wanted.channels), wanted)
+    colours = _with_channels(_eight_bits(image), 3)
+    if not isinstance(wanted, OwnPreprocessing):
         return from_numpy(np.array(colours)).permute(2, 0, 1).contiguous()
-    return cut_out(_rows_of_image(image, wanted.channels), image.size, wanted)
-
-
-def _rows_of_pixels(pixels: npt.NDArray[np.uint8], channels: int) -> Rows:
-    return lambda first, last: _with_channels(Image.fromarray(pixels[first:last]), channels)
-
-
-def _rows_of_image(image: Image.Image, channels: int) -> Rows:
-    return rows_of(_with_channels(_eight_bits(image), channels))
+    found = wanted.function(colours)
+    if isinstance(found, Tensor) and found.ndim == 3:
+        return found
+    shape = f"tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    raise UsageError(
+        f"--preprocessing: {wanted} returned a {shape}, expected a torch.Tensor of shape (channels, height, "
+        "width)"
+    )
 
 
 def picture_in(file: IO[bytes]) -> Image.Image:
