@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dualeval.data.small_images import SmallImages, check_small
+from dualeval.data.small_images import SmallImages
 from dualeval.errors import UsageError
 
 _UNSIGNED_BYTE = 0x08
@@ -65,7 +65,8 @@ class IdxImages(SmallImages):
                 f"{folder}: images of shape {tuple(images.shape)} and labels of shape "
                 f"{tuple(targets.shape)}, expected (n, height, width) and (n,)"
             )
-        check_small(images, targets, folder, classes)
+        if classes and len(targets) and int(targets.max()) >= len(classes):
+            raise UsageError(f"{folder}: labels up to {int(targets.max())}, expected 0 to {len(classes) - 1}")
         super().__init__(images.unsqueeze(1), targets, split, classes=classes)
 
     @staticmethod

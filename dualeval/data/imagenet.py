@@ -1,18 +1,26 @@
-"""Where the pictures of ImageNet (ILSVRC-2012) lie below a folder, by its usual layouts."""
+"""ImageNet (ILSVRC-2012): the WordNet ids of its classes, and where its pictures lie below a folder."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from dualeval.data.class_folders import PassedOver, class_folders, is_image
 from dualeval.data.labels import are_wnids
-from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
 
 # torchvision's, then Kaggle's archive, then others' names.
 _PLACES = ("{}", "ILSVRC/Data/CLS-LOC/{}", "Data/CLS-LOC/{}", "ILSVRC2012/{}", "ILSVRC2012_img_{}")
 _NAMES = {"val": ("val", "validation"), "train": ("train",)}
 _TAR = "ILSVRC2012_img_{}.tar"
+# Facts, a line a class; tests/write_wnids.py has written it.
+WNIDS_FILE = Path(__file__).resolve().parent.parent / "assets" / "imagenet_wnids.txt"
+
+
+@functools.cache
+def imagenet_wnids() -> tuple[str, ...]:
+    """The wnid of each class of ILSVRC-2012, by its index: they are in the order of their names."""
+    return tuple(WNIDS_FILE.read_text("ascii").split())
 
 
 def imagenet_folder(root: Path, split: str) -> Path:

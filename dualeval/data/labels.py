@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from dualeval.data.class_map import ClassMap
 from dualeval.errors import UsageError
-from dualeval.wording import counted
+from dualeval.wording import counted, nearest
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
@@ -61,9 +60,8 @@ class KnownClasses:
         return self._exact.get(folder, []) if exactly else self._loose.get(_simple(folder), [])
 
     def nearest(self, folder: str) -> str:
-        """The class name nearest to a folder's, as a sentence; "" where there is none."""
-        near = difflib.get_close_matches(_simple(folder), self._loose, n=1) if self.go_by_name else []
-        return f" Nearest to {folder!r}: {self.names[self._loose[near[0]][0]]!r}." if near else ""
+        """The class names nearest to a folder's, as a sentence; "" where there is none."""
+        return nearest(_simple(folder), self.names) if self.go_by_name else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,32 +137,21 @@ def choose_labels(
     noun: str = "class folder",
 ) -> Labels:
     """Decide which class each folder or label is."""
-    found = _chosen(folders, class_map, order, known, noun)
-    return replace(found, noun=_short(noun))
-
-
-def _chosen(
-    folders: Sequence[str],
-    class_map: ClassMap | None,
-    order: str | None,
-    known: KnownClasses | None,
-    noun: str,
-) -> Labels:
     if class_map is not None:
-        return _by_map(folders, class_map, known, noun)
-    if order == "number":
-        return _by_number(folders, noun)
-    if order is None and known is not None and (labels := _by_known(folders, known, noun)) is not None:
-        return labels
-    classes = {folder: index for index, folder in enumerate(folders)}
-    warning = _numeric_warning(folders, noun) if order is None else ""
-    return Labels(
-        rule="order of names",
-        classes=classes,
-        names=dict(enumerate(folders)),
-        num_classes=len(folders),
-        warnings=(warning,) if warning else (),
-    )
+        labels = _by_map(folders, class_map, known, noun)
+    elif order == "number":
+        labels = _by_number(folders, noun)
+    elif order is None and known is not None and (found := _by_known(folders, known, noun)) is not None:
+        labels = found
+    else:
+        labels = Labels(
+            rule="order of names",
+            classes={folder: index for index, folder in enumerate(folders)},
+            names=dict(enumerate(folders)),
+            num_classes=len(folders),
+            warnings=_numeric_warning(folders, noun) if order is None else (),
+        )
+    return replace(labels, noun=_short(noun))
 
 
 # -- order -----------------------------------------------------------------------------------------------
@@ -178,18 +165,16 @@ def _numbers(folders: Sequence[str]) -> dict[str, int] | None:
     return {folder: int(match[2]) for folder, match in zip(folders, found, strict=True) if match}
 
 
-def _numeric_warning(folders: Sequence[str], noun: str) -> str:
-    numbers = _numbers(folders)
-    if numbers is None:
-        return ""
-    by_number = sorted(folders, key=lambda name: (numbers[name], name))
-    place = next((i for i, (a, b) in enumerate(zip(folders, by_number, strict=True)) if a != b), None)
+def _numeric_warning(folders: Sequence[str], noun: str) -> tuple[str, ...]:
+    numbers = _numbers(folders) or {}
+    by_number = sorted(numbers, key=lambda name: (numbers[name], name))
+    place = next((i for i, name in enumerate(by_number) if name != folders[i]), None)
     if place is None:
-        return ""
+        return ()
     return (
         f"the {noun}s are numbered, but are in the order of their names: {folders[place]!r} is class "
         f"{place}. If the model was trained in numeric order, give --class-order number or --class-map FILE; "
-        "if it was trained in this one, give --class-order name."
+        "if it was trained in this one, give --class-order name.",
     )
 
 
@@ -239,17 +224,20 @@ def _by_known(folders: Sequence[str], known: KnownClasses, noun: str) -> Labels 
         )
     for folder, places in found.items():
         if len(places) > 1:
+            wnids = f" ({_listed([known.wnids[place] for place in places])})" if known.wnids else ""
             raise UsageError(
                 f"the {noun} {folder!r} may be any of the classes {_listed(places)} of {known.of}: "
-                f"{_listed([known.names[place] for place in places])}. Name it by its wnid"
-                f"{_wnids(known, places)}, or give --class-map FILE."
+                f"{_listed([known.names[place] for place in places])}. Name it by its wnid{wnids}, or give "
+                "--class-map FILE."
             )
     classes = {folder: places[0] for folder, places in found.items()}
-    for index, same in _merged(classes).items():
-        raise UsageError(
-            f"the {noun}s {_listed(same)} are all class {index} of {known.of}, {known.names[index]!r}. "
-            f"Merge them, or give --class-map FILE, where several {_short(noun)}s may be one class."
-        )
+    for index, count in Counter(classes.values()).items():
+        if count > 1:
+            same = [folder for folder in classes if classes[folder] == index]
+            raise UsageError(
+                f"the {noun}s {_listed(same)} are all class {index} of {known.of}, {known.names[index]!r}. "
+                f"Merge them, or give --class-map FILE, where several {_short(noun)}s may be one class."
+            )
     by_wnid = sum(folder.lower() in known.wnids for folder in folders)
     kind = "wnids" if by_wnid == len(folders) else "wnids and names" if by_wnid else "names"
     return Labels(
@@ -264,11 +252,47 @@ def _by_known(folders: Sequence[str], known: KnownClasses, noun: str) -> Labels 
     )
 
 
-def _wnids(known: KnownClasses, places: Sequence[int]) -> str:
-    return f" ({_listed([known.wnids[place] for place in places])})" if known.wnids else ""
-
-
 # -- class map -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassMap:
+    """Which class each folder is."""
+
+    path: Path
+    # Index of the class by name of the folder; None for a folder that is left out.
+    classes: dict[str, int | None]
+
+
+def read_class_map(path: Path) -> ClassMap:
+    """Read a class map: one JSON object, folder to index; null leaves a folder out."""
+    where, expected = f"--class-map {path}", 'expected a JSON file, {"FOLDER": INDEX, ...}'
+    try:
+        content = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_checked_map)
+    except OSError as error:
+        raise UsageError(f"{where} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON: {error}; {expected}") from error
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    if not isinstance(content, dict) or not content:
+        raise UsageError(f"{where} holds {content!r}: {expected}")
+    return ClassMap(path=path, classes=content)
+
+
+def _checked_map(pairs: list[tuple[str, Any]]) -> dict[str, int | None]:
+    classes = dict(pairs)
+    if len(classes) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise UsageError(f"{twice!r} is there twice. Leave one out.")
+    for folder, index in pairs:
+        if index is not None and (type(index) is not int or index < 0):
+            turned = " A map of index to folder has to be turned round." * isinstance(index, str | list)
+            raise UsageError(
+                f"{folder!r} is mapped to {json.dumps(index, ensure_ascii=False)}: expected the class's "
+                f"index, a whole number from 0, or null to leave the folder out.{turned}"
+            )
+    return classes
 
 
 def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None, noun: str) -> Labels:
@@ -308,14 +332,6 @@ def check_indices(classes: Mapping[str, int], count: int, said: str, because: st
     for folder, index in classes.items():
         if index >= count:
             raise UsageError(f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).")
-
-
-def _merged(classes: Mapping[str, int]) -> dict[int, list[str]]:
-    """Classes that several folders are, with these."""
-    found = defaultdict(list)
-    for folder, index in classes.items():
-        found[index].append(folder)
-    return {index: same for index, same in found.items() if len(same) > 1}
 
 
 # -- words -----------------------------------------------------------------------------------------------

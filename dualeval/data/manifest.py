@@ -5,29 +5,46 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dualeval.data.cache import DataCache
 from dualeval.data.file_names import FileNames
-from dualeval.data.image_data import Labeler
 from dualeval.data.image_files import ImageFiles
-from dualeval.data.labels import Labels, indices_of_classes
-from dualeval.data.manifest_rows import read_rows
+from dualeval.data.labels import KnownClasses, Labels, indices_of_classes
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import Table, is_unicode
+from dualeval.data.table import Table, column_of, is_unicode, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 
+PATH_COLUMNS = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file", "image")
+LABEL_COLUMNS = ("label", "class", "target", "y")
+# Of questions on texts, as SQuAD has them.
+_OF_QUESTIONS = {"question", "questions", "context", "answers"}
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?nan", re.ASCII | re.IGNORECASE)
 _LOOKED_FOR = 1000
 _LEFT_OUT = -1
+
+
+class Labeler(Protocol):
+    """Decides which class each label is."""
+
+    @property
+    def known(self) -> KnownClasses | None:
+        """The model's classes, where their names are known."""
+
+    @property
+    def takes_names(self) -> bool:
+        """Whether labels are names, also those that look like numbers: a class map or an order was given."""
+
+    def __call__(self, names: Sequence[str], noun: str) -> Labels:
+        """Decide for labels, sorted; ``noun`` is what one of them is called in messages."""
 
 
 class ManifestImages(WithColumns, ImageFiles):
@@ -51,19 +68,17 @@ class ManifestImages(WithColumns, ImageFiles):
             raise UsageError(f"--image-root {image_root} is no folder")
         read = cache.once(
             ("manifest", path.absolute(), path_column, label_column, tuple(keep)),
-            lambda: _read(read_rows(path, path_column, label_column, keep)),
+            lambda: _read(_opened(path, path_column, label_column, keep)),
         )
         labels, classes = _classes(read, label)
         targets = classes[np.frombuffer(read.codes, np.int32)]
-        paths, hashes = read.paths, np.frombuffer(read.hashes, np.int64)
-        self.kept = read.kept
+        paths, self.kept = read.paths, read.kept
         if (targets == _LEFT_OUT).any():
             kept = np.flatnonzero(targets != _LEFT_OUT)
             if not len(kept):
                 raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
-            paths, targets, hashes = paths.select(kept), targets[kept], hashes[kept]
-            self.kept = read.kept.select(kept)
-        _check_once(path, paths, hashes)
+            paths, targets, self.kept = paths.select(kept), targets[kept], read.kept.select(kept)
+        _check_once(path, paths)
         super().__init__(
             path.parent if image_root is None else image_root,
             paths,
@@ -90,9 +105,31 @@ class ManifestImages(WithColumns, ImageFiles):
         """As for ``ImageFiles``."""
         found = super().select(indices)
         assert isinstance(found, ManifestImages)
-        chosen = np.asarray(indices, np.int64)
-        found.kept = self.kept.select(chosen)
+        found.kept = self.kept.select(np.asarray(indices, np.int64))
         return found
+
+
+def _opened(path: Path, path_column: str | None, label_column: str | None, keep: Sequence[str]) -> Table:
+    if not path.is_file():
+        raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of images.")
+
+    def choose(found: Sequence[str]) -> tuple[str, str]:
+        hint = ""
+        if _OF_QUESTIONS & {name.casefold() for name in found}:
+            hint = (
+                " For questions on texts type: dualeval run --task question-answering --model DIR --data "
+                f"{path}"
+            )
+        return (
+            column_of(path, found, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths", hint),
+            column_of(path, found, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
+        )
+
+    of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
+    table = open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, keep)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return replace(table, rows=((number, name, label.strip()) for number, name, label in table.rows))
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +139,6 @@ class _Read:
     of: Table
     # One a row.
     paths: FileNames
-    # Of the paths, of this process alone.
-    hashes: array[int]
     # The place of each row's label among `labels`.
     codes: array[int]
     # Those that there are, in the order of their first rows, with the numbers of these.
@@ -114,7 +149,7 @@ class _Read:
 
 def _read(of: Table) -> _Read:
     """Read all rows."""
-    paths, hashes, codes = FileNames(), array("q"), array("i")
+    paths, codes = FileNames(), array("i")
     places: dict[str | int, int] = {}
     first: dict[str | int, int] = {}
     for number, path, label in of.rows:
@@ -133,14 +168,12 @@ def _read(of: Table) -> _Read:
             paths.append(path)
         except UnicodeEncodeError as error:
             raise _no_path(of, number, path) from error
-        hashes.append(hash(path))
         codes.append(place)
     if not len(paths):
         raise UsageError(
             f"{of.path} holds no sample: found its headings alone, expected rows of path and label"
         )
-    kept = of.further.kept()
-    return _Read(of=of, paths=paths, hashes=hashes, codes=codes, labels=first, kept=kept)
+    return _Read(of=of, paths=paths, codes=codes, labels=first, kept=of.further.kept())
 
 
 def _no_label(of: Table, number: int, label: object) -> UsageError:
@@ -201,8 +234,9 @@ def _named(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
     return labels, np.array([labels.classes.get(text, _LEFT_OUT) for text in texts], np.int64)
 
 
-def _check_once(path: Path, paths: FileNames, hashes: npt.NDArray[np.int64]) -> None:
+def _check_once(path: Path, paths: FileNames) -> None:
     """Refuse a manifest that lists a picture twice."""
+    hashes = np.fromiter((hash(paths.stored(place)) for place in range(len(paths))), np.int64, len(paths))
     values, counts = np.unique(hashes, return_counts=True)
     # Paths of one hash need not be equal.
     seen: set[bytes] = set()

@@ -19,7 +19,7 @@ from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
 from dualeval.data.file_names import FileNames
 from dualeval.data.image_files import ImageFiles
 from dualeval.data.labels import indices_of_classes
-from dualeval.data.manifest_rows import PATH_COLUMNS
+from dualeval.data.manifest import PATH_COLUMNS
 from dualeval.data.pictures import prepare, read_pixels, size_of
 from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table import column_of, is_table, open_table

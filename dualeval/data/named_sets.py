@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dualeval.data.cifar import read_cifar
+from torch import from_numpy, tensor
+
 from dualeval.data.idx import SPLITS, IdxImages
 from dualeval.data.set_names import NamedSet
 from dualeval.data.small_images import SmallImages
 from dualeval.errors import UsageError
+from dualeval.vision_library import torchvision
 
 FASHION_MNIST_CLASSES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
@@ -22,7 +24,7 @@ _IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
 def read_small(wanted: NamedSet) -> SmallImages:
     """Read one of those whose images are held in memory: all but ImageNet."""
     if wanted.name not in _IDX_CLASSES:
-        return read_cifar(wanted.name, wanted.root, wanted.split)
+        return _read_cifar(wanted)
     # torchvision's place; then that of the files where nobody gave them a folder of their own.
     places = (wanted.root / wanted.name / "raw", wanted.root / "raw", wanted.root)
     folder = next((place for place in places if IdxImages.is_in(place)), None)
@@ -34,3 +36,19 @@ def read_small(wanted: NamedSet) -> SmallImages:
             "downloaded."
         )
     return IdxImages(folder, split, classes=_IDX_CLASSES[wanted.name])
+
+
+def _read_cifar(wanted: NamedSet) -> SmallImages:
+    """CIFAR-10 or CIFAR-100 by torchvision, which unpickles a file if its md5 is the published one."""
+    kind = getattr(torchvision().datasets, wanted.name)
+    try:
+        found = kind(wanted.root, train=wanted.split == "train")
+    except RuntimeError as error:
+        raise UsageError(
+            f"{wanted.root / kind.base_folder} does not hold the published files of {wanted.name}: one is "
+            "missing, or its md5 is another. They are pickles, which can run code, so none was read. Unpack "
+            f"{kind.filename} in {wanted.root}; nothing is downloaded. For pictures of your own use class "
+            "folders or a manifest."
+        ) from error
+    images = from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+    return SmallImages(images, tensor(found.targets), wanted.split, classes=found.classes)

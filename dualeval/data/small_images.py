@@ -13,7 +13,6 @@ from torch import Tensor, as_tensor
 
 from dualeval.data.labels import Labels, indices_of_classes
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, shape_of
-from dualeval.errors import UsageError
 
 
 class SmallImages:
@@ -135,17 +134,3 @@ class ResizedImages(SmallImages):
         batch = super().__getitems__(indices)
         pictures = (prepare(picture_of(image), self._preprocessing) for image in batch["images"])
         return list(zip(pictures, batch["targets"].tolist(), strict=True))
-
-
-def check_small(images: Tensor, targets: Tensor, where: object, classes: Sequence[str] = ()) -> None:
-    """Check that images and labels go together."""
-    if targets.ndim != 1 or len(images) != len(targets):
-        raise UsageError(
-            f"{where}: images of shape {tuple(images.shape)} and labels of shape {tuple(targets.shape)}, "
-            "expected as many labels as images"
-        )
-    if classes and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
-        raise UsageError(
-            f"{where}: labels from {int(targets.min())} to {int(targets.max())}, expected 0 to "
-            f"{len(classes) - 1}"
-        )

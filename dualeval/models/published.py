@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from dualeval.data.imagenet import imagenet_wnids
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import DualevalError, UsageError
 from dualeval.vision_library import torchvision
 from dualeval.wording import nearest

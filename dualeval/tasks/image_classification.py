@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dualeval.columns import KEEPING_LATE, keeps_late
 from dualeval.data.cache import DataCache
-from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
@@ -44,6 +43,9 @@ from dualeval.tasks.image_refusals import (
 )
 from dualeval.tasks.picture_task import PictureTask, check_weights
 from dualeval.tasks.refusals import refuse_probabilities
+
+if TYPE_CHECKING:
+    from dualeval.tasks.image_data import ImageData
 
 NAME = "image-classification"
 

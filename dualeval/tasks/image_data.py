@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dualeval.data.idx import SPLITS as IDX_SPLITS
 from dualeval.data.idx import IdxImages
+from dualeval.data.imagenet import imagenet_wnids
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.named_sets import FASHION_MNIST_CLASSES, read_small
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import IMAGENET, named_set
 from dualeval.data.small_images import SmallImages
 from dualeval.data.table import SUFFIXES, is_table
-from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
-    from dualeval.data.image_data import ImageData
+    from dualeval.data.image_files import ImageFiles
     from dualeval.data.labels import KnownClasses
     from dualeval.tasks.image_classification_options import ImageClassificationOptions
     from dualeval.tasks.image_labels import FolderLabels
+
+    ImageData: TypeAlias = ImageFiles | SmallImages
 
 # What the embedded job evaluates: files that ship with this package.
 ASSETS = Path(__file__).resolve().parent.parent / "assets"

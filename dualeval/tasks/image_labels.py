@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.class_map import read_class_map
-from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels
-from dualeval.data.wnids import imagenet_wnids
+from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
 from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.options.choices import CLASS_ORDERS, check_choice

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.data.class_map import ClassMap
-from dualeval.data.labels import KnownClasses, Labels, are_wnids, choose_labels
-from dualeval.data.wnids import imagenet_wnids
+from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.labels import ClassMap, KnownClasses, Labels, are_wnids, choose_labels, read_class_map
 from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.vision_library import torchvision
@@ -103,6 +102,38 @@ def test_a_class_map() -> None:
     assert labels.notes == ("classes: 2 folders by m.csv",)
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_the_file_of_a_class_map(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(f'{mark}{{"cat": 3, "left out": null, "größe": 12}}', "utf-8")
+    assert read_class_map(path) == ClassMap(path=path, classes={"cat": 3, "left out": None, "größe": 12})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("cat,1", r"is not JSON: .*expected a JSON file, \{\"FOLDER\": INDEX, ...\}"),
+        (b'{"caf\xe9": 1}', "is not JSON: 'utf-8' codec"),
+        ("[1, 2]", r"holds \[1, 2\]: expected"),
+        ("{}", "holds {}: expected"),
+        ('{"cat": 1, "dog": 2, "cat": 3}', ": 'cat' is there twice"),
+        ('{"cat": "1"}', "'cat' is mapped to \"1\": expected the class's index"),
+        ('{"0": "cat"}', "A map of index to folder has to be turned round"),
+        ('{"0": ["n01440764", "tench"]}', "the class's index.*A map of index to folder"),
+        ('{"cat": -1}', "mapped to -1"),
+        ('{"cat": true}', "mapped to true.*null to leave the folder out"),
+    ],
+)
+def test_what_is_no_class_map(tmp_path: Path, text: str | bytes | None, said: str) -> None:
+    path = tmp_path / "map.json"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UsageError, match=said) as caught:
+        read_class_map(path)
+    assert str(caught.value).startswith(f"--class-map {path}")
+
+
 def test_folders_that_a_map_does_not_name() -> None:
     message = str(refused(["a", "b", "c"], class_map=ClassMap(path=Path("m.csv"), classes={"b": 1, "z": 2})))
     assert "m.csv does not name 2 of 3 class folders: a, c. Add them; null" in message
@@ -189,7 +220,7 @@ def test_names_that_are_nobodys_are_in_order() -> None:
 def test_some_folders_of_no_class() -> None:
     message = refused(["night herron", "n02012849"], known=BIRDS)
     assert "1 of 2 class folders are no classes of Birds_V1, while the others are: night herron." in message
-    assert "Nearest to 'night herron': 'night heron'" in message
+    assert "Nearest: night heron." in message
 
 
 def test_two_classes_of_one_name() -> None:
