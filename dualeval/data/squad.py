@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
-import math
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from dualeval.data.table import is_unicode
 from dualeval.errors import UsageError
 
 _SHOWN_AT_MOST = 5
-_KEY = re.compile(r'"((?:[^"\\\n]|\\.)*)"\s*:')
 # "v2.0" and the like; not a date, as "2024-03-01".
 _SECOND = re.compile(r"[vV]?2(\.[^-]*)?")
 
@@ -34,8 +33,6 @@ _EXPECTED: dict[type, str] = {
     bool: "true or false",
 }
 
-# Keys and places that lead to a value: ("data", 0, "paragraphs").
-_Way = tuple[str | int, ...]
 _T = TypeVar("_T")
 
 
@@ -100,25 +97,19 @@ class Questions:
 
 
 class _Wrong(Exception):
-    """What is wrong with a value; the way to it is put together on the way up."""
-
-    def __init__(self, said: str, way: _Way) -> None:
-        super().__init__(said)
-        self.way = way
+    """What is wrong with a value, which is named as in JavaScript: data[0].paragraphs[2]."""
 
 
 def read_questions(path: Path) -> Questions:
     """Read a file of questions."""
-    text = _read_text(path, "questions in the JSON format of SQuAD", "--data")
-    content = _parse(text, path)
+    content = _read(path, "questions in the JSON format of SQuAD", "--data")
     try:
-        version = _get(content, "version", str, (), "") if isinstance(content, dict) else ""
+        version = _get(content, "version", str, "", "") if isinstance(content, dict) else ""
         questions = tuple(_questions(content))
     except _Wrong as wrong:
         raise UsageError(
-            f"{path}: {_shown(wrong.way)} {wrong}. Expected the format of "
-            "SQuAD: data[].paragraphs[] with context and qas[], each with id, question and answers[] (text, "
-            "answer_start)."
+            f"{path}: {wrong}. Expected the format of SQuAD: data[].paragraphs[] with context and qas[], "
+            "each with id, question and answers[] (text, answer_start)."
         ) from wrong
     if not questions:
         raise UsageError(f"{path} holds no question: its data[].paragraphs[].qas[] are empty.")
@@ -143,7 +134,7 @@ def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
             questions.append(_question_of_row(rows[number], texts))
         except _Wrong as wrong:
             raise UsageError(
-                f"row {number} of the questions: {_shown(wrong.way)} {wrong}. Expected the columns of "
+                f"row {number} of the questions: {wrong}. Expected the columns of "
                 "load_dataset('squad'): id, context, question, answers (text, answer_start)."
             ) from wrong
     if not questions:
@@ -155,30 +146,29 @@ def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
 
 
 def _question_of_row(row: Any, articles: dict[str, str]) -> Question:
-    answers = _get(row, "answers", dict, ())
-    texts, starts = (list(_get(answers, key, list, ("answers",))) for key in ("text", "answer_start"))
+    answers = _get(row, "answers", dict, "")
+    texts, starts = (list(_get(answers, key, list, "answers")) for key in ("text", "answer_start"))
     if len(texts) != len(starts):
-        raise _Wrong(f"has {len(texts)} texts and {len(starts)} values of answer_start", ("answers",))
+        raise _Wrong(f"answers has {len(texts)} texts and {len(starts)} values of answer_start")
     entry = {
-        "id": _get(row, "id", str, ()),
-        "question": _get(row, "question", str, ()),
+        "id": _get(row, "id", str, ""),
+        "question": _get(row, "question", str, ""),
         "answers": [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)],
     }
-    context = _get(row, "context", str, ())
+    context = _get(row, "context", str, "")
     title = _title(row) or articles.setdefault(context, f"text {len(articles) + 1}")
-    return _question(entry, context, title, ())
+    return _question(entry, context, title, "")
 
 
 def _questions(content: Any) -> Iterator[Question]:
-    way: _Way = ()
-    for number, article in enumerate(_get(content, "data", list, way)):
-        in_article = (*way, "data", number)
+    for number, article in enumerate(_get(content, "data", list, "")):
+        in_article = f"data[{number}]"
         title = _title(article) or f"article {number + 1}"
         for place, paragraph in enumerate(_get(article, "paragraphs", list, in_article)):
-            in_paragraph = (*in_article, "paragraphs", place)
+            in_paragraph = f"{in_article}.paragraphs[{place}]"
             context = _get(paragraph, "context", str, in_paragraph)
             for index, entry in enumerate(_get(paragraph, "qas", list, in_paragraph)):
-                yield _question(entry, context, title, (*in_paragraph, "qas", index))
+                yield _question(entry, context, title, f"{in_paragraph}.qas[{index}]")
 
 
 def _title(entry: Any) -> str | None:
@@ -187,55 +177,46 @@ def _title(entry: Any) -> str | None:
     return title if isinstance(title, str) and title and is_unicode(title) else None
 
 
-def _question(entry: Any, context: str, article: str, way: _Way) -> Question:
-    own = {key: _get(entry, key, str, way) for key in ("id", "question")}
-    answers = [
-        (
-            _get(answer, "text", str, (*way, "answers", place)),
-            _get(answer, "answer_start", int, (*way, "answers", place)),
-        )
-        for place, answer in enumerate(_get(entry, "answers", list, way))
-    ]
-    if _get(entry, "is_impossible", bool, way, False) and answers:
-        raise _Wrong("is true, but there are answers", (*way, "is_impossible"))
-    return Question(
-        **own,
-        context=context,
-        article=article,
-        answers=tuple(text for text, _ in answers),
-        starts=tuple(start for _, start in answers),
-    )
+def _question(entry: Any, context: str, article: str, where: str) -> Question:
+    own = {key: _get(entry, key, str, where) for key in ("id", "question")}
+    texts, starts = [], []
+    for place, answer in enumerate(_get(entry, "answers", list, where)):
+        in_answer = f"{where}.answers[{place}]".removeprefix(".")
+        texts.append(_get(answer, "text", str, in_answer))
+        starts.append(_get(answer, "answer_start", int, in_answer))
+    if _get(entry, "is_impossible", bool, where, False) and texts:
+        raise _Wrong(f"{where}.is_impossible is true, but there are answers")
+    return Question(**own, context=context, article=article, answers=tuple(texts), starts=tuple(starts))
 
 
 def read_predictions(path: Path) -> dict[str, str]:
     """Read answers in the official format: one JSON object of question id to text, "" for no answer."""
-    content = _read_object(path, "--predictions", "question id to answer")
-    return {key: _checked(path, key, value, str, "a text") for key, value in content.items()}
+    found = _read_object(path, "--predictions", "question id to answer")
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise UsageError(f"{path}: the value of {key!r} is {_kind(value)}, expected a text")
+    return found
 
 
 def read_null_odds(path: Path) -> dict[str, float]:
     """Read how likely each question has no answer: one JSON object of question id to number."""
-    content = _read_object(path, "--null-odds", "question id to number")
-    odds = {}
-    for key, value in content.items():
-        checked = _checked(path, key, value, (int, float), "a number")
-        try:
-            odds[key] = float(checked)
-        except OverflowError:
-            odds[key] = math.inf
-        if not math.isfinite(odds[key]):
+    found = _read_object(path, "--null-odds", "question id to number")
+    for key, value in found.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UsageError(f"{path}: the value of {key!r} is {_kind(value)}, expected a number")
+        if not abs(value) <= sys.float_info.max:
             raise UsageError(f"{path}: the value of {key!r} is {value}, expected a finite number")
-    return odds
+    return {key: float(value) for key, value in found.items()}
 
 
 def _read_object(path: Path, flag: str, expected: str) -> dict[str, Any]:
-    pairs = _parse(_read_text(path, f"a JSON object, {expected},", flag), path, object_pairs_hook=_Pairs)
+    pairs = _read(path, f"a JSON object, {expected},", flag, object_pairs_hook=_Pairs)
     if not isinstance(pairs, _Pairs):
         raise UsageError(f"{path} holds {_kind(pairs)}, expected one JSON object: {expected}")
-    for key, value in pairs:
-        for text in (key, value):
+    for pair in pairs:
+        for text in pair:
             if isinstance(text, str) and not is_unicode(text):
-                raise UsageError(f"{path}: {text!a}, at {key!a}, is no Unicode text (half a surrogate pair)")
+                raise UsageError(f"{path}: {text!a} is no Unicode text (half a surrogate pair)")
     _refuse_twice([key for key, _ in pairs], f"{path}: a question must have one value, but")
     return dict(pairs)
 
@@ -244,60 +225,32 @@ class _Pairs(list[tuple[str, Any]]):
     """The entries of a JSON object, where a dict would keep the last one of each key."""
 
 
-def _checked(path: Path, key: str, value: Any, kind: type | tuple[type, ...], expected: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"{path}: the value of {key!r} is {_kind(value)}, expected {expected}")
-    return value
-
-
-def _read_text(path: Path, what: str, flag: str) -> str:
+def _read(path: Path, what: str, flag: str, **options: Any) -> Any:
     try:
-        content = path.read_bytes()
+        return json.loads(path.read_text("utf-8-sig"), **options)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give {what} with {flag}.") from error
-    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
-    try:
-        return content[mark:].decode()
-    except UnicodeDecodeError as error:
-        place = mark + error.start
-        line = content.count(b"\n", 0, place) + 1
-        raise UsageError(f"{path}, line {line}: no UTF-8 text (byte {place}: {error.reason})") from error
+    except (ValueError, RecursionError) as error:
+        other = what_it_is(path) or f"is no JSON in UTF-8: {error}"
+        raise UsageError(f"{path} {other}.") from error
 
 
-def _parse(text: str, path: Path, **options: Any) -> Any:
-    try:
-        return json.loads(text, **options)
-    except json.JSONDecodeError as error:
-        if (other := what_it_is(path)) is not None:
-            raise UsageError(f"{path} {other}.") from error
-        keys = _KEY.findall(text, max(0, error.pos - 100_000), error.pos)
-        after = f', after the key "{keys[-1]}"' if keys else ""
-        raise UsageError(
-            f"{path}, line {error.lineno}, column {error.colno}: no valid JSON{after}: {error.msg}"
-        ) from error
-    except ValueError as error:  # a number of more digits than Python converts
-        raise UsageError(f"{path}: no valid JSON of this format: {error}") from error
-    except RecursionError as error:
-        raise UsageError(
-            f"{path}: no valid JSON of this format: too many brackets within brackets"
-        ) from error
-
-
-def _get(entry: Any, key: str, kind: type[_T], way: _Way, default: _T | None = None) -> _T:
-    """The value of a key, checked."""
+def _get(entry: Any, key: str, kind: type[_T], where: str, default: _T | None = None) -> _T:
+    """The value of a key of the object at ``where``, checked."""
     if not isinstance(entry, dict):
-        raise _Wrong(f"is {_kind(entry)}, expected an object", way)
+        raise _Wrong(f"{where or 'the file'} is {_kind(entry)}, expected an object")
     if key not in entry:
         if default is not None:
             return default
-        raise _Wrong(f"has no key {key!r} (found: {', '.join(map(repr, entry)) or 'nothing'})", way)
+        there = ", ".join(map(repr, entry)) or "nothing"
+        raise _Wrong(f"{where or 'the file'} has no key {key!r} (found: {there})")
     value = entry[key]
+    name = f"{where}.{key}".removeprefix(".")
     # A bool is an int for Python.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        expected = _EXPECTED[kind]
-        raise _Wrong(f"is {_kind(value)}, expected {expected}", (*way, key))
+        raise _Wrong(f"{name} is {_kind(value)}, expected {_EXPECTED[kind]}")
     if isinstance(value, str) and not is_unicode(value):
-        raise _Wrong("is no Unicode text (half a surrogate pair)", (*way, key))
+        raise _Wrong(f"{name} is no Unicode text (half a surrogate pair)")
     return value
 
 
@@ -312,17 +265,7 @@ def _kind(value: Any) -> str:
 
 
 def _refuse_twice(ids: Sequence[str], start: str) -> None:
-    if len(set(ids)) == len(ids):
-        return
-    seen: dict[str, int] = {}
-    for name in ids:
-        seen[name] = seen.get(name, 0) + 1
-    twice = [f"{name} ({count} times)" for name, count in seen.items() if count > 1]
-    more = f" and {len(twice) - _SHOWN_AT_MOST} more" if len(twice) > _SHOWN_AT_MOST else ""
-    raise UsageError(f"{start} there is {', '.join(twice[:_SHOWN_AT_MOST])}{more}. Remove all but one.")
-
-
-def _shown(way: _Way) -> str:
-    """The way as it is written in JavaScript: data[0].paragraphs[2]."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in way)
-    return text.removeprefix(".") or "the file"
+    twice = [f"{name} ({count} times)" for name, count in Counter(ids).items() if count > 1]
+    if twice:
+        more = f" and {len(twice) - _SHOWN_AT_MOST} more" if len(twice) > _SHOWN_AT_MOST else ""
+        raise UsageError(f"{start} there is {', '.join(twice[:_SHOWN_AT_MOST])}{more}. Remove all but one.")

@@ -1,4 +1,4 @@
-"""Questions in the format of SQuAD, and files with a value for each of them: what is read."""
+"""Questions in the format of SQuAD, and files with a value for each of them: what is read, and refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dualeval.data.squad import Question, Questions, read_null_odds, read_predic
 from tests.assets import package_folder
 from tests.squad_files import (
     INDENTED,
+    READERS,
     changed,
     dump,
     file_of,
@@ -74,15 +75,6 @@ def test_the_answers_of_an_indented_file(tmp_path: Path) -> None:
     )
 
 
-def test_questions_by_place(tmp_path: Path) -> None:
-    content = file_of(*(question(name, ("One", 0)) for name in "abcde"))
-    questions = read_questions(dump(tmp_path, content))
-    assert len(questions) == 5
-    assert (questions[3].id, questions.id(4)) == ("d", "e")
-    assert [one.id for one in questions.__getitems__([4, 0, 0])] == ["e", "a", "a"]
-    assert [one.id for one in questions.__getitems__(range(1, 4))] == ["b", "c", "d"]
-
-
 @pytest.mark.parametrize(
     ("version", "unanswerable"),
     [
@@ -93,19 +85,9 @@ def test_questions_by_place(tmp_path: Path) -> None:
 def test_kind_of_file_by_its_version(tmp_path: Path, version: str | None, unanswerable: bool) -> None:
     content = file_of(question("a", ("One", 0)), version=version)
     assert read_questions(dump(tmp_path, content)).unanswerable is unanswerable
-
-
-@pytest.mark.parametrize("version", [None, "1.1", "v2.0"])
-def test_a_question_without_an_answer_makes_it_a_file_of_the_second_kind(
-    tmp_path: Path, version: str | None
-) -> None:
-    content = file_of(question("a", ("One", 0)), question("b"), version=version)
+    # One without an answer makes any of them a file of the second kind.
+    content = file_of(question("a", ("One", 0)), question("b") | {"is_impossible": False}, version=version)
     assert read_questions(dump(tmp_path, content)).unanswerable
-
-
-def test_is_impossible_false_without_answers_is_no_contradiction(tmp_path: Path) -> None:
-    entry = question("a") | {"is_impossible": False}
-    assert read_questions(dump(tmp_path, file_of(entry))).questions[0].answers == ()
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -114,8 +96,6 @@ def test_a_byte_order_mark_and_any_line_end_are_read(tmp_path: Path, mark: bytes
     text = changed('"One and two."', '"One ünd two."').replace("\n", newline)
     questions = read_questions(write(tmp_path, mark + text.encode()))
     assert questions[0].context == "One ünd two."
-    wrong = mark + text.replace('"Second?"', "7").encode()
-    assert refused(write(tmp_path, wrong)).startswith(": data[0].paragraphs[0].qas[1].question is")
 
 
 def test_misplaced_answers_are_found(tmp_path: Path) -> None:
@@ -210,12 +190,6 @@ def test_fingerprint_depends_on_every_field_and_on_its_ends() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_fingerprint_depends_on_the_count(tmp_path: Path) -> None:
-    content = file_of(*(question(name, ("One", 0)) for name in "abc"))
-    questions = read_questions(dump(tmp_path, content))
-    assert len({questions.fingerprint(count) for count in range(4)}) == 4
-
-
 # Predictions and null odds
 
 
@@ -233,3 +207,104 @@ def test_null_odds(tmp_path: Path) -> None:
     assert found == {"b": -3.0, "a": 0.1, "c": -1e-320, "d": 1e300}
     assert all(type(value) is float for value in found.values())
     assert read_null_odds(write(tmp_path, b"\xef\xbb\xbf{}")) == {}
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("flag", READERS)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", " is empty (0 bytes): its download or copy has failed. Fetch it again."),
+        ("<!DOCTYPE html>\n<title>404", " is a web page, and begins with '<!DOCTYPE html>'"),
+        (
+            '{"version": "1.1"\n  "data": []}',
+            " is no JSON in UTF-8: Expecting ',' delimiter: line 2 column 3",
+        ),
+        ('{"data": [' * 100_000, " is no JSON in UTF-8: maximum recursion depth exceeded"),
+        ('{"b": "na\xefve"}'.encode("latin-1"), " is no JSON in UTF-8: 'utf-8' codec can't decode byte 0xef"),
+        (None, " cannot be read: No such file or directory. Give "),
+    ],
+)
+def test_no_json(tmp_path: Path, content: str | bytes | None, said: str, flag: str) -> None:
+    path = tmp_path / "nowhere.json" if content is None else write(tmp_path, content)
+    message = refused(path, flag)
+    assert message.startswith(said)
+    assert content is not None or message.endswith(f" with {flag}.")
+
+
+QUESTION = "data[0].paragraphs[0].qas[1]"
+ANSWER = "data[0].paragraphs[0].qas[0].answers[1]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"1.1"', "1.1", "version is the number 1.1, expected a text"),
+        ('"data"', '"date"', "the file has no key 'data' (found: 'version', 'date')"),
+        ('"paragraphs"', '"paragraph"', "data[0] has no key 'paragraphs' (found: 'title', 'paragraph')"),
+        ('"context"', '"text"', "data[0].paragraphs[0] has no key 'context' (found: 'text', 'qas')"),
+        ('"qas"', '"questions"', "data[0].paragraphs[0] has no key 'qas' (found: 'context', "),
+        ('"id": "b"', '"i": "b"', f"{QUESTION} has no key 'id' (found: 'i', 'question', "),
+        ('"question": "Second?",', "", f"{QUESTION} has no key 'question' (found: 'id', "),
+        ('"answers": []', '"answer": []', f"{QUESTION} has no key 'answers' (found: "),
+        ('"text": "two"', '"txt": "two"', f"{ANSWER} has no key 'text' (found: 'txt', "),
+        ('"answer_start": 8', '"end": 8', f"{ANSWER} has no key 'answer_start' (found: "),
+        ('"One and two."', "true", "data[0].paragraphs[0].context is true, expected a text"),
+        ('"b"', "17", f"{QUESTION}.id is the number 17, expected a text"),
+        ('"Second?"', '["Second?"]', f"{QUESTION}.question is a list, expected a text"),
+        ("[]", "{}", f"{QUESTION}.answers is an object, expected a list"),
+        ("[]", "null", f"{QUESTION}.answers is null, expected a list"),
+        ("[]", '["one"]', f"{QUESTION}.answers[0] is a text, expected an object"),
+        ("8", "8.0", f"{ANSWER}.answer_start is the number 8.0, expected a whole number"),
+        ("8", "true", f"{ANSWER}.answer_start is true, expected a whole number"),
+        ("true", "1", f"{QUESTION}.is_impossible is the number 1, expected true or false"),
+        ("[]", '[{"text": "One", "answer_start": 0}]', f"{QUESTION}.is_impossible is true, but there are"),
+        ('"1.1"', r'"\ud83d"', "version is no Unicode text (half a surrogate pair)"),
+        ('"b"', r'"b\ude00"', f"{QUESTION}.id is no Unicode text"),
+        ('"two"', r'"\ud83dtwo"', f"{ANSWER}.text is no Unicode text"),
+    ],
+)
+def test_wrong_content_is_refused_with_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+    message = refused(write(tmp_path, changed(old, new)))
+    assert message.startswith(f": {said}")
+    assert message.endswith("each with id, question and answers[] (text, answer_start).")
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "said"),
+    [
+        ("--data", "[]", ": the file is a list, expected an object"),
+        ("--data", '{"data": [[]]}', ": data[0] is a list, expected an object"),
+        ("--data", "{}", ": the file has no key 'data' (found: nothing)."),
+        ("--data", '{"data": [{"paragraphs": []}]}', " holds no question: its data[].paragraphs[].qas[] are"),
+        ("--predictions", '["x"]', " holds a list, expected one JSON object: question id to answer"),
+        ("--predictions", '{"q": 1882}', ": the value of 'q' is the number 1882, expected a text"),
+        ("--predictions", '{"q": {}}', ": the value of 'q' is an object, expected a text"),
+        ("--predictions", r'{"a": "x", "b": "\ud83d!"}', r": '\ud83d!' is no Unicode text (half a surrogate"),
+        (
+            "--predictions",
+            r'{"b": "1", "a": "x", "\u0062": "y"}',
+            ": a question must have one value, but there ",
+        ),
+        ("--null-odds", "NaN", " holds the number nan, expected one JSON object: question id to number"),
+        ("--null-odds", '{"q": "0.5"}', ": the value of 'q' is a text, expected a number"),
+        ("--null-odds", '{"q": true}', ": the value of 'q' is true, expected a number"),
+        ("--null-odds", '{"q": NaN}', ": the value of 'q' is nan, expected a finite number"),
+        ("--null-odds", '{"q": -1e999}', ": the value of 'q' is -inf, expected a finite number"),
+        ("--null-odds", f'{{"q": {"7" * 400}}}', f": the value of 'q' is {'7' * 400}, expected a finite"),
+        ("--null-odds", r'{"\ud83d": 1}', r": '\ud83d' is no Unicode text (half a surrogate pair)"),
+    ],
+)
+def test_files_of_another_form(tmp_path: Path, flag: str, content: str, said: str) -> None:
+    assert refused(write(tmp_path, content), flag).startswith(said)
+
+
+def test_ids_must_be_unique(tmp_path: Path) -> None:
+    content = file_of(*(question(name, ("One", 0)) for name in "abcdefgabcdefgh"))
+    content["data"] += file_of(question("b", ("One", 0)))["data"]
+    assert refused(dump(tmp_path, content)) == (
+        ": question ids must be unique, but there is a (2 times), b (3 times), c (2 times), d (2 times), "
+        "e (2 times) and 2 more. Remove all but one."
+    )

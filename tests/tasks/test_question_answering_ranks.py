@@ -226,7 +226,7 @@ def error(done: Finished) -> str:
     ("words", "said"),
     [
         (["--data", "none.json"], ["none.json", "cannot be read", "--data"]),
-        (["--data", "cut.json"], ["cut.json, line 3", 'after the key "question"']),
+        (["--data", "cut.json"], ["cut.json is no JSON", "line 3 column"]),
         (["--data", "twice.json"], ["question ids must be unique", "a (2 times)"]),
         (["--model", "bert-base-uncased"], ["bert-base-uncased does not exist", "hf download"]),
     ],
