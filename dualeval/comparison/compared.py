@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,14 @@ import numpy.typing as npt
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
-from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
+from dualeval.comparison.statistics import (
+    LEVEL,
+    Difference,
+    MeanDifference,
+    ProportionDifference,
+    holm,
+    largest_loss,
+)
 from dualeval.engine.row_comparison import PREDICTION_COLUMNS, same_entries
 from dualeval.engine.slices import bins_without_use
 from dualeval.errors import UsageError
@@ -144,20 +151,14 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; of flipped samples the counts and the first ids."""
-        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        content["metrics"] = {name: _metric_as_json(metric) for name, metric in self.metrics.items()}
-        content["gates"] = [vars(gate) for gate in self.gates]
-        content["worst_gates"] = [{**asdict(gate), "passed": gate.passed} for gate in self.worst_gates]
-        content["slices"] = {
-            by: [
-                {
-                    **vars(group),
-                    "metrics": {name: _metric_as_json(metric) for name, metric in group.metrics.items()},
-                }
-                for group in groups
-            ]
-            for by, groups in self.slices.items()
-        }
+        content = asdict(self)
+        for metrics in (content, *(group for groups in content["slices"].values() for group in groups)):
+            for metric in metrics["metrics"].values():
+                metric["interval"] = list(metric["interval"])
+                if metric["flips"] is not None:
+                    metric["flips"] = _flips_as_json(**metric["flips"])
+        for gate, own in zip(content["worst_gates"], self.worst_gates, strict=True):
+            gate["passed"] = own.passed
         return {"schema_version": 1, "sentence": self.sentence, **content, "passed": self.passed}
 
     def write_flips(self, path: Path) -> None:
@@ -177,20 +178,9 @@ class Comparison:
             ) from error
 
 
-def _metric_as_json(metric: MetricComparison) -> dict[str, Any]:
-    flips = metric.flips
-    content = {**vars(metric), "interval": list(metric.interval)}
-    content["flips"] = (
-        None
-        if flips is None
-        else {
-            "lost": len(flips.lost),
-            "gained": len(flips.gained),
-            "first_lost": list(flips.lost[:_LISTED]),
-            "first_gained": list(flips.gained[:_LISTED]),
-        }
-    )
-    return content
+def _flips_as_json(lost: Sequence[str], gained: Sequence[str]) -> dict[str, Any]:
+    first = {"first_lost": list(lost[:_LISTED]), "first_gained": list(gained[:_LISTED])}
+    return {"lost": len(lost), "gained": len(gained), **first}
 
 
 def compare(
@@ -229,11 +219,11 @@ def compare(
         DualevalError: a file is damaged.
     """
     runs = open_run(a), open_run(b)
-    of_groups = {name[len(_WORST) :]: each for name, each in (gates or {}).items() if name.startswith(_WORST)}
-    wanted = {name: each for name, each in (gates or {}).items() if not name.startswith(_WORST)}
+    asked = gates or {}
+    of_groups = {name[len(_WORST) :]: each for name, each in asked.items() if name.startswith(_WORST)}
+    wanted = {name: each for name, each in asked.items() if not name.startswith(_WORST)}
     check_groups(by, bins)
-    _check_gates(runs, wanted)
-    _check_gates(runs, of_groups, _WORST)
+    _check_gates(runs, asked)
     if skip_small and not of_groups:
         raise UsageError(
             f"--skip-small leaves small groups out of gates, and no gate is about groups: give --gate "
@@ -251,10 +241,9 @@ def compare(
     column = cluster or _cluster_column(runs)
     clusters = None if column is None else clusters_of(pairs, column)
     differences, not_compared = differences_of(pairs, clusters, chosen)
-    for prefix, asked in (("", wanted), (_WORST, of_groups)):
-        for name in asked:
-            if name not in differences:
-                raise UsageError(f"--gate {prefix}{name}: it cannot be compared: {not_compared[name]}")
+    for typed in asked:
+        if (name := typed.removeprefix(_WORST)) not in differences:
+            raise UsageError(f"--gate {typed}: it cannot be compared: {not_compared[name]}")
     if not differences:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in not_compared.items())
         raise UsageError(f"{a} and {b} have no metric that can be compared: {reasons}")
@@ -263,8 +252,8 @@ def compare(
         raise UsageError(unused)
     directions = runs[0].result.directions
     return Comparison(
-        a=_named(runs[0]),
-        b=_named(runs[1]),
+        a={"folder": str(runs[0].folder), **runs[0].result.digests},
+        b={"folder": str(runs[1].folder), **runs[1].result.digests},
         pairs=len(pairs),
         failed={"in_a": pairs.failed_a, "in_b": pairs.failed_b, "in_both": pairs.failed_both},
         agreement=_agreement(pairs),
@@ -282,13 +271,9 @@ def compare(
     )
 
 
-def _named(run: ComparedRun) -> dict[str, Any]:
-    return {"folder": str(run.folder), **run.result.digests}
-
-
-def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, float], prefix: str = "") -> None:
-    for name, margin in gates.items():
-        typed = prefix + name
+def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, float]) -> None:
+    for typed, margin in gates.items():
+        name = typed.removeprefix(_WORST)
         if not (math.isfinite(margin) and margin >= 0):
             raise UsageError(
                 f"--gate {typed}={margin}: expected a margin of 0 or more, such as {typed}=0.002"
@@ -336,7 +321,7 @@ def _of_groups(
     every = {(at, name): each for at, group in enumerate(groups) for name, each in group.metrics.items()}
     found = _compared(runs, every, lambda key: key[1])
     return [
-        Group(**{**vars(group), "metrics": {name: found[at, name] for name in group.metrics}})
+        replace(group, metrics={name: found[at, name] for name in group.metrics})  # type: ignore[misc]
         for at, group in enumerate(groups)
     ]
 
@@ -382,8 +367,7 @@ def _verdict(difference: Difference, p_value: float, direction: str | None) -> s
 
 
 def _gate(runs: tuple[ComparedRun, ComparedRun], name: str, margin: float, difference: Difference) -> Gate:
-    low, high = difference.bounds(LEVEL)
-    bound = -low if runs[0].result.directions[name] == "higher" else high
+    bound = largest_loss(difference, LEVEL, runs[0].result.directions[name])
     return Gate(metric=name, margin=margin, bound=bound, passed=bound <= margin)
 
 
@@ -405,20 +389,15 @@ def _notes(
         counts = ", ".join(f"{count:,} {where}" for where, count in failed.items() if count)
         notes.append(f"Failed samples are left out: {counts}.")
     if clusters is None:
+        said = f"{_FEW_SAMPLES} samples the interval of a mean"
         few = [
             name
             for name, estimate in estimates.items()
             if isinstance(estimate.difference, MeanDifference) and estimate.samples < _FEW_SAMPLES
         ]
-        if few:
-            notes.append(
-                f"{', '.join(few)}: with fewer than {_FEW_SAMPLES} samples the interval of a mean may be too "
-                "short."
-            )
     else:
+        said = f"{_FEW_CLUSTERS} clusters the interval"
         few = [name for name, estimate in estimates.items() if (estimate.clusters or 0) < _FEW_CLUSTERS]
-        if few:
-            notes.append(
-                f"{', '.join(few)}: with fewer than {_FEW_CLUSTERS} clusters the interval may be too short."
-            )
+    if few:
+        notes.append(f"{', '.join(few)}: with fewer than {said} may be too short.")
     return notes

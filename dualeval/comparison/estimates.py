@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dualeval.comparison.pairing import ComparedRun, Pairs
 from dualeval.comparison.statistics import (
     ClusteredProportionDifference,
-    MeanDifference,
+    Difference,
     ProportionDifference,
     mean_difference,
 )
@@ -74,7 +74,7 @@ class Estimate:
     a: float
     b: float
     # B minus A.
-    difference: MeanDifference | ProportionDifference | ClusteredProportionDifference
+    difference: Difference
     # Number of pairs that count for it.
     samples: int
     # Number of clusters of these; None where samples are independent.
@@ -166,7 +166,7 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
     values = _value(one, score), _value(other, score)
     flips: Flips | None = None
     of_samples: ProportionDifference | None = None
-    difference: MeanDifference | ProportionDifference | ClusteredProportionDifference
+    difference: Difference
     if _is_proportion(pairs, score, one.y[chosen], other.y[chosen]):
         lost, gained = chosen & (one.y > other.y), chosen & (one.y < other.y)
         flips = Flips(lost=pairs.ids_of(lost), gained=pairs.ids_of(gained))

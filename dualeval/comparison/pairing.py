@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.engine.differences import differing_fingerprints
-from dualeval.engine.rescoring import finished_run, rescore
+from dualeval.engine.rescoring import finished_run
 from dualeval.engine.row_comparison import same_entries
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.scores import Score, score_from
-from dualeval.result import JOB, RESULT, Result
-from dualeval.tasks.stored import metrics_of_run
+from dualeval.result import RESULT, Result
 from dualeval.wording import counted
 
 # Ids of one kind that a message names.
@@ -30,7 +29,7 @@ class ComparedRun:
     """A finished run."""
 
     folder: Path
-    # What result.json says; of an earlier version's run with what its rows add.
+    # What result.json says.
     result: Result
     # Its Parquet file.
     rows: StoredRows
@@ -42,31 +41,14 @@ def open_run(folder: str | Path) -> ComparedRun:
     """Open a run."""
     folder = Path(folder)
     result, rows = finished_run(folder)
-    scores = result.scores or _scores_of_rows(folder)
-    return ComparedRun(
-        folder=folder,
-        result=result,
-        rows=rows,
-        scores={name: score_from(score) for name, score in scores.items()},
-    )
-
-
-def _scores_of_rows(folder: Path) -> dict[str, dict[str, Any]]:
-    """The scores of a run whose result.json has none: an earlier version has written it."""
-    said = (
-        f"{folder / RESULT} does not say how a metric follows from a number of each sample ('scores'): an "
-        "earlier version of dualeval has written it, or the run has no such metric."
-    )
-    try:
-        scores = rescore(folder, metrics=metrics_of_run(folder / JOB)).scores
-    except UsageError as error:
-        raise UsageError(f"{said} Its rows do not help: {error}") from error
-    if not scores:
+    if not result.scores:
         raise UsageError(
-            f"{said} Evaluate again with a metric that does, such as top1 or Mean: 'dualeval run ... --out "
+            f"{folder / RESULT} does not say how a metric follows from a number of each sample ('scores'). "
+            "Evaluate again with a metric that does, such as top1 or Mean: 'dualeval run ... --out "
             f"{folder} --fresh'."
         )
-    return scores
+    scores = {name: score_from(score) for name, score in result.scores.items()}
+    return ComparedRun(folder=folder, result=result, rows=rows, scores=scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +158,12 @@ def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDA
     if len(only_a) or len(only_b):
         raise UsageError(
             f"{a.folder} and {b.folder} are runs over different samples: {len(ids) - len(only_a):,} ids are "
-            f"in both, {_some('A', only_a)}, {_some('B', only_b)}. "
-            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit, "
-            "or --sample and --seed)."
+            f"in both, {len(only_a):,} only in A{_named(only_a)}, {len(only_b):,} only in B{_named(only_b)}. "
+            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit, or "
+            "--sample and --seed)."
         )
     rows: npt.NDArray[np.int64] = found.to_numpy().astype(np.int64)
     return rows
-
-
-def _some(run: str, ids: Any) -> str:
-    return f"{len(ids):,} only in {run}{_named(ids)}"
 
 
 def _named(ids: Any) -> str:

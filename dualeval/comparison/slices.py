@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from dualeval.comparison.estimates import Estimate, differences_of
 from dualeval.comparison.pairing import Pairs, taken
-from dualeval.comparison.statistics import LEVEL, Difference
+from dualeval.comparison.statistics import LEVEL, Difference, largest_loss
 from dualeval.engine.slices import Keys, groups_of, too_small
 from dualeval.errors import UsageError
 from dualeval.options.choices import columns_of_groups
@@ -88,20 +89,14 @@ def groups_of_pairs(
     chosen: Sequence[str] | None,
 ) -> list[Group[Estimate]]:
     """Estimate the differences of each group; groups are those of all samples that A or B has evaluated."""
-    names = columns_of_groups([by])
-    found = groups_of(by, keys_of(pairs, names), bins)
-    known = _known(pairs, names)
+    keys = {name: _keys(pairs, name) for name in columns_of_groups([by])}
+    found = groups_of(by, keys, bins)
+    ends = np.cumsum([len(pairs), pairs.failed_b])
     groups = []
     for value, label, members in zip(found.values, found.labels, found.members(), strict=True):
-        of_pairs, in_b, in_a = np.split(
-            members, np.searchsorted(members, np.cumsum([len(pairs), len(known[0])]))
-        )
+        of_pairs, in_b, in_a = np.split(members, np.searchsorted(members, ends))
         failed = {"in_a": len(in_a), "in_b": len(in_b)}
         groups.append(_group(pairs, value, label, of_pairs, failed, clusters, chosen))
-    unknown = {"in_a": pairs.failed_a - len(known[1]), "in_b": pairs.failed_b - len(known[0])}
-    if any(unknown.values()):
-        none = np.empty(0, np.int64)
-        groups.append(_group(pairs, dict.fromkeys(names), "(unknown)", none, unknown, clusters, chosen))
     return groups
 
 
@@ -121,7 +116,8 @@ def _group(
         of_group = replace(pairs, rows_a=pairs.rows_a[places], rows_b=pairs.rows_b[places])
         estimates, not_compared = differences_of(of_group, own, chosen)
     else:
-        small = _vanished(failed)
+        runs = " or ".join(run for run, name in (("A", "in_a"), ("B", "in_b")) if failed[name])
+        small = f"none of its {counted(sum(failed.values()), 'sample')} was evaluated in {runs}"
         names = (*pairs.a.scores, *pairs.b.scores) if chosen is None else chosen
         estimates, not_compared = {}, dict.fromkeys(names, small)
     return Group(
@@ -134,12 +130,6 @@ def _group(
         small=small,
         failed=failed,
     )
-
-
-def _vanished(failed: Mapping[str, int]) -> str:
-    """Why a group has no pairs."""
-    runs = " or ".join(run for run, name in (("A", "in_a"), ("B", "in_b")) if failed[name])
-    return f"none of its {counted(sum(failed.values()), 'sample')} was evaluated in {runs}"
 
 
 def notes_of_failed(groups: Mapping[str, Sequence[Group[Any]]]) -> list[str]:
@@ -158,21 +148,11 @@ def notes_of_failed(groups: Mapping[str, Sequence[Group[Any]]]) -> list[str]:
     return notes
 
 
-def _known(pairs: Pairs, names: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows that failed in B and in A only, of the other run, where that has all columns."""
-    rows = ((pairs.a, pairs.only_a), (pairs.b, pairs.only_b))
-    known = [own if all(run.rows.whole(name) is not None for name in names) else own[:0] for run, own in rows]
-    return known[0], known[1]
+def _keys(pairs: Pairs, name: str) -> Keys:
+    """A column of the pairs, then of the samples that failed in B only, and of those in A only.
 
-
-def keys_of(pairs: Pairs, names: Sequence[str]) -> dict[str, Keys]:
-    """Columns of the pairs, then of the samples that failed in B only, and in A only, as ``_known``."""
-    known = _known(pairs, names)
-    return {name: _keys(pairs, name, known) for name in names}
-
-
-def _keys(pairs: Pairs, name: str, known: Sequence[npt.NDArray[np.int64]]) -> Keys:
-    """A column, of the run that has it; of both it has to be the same in the pairs."""
+    It is of the run that has it; of both it has to be the same in the pairs.
+    """
     import pyarrow
 
     whole = [pairs.a.rows.whole(name), pairs.b.rows.whole(name)]
@@ -184,14 +164,22 @@ def _keys(pairs: Pairs, name: str, known: Sequence[npt.NDArray[np.int64]]) -> Ke
         )
     if any(pyarrow.types.is_nested(column.type) for column in there):
         raise UsageError(f"--by {name}: it has several values a sample, expected one")
-    keys = [
-        _plain(taken(column, rows))
-        for column, rows in zip(whole, (pairs.rows_a, pairs.rows_b), strict=True)
-        if column is not None
-    ]
+    keys, further = [], []
+    for run, column, rows, alone in (
+        (pairs.a, whole[0], pairs.rows_a, pairs.only_a),
+        (pairs.b, whole[1], pairs.rows_b, pairs.only_b),
+    ):
+        if column is not None:
+            keys.append(_plain(taken(column, rows)))
+            further.append(_plain(taken(column, alone)))
+        elif len(alone):
+            raise UsageError(
+                f"--by {name}: {run.folder} has no such column, and {counted(len(alone), 'sample')} that the "
+                f"other run could not read may be of any group. Evaluate {run.folder} again with --keep "
+                f"{name}."
+            )
     if len(keys) == 2 and not _are_equal(*keys):
         raise UsageError(f"--by {name}: it is not the same in both runs")
-    further = [_plain(taken(column, rows)) for column, rows in zip(whole, known, strict=True) if len(rows)]
     if isinstance(keys[0], np.ndarray):
         return np.concatenate([keys[0], *further])
     return [*keys[0], *(text for part in further for text in part)]
@@ -227,15 +215,12 @@ def worst_gate(
     problems = [
         group.small or (None if metric in group.metrics else group.not_compared[metric]) for group in judged
     ]
-    bounds = bounds_by_holm(
-        {
-            place: group.metrics[metric].difference
-            for place, group in enumerate(judged)
-            if problems[place] is None
-        },
-        margin,
-        direction,
-    )
+    differences = {
+        place: group.metrics[metric].difference
+        for place, group in enumerate(judged)
+        if problems[place] is None
+    }
+    bounds = bounds_by_holm(differences, margin, direction)
     return WorstGate(
         metric=metric,
         by=by,
@@ -245,7 +230,7 @@ def worst_gate(
                 label=group.label,
                 samples=group.samples,
                 bound=bounds.get(place),
-                passed=place in bounds and bounds[place] <= margin,
+                passed=bounds.get(place, math.inf) <= margin,
                 problem=problems[place],
             )
             for place, group in enumerate(judged)
@@ -263,13 +248,9 @@ def bounds_by_holm(differences: Mapping[int, Difference], margin: float, directi
     bounds: dict[int, float] = {}
     remaining = list(differences)
     while remaining:
-        found = {place: _bound(differences[place], LEVEL / len(remaining), direction) for place in remaining}
+        tail = LEVEL / len(remaining)
+        found = {place: largest_loss(differences[place], tail, direction) for place in remaining}
         within = {place: bound for place, bound in found.items() if bound <= margin}
         bounds |= within or found
         remaining = [place for place in remaining if place not in within] if within else []
     return bounds
-
-
-def _bound(difference: Difference, tail: float, direction: str) -> float:
-    low, high = difference.bounds(tail)
-    return -low if direction == "higher" else high

@@ -1,4 +1,10 @@
-"""Paired differences: intervals, bounds and tests, and the smallest difference that could have been shown."""
+"""Paired differences: intervals, bounds and tests, and the smallest difference that could have been shown.
+
+Each has ``value``, B - A in the metric's own unit; ``is_zero``, whether both runs have the same number for
+every sample; ``p_value()``, two-sided, of "there is no difference"; ``bounds(tail)``, a lower and an upper
+bound, each wrong with probability ``tail``; and ``detectable()``, the smallest difference found with 80 %
+power at the two-sided 5 % level, None if unknown.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,37 +22,6 @@ from dualeval.metrics.intervals import from_cubic
 LEVEL = 0.05
 POWER = 0.8
 _Key = TypeVar("_Key")
-
-
-class Difference(Protocol):
-    """A difference B - A that was estimated from pairs.
-
-    Attributes:
-        value: B - A, in the metric's own unit.
-        is_zero: both runs have the same number for every sample.
-        test: the name of the test.
-    """
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def is_zero(self) -> bool: ...
-
-    @property
-    def test(self) -> str: ...
-
-    def p_value(self) -> float:
-        """Two-sided p-value of "there is no difference"."""
-        ...
-
-    def bounds(self, tail: float) -> tuple[float, float]:
-        """Lower and upper confidence bound, each of which is wrong with probability ``tail``."""
-        ...
-
-    def detectable(self) -> float | None:
-        """The smallest difference found with 80 % power at the two-sided 5 % level; None if unknown."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +201,15 @@ class ClusteredProportionDifference:
     def detectable(self) -> float | None:
         found = [each.detectable() for each in (self.by_cluster, self.independent)]
         return max((one for one in found if one is not None), default=None)
+
+
+Difference: TypeAlias = MeanDifference | ProportionDifference | ClusteredProportionDifference
+
+
+def largest_loss(difference: Difference, tail: float, direction: str) -> float:
+    """The most by which B is worse, a bound that is wrong with probability ``tail``; negative for better."""
+    low, high = difference.bounds(tail)
+    return -low if direction == "higher" else high
 
 
 @lru_cache(maxsize=64)

@@ -97,6 +97,11 @@ def changed(
     return out
 
 
+def put(rows: Any, name: str, column: Any) -> Any:
+    """Rows with another column of a name."""
+    return rows.set_column(rows.schema.get_field_index(name), name, pyarrow.array(column))
+
+
 # -- statistics ------------------------------------------------------------------------------------
 
 
@@ -275,14 +280,6 @@ def test_a_ratio_with_a_transform_agrees_with_the_jackknife(
     assert found.detectable == pytest.approx((t + z) * error, rel=0.01)
 
 
-def test_swapped_runs_say_the_opposite(runs: tuple[Path, Path]) -> None:
-    one, other = dualeval.compare(*runs), dualeval.compare(*reversed(runs))
-    opposite = {"B is better": "B is worse", "B is worse": "B is better"}
-    for name, metric in one.metrics.items():
-        assert other.metrics[name].difference == pytest.approx(-metric.difference)
-        assert other.metrics[name].verdict == opposite.get(metric.verdict, metric.verdict)
-
-
 def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """Higher is better for top1, lower for the loss."""
 
@@ -290,9 +287,7 @@ def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) ->
         rank = np.asarray(rows["rank"]).copy()
         rank[::4] = 6
         loss = np.asarray(rows["loss"]) + np.random.default_rng(0).random(COUNT, np.float32)
-        for name, column in (("rank", rank), ("loss", loss)):
-            rows = rows.set_column(rows.schema.get_field_index(name), name, pyarrow.array(column))
-        return rows
+        return put(put(rows, "rank", rank), "loss", loss)
 
     bad = changed(runs[0], tmp_path / "bad", worse)
     found = dualeval.compare(runs[0], bad, gates={"top1": 0.5, "loss": 0.01})
@@ -312,7 +307,7 @@ def _flipped(rows: Any, places: range) -> Any:
     """Rows with the other value of the column early in some places."""
     early = np.asarray(rows["early"]).copy()
     early[list(places)] ^= True
-    return rows.set_column(rows.schema.get_field_index("early"), "early", pyarrow.array(early))
+    return put(rows, "early", early)
 
 
 def test_a_gate_is_the_one_sided_bound(runs: tuple[Path, Path]) -> None:
@@ -337,12 +332,25 @@ def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
     half = stats.t.ppf(0.975, len(sums) - 1) * error
     assert top1.interval == pytest.approx((d.mean() - half, d.mean() + half))
     assert top1.flips is not None and len(top1.flips.lost) == (d < 0).sum()
-    with pytest.raises(UsageError, match=r"--cluster nothing: the rows of .* have no such column"):
-        dualeval.compare(*runs, cluster="nothing")
-    with pytest.raises(UsageError, match="--cluster top: it has several values a sample"):
-        dualeval.compare(*runs, cluster="top")
-    with pytest.raises(UsageError, match="--cluster loss: it is not the same in both runs"):
-        dualeval.compare(*runs, cluster="loss")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gates": {"top1": -0.1}}, "--gate top1=-0.1: expected a margin of 0 or more"),
+        ({"gates": {"top1": math.nan}}, "expected a margin of 0 or more"),
+        ({"gates": {"ece": 0.1}}, "--gate ece: .* has no such metric .*; it has loss, top1, top5"),
+        ({"gates": {"no_direction": 0.1}}, "does not say whether higher or lower is better"),
+        ({"cluster": "nothing"}, r"--cluster nothing: the rows of .* have no such column"),
+        ({"cluster": "top"}, "--cluster top: it has several values a sample"),
+        ({"cluster": "loss"}, "--cluster loss: it is not the same in both runs"),
+        ({"metrics": ["top3"]}, r"--metric top3: neither run has it\. .* has loss, top1, top5"),
+        ({"metrics": ["ece"]}, "no metric that can be compared: ece: not an average"),
+    ],
+)
+def test_options_that_are_refused(runs: tuple[Path, Path], options: Mapping[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        dualeval.compare(*runs, **options)
 
 
 def test_clusters_without_a_flip_ask_for_evidence(runs: tuple[Path, Path]) -> None:
@@ -371,10 +379,9 @@ def test_equal_differences_show_no_spread(runs: tuple[Path, Path], tmp_path: Pat
             # Different within each cluster of two, and 1 in the mean of each.
             by = np.where(np.arange(len(rows)) % 2, 2.0, 0.0).astype(np.float32)
             group = np.arange(len(rows)) // 2
-        rows = rows.set_column(rows.schema.get_field_index("group"), "group", pyarrow.array(group))
-        place = rows.schema.get_field_index("loss")
+        rows = put(rows, "group", group)
         loss = rows["loss"].to_numpy() if size.endswith("rounding") else np.full(len(rows), 2, np.float32)
-        both = [rows.set_column(place, "loss", pyarrow.array(each)) for each in (loss, loss + by)]
+        both = [put(rows, "loss", each) for each in (loss, loss + by)]
         return [each.slice(0, 5) if size == "5 samples" else each for each in both]
 
     a = changed(runs[0], tmp_path / "moved a", lambda rows: moved(rows)[0])
@@ -390,11 +397,7 @@ def test_equal_differences_show_no_spread(runs: tuple[Path, Path], tmp_path: Pat
 
 
 def test_an_error_of_0_everywhere_is_no_proportion(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    def without_loss(rows: Any) -> Any:
-        place = rows.schema.get_field_index("loss")
-        return rows.set_column(place, "loss", pyarrow.array(np.zeros(COUNT, np.float32)))
-
-    exact = changed(runs[0], tmp_path / "exact", without_loss)
+    exact = changed(runs[0], tmp_path / "exact", lambda rows: put(rows, "loss", np.zeros(COUNT, np.float32)))
     loss = dualeval.compare(exact, exact).metrics["loss"]
     assert (loss.flips, loss.interval, loss.test) == (None, (0.0, 0.0), "paired t and Hall's")
 
@@ -417,28 +420,12 @@ def test_numbers_have_digits_that_tell_the_ends_apart(
     assert " ".join(in_unit(metric, number, signed=True) for number in numbers) == shown
 
 
-def test_clusters_of_a_text_column(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    """As the articles of questions."""
-
-    def with_articles(rows: Any) -> Any:
-        return rows.append_column("article", [[f"article {group}" for group in rows["group"].to_pylist()]])
-
-    both = [changed(run, tmp_path / run.name, with_articles) for run in runs]
-    assert (
-        dualeval.compare(*both, cluster="article").metrics == dualeval.compare(*runs, cluster="group").metrics
-    )
-
-
 def test_chosen_metrics_alone_are_compared(runs: tuple[Path, Path]) -> None:
     every = dualeval.compare(*runs)
     found = dualeval.compare(*runs, metrics=["top1"], gates={"loss": 1})
     assert list(found.metrics) == ["top1", "loss"] and not found.not_compared
     top1 = found.metrics["top1"]
     assert top1.p == every.metrics["top1"].p and top1.p_holm <= 2 * top1.p
-    with pytest.raises(UsageError, match=r"--metric top3: neither run has it\. .* has loss, top1, top5"):
-        dualeval.compare(*runs, metrics=["top3"])
-    with pytest.raises(UsageError, match="no metric that can be compared: ece: not an average"):
-        dualeval.compare(*runs, metrics=["ece"])
 
 
 def test_failed_samples_are_left_out_and_said(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -496,7 +483,7 @@ def test_other_targets_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> N
     def shifted(rows: Any) -> Any:
         target = np.asarray(rows["target"]).copy()
         target[[7, 9]] += 1
-        return rows.set_column(rows.schema.get_field_index("target"), "target", pyarrow.array(target))
+        return put(rows, "target", target)
 
     other = changed(runs[1], tmp_path / "other", shifted)
     with pytest.raises(UsageError, match=r"different targets for 2 samples \(tiny/7, tiny/9\)"):
@@ -518,6 +505,9 @@ def test_what_is_not_a_finished_run_is_refused(runs: tuple[Path, Path], tmp_path
     (tmp_path / "scores" / RESULT).write_text(result.to_json())
     with pytest.raises(UsageError, match=rf"no rows: those are in {tmp_path / 'run'}\."):
         dualeval.compare(tmp_path / "scores", runs[0])
+    old = changed(runs[1], tmp_path / "old", scores={})
+    with pytest.raises(UsageError, match=r"does not say how a metric follows .* Evaluate again"):
+        dualeval.compare(runs[0], old)
     damaged = changed(runs[1], tmp_path / "damaged")
     with (damaged / PREDICTIONS).open("ab") as file:
         file.write(b"more")
@@ -536,7 +526,7 @@ def test_metrics_that_cannot_be_compared_say_why(runs: tuple[Path, Path], tmp_pa
     def with_nan(rows: Any) -> Any:
         loss = np.asarray(rows["loss"]).copy()
         loss[4:6] = np.nan, np.inf
-        return rows.set_column(rows.schema.get_field_index("loss"), "loss", pyarrow.array(loss))
+        return put(rows, "loss", loss)
 
     units = {**content["units"], "top5": "percent"}
     other = changed(runs[1], tmp_path / "other", with_nan, scores=scores, units=units)
@@ -547,35 +537,6 @@ def test_metrics_that_cannot_be_compared_say_why(runs: tuple[Path, Path], tmp_pa
     assert found["top5"] == "its unit is fraction in A and percent in B"
     with pytest.raises(UsageError, match="--gate loss: it cannot be compared: 2 samples are NaN"):
         dualeval.compare(runs[0], other, gates={"loss": 1})
-
-
-def test_runs_of_an_earlier_version(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without scores in result.json: a built-in task's are made of its rows, another's run is refused."""
-    old = changed(runs[1], tmp_path / "old", scores={})
-    with pytest.raises(UsageError, match=r"does not say how a metric follows .* whose metrics only its own"):
-        dualeval.compare(runs[0], old)
-    job = json.loads((old / "job.json").read_text())
-    job["task_class"] = "dualeval.tasks.image_classification.ImageClassification"
-    job["job"]["task_options"] = {"num_classes": CLASSES}
-    job["metrics"] = ["loss", "top1"]
-    (old / "job.json").write_text(json.dumps(job))
-    found, expected = dualeval.compare(runs[0], old), dualeval.compare(*runs)
-    assert set(found.metrics) == {"loss", "top1"}
-    assert found.metrics["top1"].interval == expected.metrics["top1"].interval
-
-
-@pytest.mark.parametrize(
-    ("gates", "says"),
-    [
-        ({"top1": -0.1}, "--gate top1=-0.1: expected a margin of 0 or more"),
-        ({"top1": math.nan}, "expected a margin of 0 or more"),
-        ({"ece": 0.1}, "--gate ece: .* has no such metric that can be compared; it has loss, top1, top5"),
-        ({"no_direction": 0.1}, "does not say whether higher or lower is better"),
-    ],
-)
-def test_gates_that_are_refused(runs: tuple[Path, Path], gates: Mapping[str, float], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        dualeval.compare(*runs, gates=gates)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -624,20 +585,14 @@ def test_the_command_prints_and_gates(
     )
     assert content["metrics"]["top1"]["flips"]["lost"] == len(flips.lost)
     assert content["sentence"] == f"{found.sentence}; gate top1 NOT passed"
+    _, out, _ = command(runs[0], runs[0], "--metric", "top1")
+    assert "detectable      top1: none, because too few samples differ" in out
     code, out, _ = command(*runs, "--markdown", "--gate", "top1=0")
     assert code == 3
     assert out.startswith(
         f"{found.sentence}; gate top1 NOT passed\n\n| metric | A | B | B - A | 95 % interval |"
     )
     assert "NOT passed" in out
-
-
-def test_a_metric_without_a_detectable_difference_says_why(
-    command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path]
-) -> None:
-    code, out, _ = command(runs[0], runs[0], "--metric", "top1")
-    assert code == 0
-    assert "detectable      top1: none, because too few samples differ" in out
 
 
 def test_wrong_usage_of_the_command(
