@@ -6,10 +6,11 @@ import copy
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ from dualeval.data.labels import Labels
 from dualeval.data.pictures import picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of
 from dualeval.vision_library import torchvision
+
+_Own = TypeVar("_Own", bound="ImageFiles")
 
 
 class ImageFiles:
@@ -45,7 +48,7 @@ class ImageFiles:
         self._paths = paths
         self._targets = targets
         self.labels = labels
-        self._preprocessing = preprocessing
+        self.preprocessing = preprocessing
         self._whole_files = whole_files
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
@@ -63,10 +66,10 @@ class ImageFiles:
         """The same images with another preprocessing."""
         found = copy.copy(self)
         vars(found).pop("sample_shape", None)
-        found._preprocessing = preprocessing
+        found.preprocessing = preprocessing
         return found
 
-    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> ImageFiles:
+    def select(self: _Own, indices: Sequence[int] | npt.NDArray[np.int64]) -> _Own:
         """The same data with some of its images alone, in this order; classes and ids stay."""
         found = copy.copy(self)
         chosen = np.asarray(indices, np.int64)
@@ -89,7 +92,7 @@ class ImageFiles:
     @functools.cached_property
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample; those of the first one where nothing else says them."""
-        return shape_of(self._preprocessing, self.id(0), lambda: self._image(0))
+        return shape_of(self.preprocessing, self.id(0), lambda: self._image(0))
 
     def id(self, index: int) -> str:
         """The image's path, for text files: bytes that are no UTF-8 as ``\\xNN``."""
@@ -115,13 +118,19 @@ class ImageFiles:
         return [(self._image(index), int(self._targets[index])) for index in indices]
 
     def _image(self, index: int) -> Tensor:
-        with Path(self._path(index)).open("rb") as file:
+        with self.opened(index) as file:
+            return read_pixels(file, self.preprocessing)
+
+    @contextmanager
+    def opened(self, index: int) -> Iterator[IO[bytes]]:
+        """The file of an image, as it was when the run started."""
+        with Path(self.path(index)).open("rb") as file:
             self._check_unchanged(index, file.fileno())
-            return read_pixels(file, self._preprocessing)
+            yield file
 
     def picture(self, index: int) -> Any:
         """The picture as it stands in its file, for people."""
-        with Path(self._path(index)).open("rb") as file:
+        with Path(self.path(index)).open("rb") as file:
             return picture_in(file)
 
     def _check_unchanged(self, index: int, descriptor: int) -> None:
@@ -143,7 +152,7 @@ class ImageFiles:
         """
         chosen = range(min(count, len(self)))
         # A link to nowhere has no size; reading it fails later, and is handled there.
-        found = on_threads(lambda index: size_and_time(self._path(index)), chosen)
+        found = on_threads(lambda index: size_and_time(self.path(index)), chosen)
         seen = np.empty((len(chosen), 2), np.int64)
         digest = hashlib.sha256()
         for index, (size, time) in enumerate(found):
@@ -152,7 +161,8 @@ class ImageFiles:
         self._first_seen = seen
         return digest.hexdigest()
 
-    def _path(self, index: int) -> str:
+    def path(self, index: int) -> str:
+        """Where an image is looked for."""
         # A Path takes ten times the room, which a million files feel.
         return os.path.join(self._root, self._paths[index])  # noqa: PTH118
 
@@ -161,7 +171,7 @@ class ImageFiles:
 
         Files of the same sizes and times of change as when they were read before are not read again.
         """
-        paths = [self._path(index) for index in samples]
+        paths = [self.path(index) for index in samples]
         seen = self._first_seen[samples.start : samples.stop]
         is_seen = len(seen) == len(samples)
         names = b"\0".join(map(os.fsencode, paths))

@@ -38,12 +38,9 @@ class LanguageData:
 def read_language_data(
     data: str | Path | PythonRows, text: str | None, keep: Sequence[str] = ()
 ) -> LanguageData:
-    """Read texts or rows; which kind they are is found by the columns.
+    """Read a .txt file or a folder of such files, a document each; or a table or rows from Python.
 
-    Args:
-        data: a .txt file or a folder of such files, a document each; a table; or rows from Python.
-        text: the column of the documents' texts; None for what the columns say.
-        keep: as of ``FurtherColumns``.
+    Which kind rows are is found by their columns; ``text`` says which one has documents.
     """
     if isinstance(data, str | Path) and not (Path(data).is_file() and is_table(Path(data))):
         if text is not None and Path(data).exists():

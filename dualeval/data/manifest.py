@@ -93,18 +93,17 @@ class ManifestImages(WithColumns, ImageFiles):
     def _check_files(self, path: Path, *, given_root: bool) -> None:
         """Refuse a manifest of whose files none is where it is looked for."""
         places = np.unique(np.linspace(0, len(self) - 1, _LOOKED_FOR).astype(np.int64)).tolist()
-        if any(Path(self._path(place)).exists() for place in places):
+        if any(Path(self.path(place)).exists() for place in places):
             return
         root = "that of --image-root" if given_root else "the manifest's; give --image-root DIR for another"
         raise UsageError(
             f"{path}: none of {len(places):,} files is there that its rows name; the first was looked for at "
-            f"{self._path(0)}. Paths count from the folder {root}."
+            f"{self.path(0)}. Paths count from the folder {root}."
         )
 
     def select(self, indices: Any) -> ManifestImages:
         """As for ``ImageFiles``."""
         found = super().select(indices)
-        assert isinstance(found, ManifestImages)
         found.kept = self.kept.select(np.asarray(indices, np.int64))
         return found
 

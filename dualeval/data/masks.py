@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -92,39 +92,12 @@ def read_labels(file: IO[bytes]) -> npt.NDArray[Any]:
         return np.asarray(image)
 
 
-class _Pictures(ImageFiles):
-    def read(self, index: int) -> tuple[Tensor, tuple[int, int]]:
-        """The picture as the model gets it, and its own width and height."""
-        with Path(self._path(index)).open("rb") as file:
-            self._check_unchanged(index, file.fileno())
-            size = size_of(file)
-            return read_pixels(file, self._preprocessing), size
-
-    def blank(self, index: int) -> tuple[Tensor, tuple[int, int]]:
-        """As ``read``, of a black picture of that size."""
-        with Path(self._path(index)).open("rb") as file:
-            size = size_of(file)
-        return prepare(Image.new("RGB", size), self._preprocessing), size
-
-
-class _Masks(ImageFiles):
-    def read(self, index: int) -> npt.NDArray[Any]:
-        """The numbers of a mask's pixels."""
-        with Path(self.path(index)).open("rb") as file:
-            self._check_unchanged(index, file.fileno())
-            return read_labels(file)
-
-    def path(self, index: int) -> str:
-        """Where a mask is looked for."""
-        return self._path(index)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedPictures(WithColumns):
     """Pictures and their masks, in a fixed order; a sample's id is its picture's path."""
 
-    pictures: _Pictures
-    masks: _Masks
+    pictures: ImageFiles
+    masks: ImageFiles
     rule: LabelRule
     # What a row's number stands behind, and these numbers; "" where there are none.
     table: str
@@ -149,9 +122,12 @@ class MaskedPictures(WithColumns):
         return [self._read(index) for index in indices]
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
-        picture, (width, height) = self.pictures.read(index)
+        with self.pictures.opened(index) as file:
+            width, height = size_of(file)
+            picture = read_pixels(file, self.pictures.preprocessing)
         try:
-            labels = self.masks.read(index)
+            with self.masks.opened(index) as file:
+                labels = read_labels(file)
             if labels.shape != (height, width):
                 raise ValueError(
                     f"it has {labels.shape[1]} x {labels.shape[0]} pixels, and its picture {width} x {height}"
@@ -165,7 +141,8 @@ class MaskedPictures(WithColumns):
     def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
         """The picture, and the picture with the mask over it, a colour for each class, for people."""
         found = self.pictures.picture(index).convert("RGB")
-        classes = self.rule.of(self.masks.read(index))
+        with self.masks.opened(index) as file:
+            classes = self.rule.of(read_labels(file))
         # The golden angle apart: neighbours among the classes have colours that differ.
         hues = np.asarray(classes, np.float64) * 0.618034 % 1
         colours = np.stack([hues * 255, np.full(hues.shape, 200), np.full(hues.shape, 235)], axis=-1)
@@ -179,21 +156,20 @@ class MaskedPictures(WithColumns):
         Where the size is not known the picture is empty: none of its batch is computed with it.
         """
         try:
-            picture, (width, height) = self.pictures.blank(index)
+            with Path(self.pictures.path(index)).open("rb") as file:
+                width, height = size_of(file)
+            picture = prepare(Image.new("RGB", (width, height)), self.pictures.preprocessing)
         except (OSError, ValueError):
             return torch.zeros(0, 0, 0, dtype=torch.uint8), torch.zeros(0, 0, dtype=torch.int16)
         return picture, torch.full((height, width), NO_LABEL, dtype=torch.int16)
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> MaskedPictures:
         """Some of the samples, in this order."""
-        pictures, masks = self.pictures.select(indices), self.masks.select(indices)
-        assert isinstance(pictures, _Pictures)
-        assert isinstance(masks, _Masks)
         chosen = np.asarray(indices, np.int64)
         return replace(
             self,
-            pictures=pictures,
-            masks=masks,
+            pictures=self.pictures.select(chosen),
+            masks=self.masks.select(chosen),
             numbers=self.numbers[chosen] if self.table else self.numbers,
             notes=(),
             warnings=(),
@@ -252,15 +228,12 @@ def open_masked(
         of_folders = ("pictures and masks", *(root.absolute() for root in roots))
         pairs = cache.once(of_folders, lambda: _of_folders(*roots))
     targets = np.zeros(len(pairs.pictures), np.int64)
-    common: dict[str, Any] = {
-        "labels": indices_of_classes(),
-        "preprocessing": preprocessing,
-        "cache": cache,
-    }
+    labels = indices_of_classes()
+    common: dict[str, Any] = {"labels": labels, "preprocessing": preprocessing, "cache": cache}
     found = MaskedPictures(
-        pictures=_Pictures(roots[0], FileNames(pairs.pictures), targets, whole_files=whole_files, **common),
+        pictures=ImageFiles(roots[0], FileNames(pairs.pictures), targets, whole_files=whole_files, **common),
         # All bytes: other pixels change neither the size nor the ends of a BMP or a TIFF.
-        masks=_Masks(roots[1], FileNames(pairs.masks), targets, whole_files=True, **common),
+        masks=ImageFiles(roots[1], FileNames(pairs.masks), targets, whole_files=True, **common),
         rule=rule,
         table=pairs.table,
         numbers=np.array(pairs.numbers, np.int64),
@@ -294,32 +267,30 @@ def _of_folders(root: Path, masks: Path) -> _Pairs:
     pictures = _by_stem(root, EXTENSIONS)
     found = _by_stem(masks, _SUFFIXES)
     if not pictures.keys() & found.keys():
-        one, other = (_some(sorted(files.values())) for files in (pictures, found))
+        one, other = (_some(files.values()) for files in (pictures, found))
         raise UsageError(
             f"no mask in --masks {masks} has the name of a picture in --data {root}: found of pictures "
             f"{one}, of masks {other}; expected a.jpg ({' '.join(EXTENSIONS)}) and a.png "
             f"({' '.join(_SUFFIXES)}). "
             "Names that differ take a manifest: --data FILE.csv with the columns image and mask."
         )
-    without = sorted(pictures.keys() - found.keys())
-    alone = sorted(found.keys() - pictures.keys())
-    warnings = (f"no mask for {_some([pictures[stem] for stem in without])}.",) if without else ()
-    notes = (f"no picture for {_some([found[stem] for stem in alone])}: left out.",) if alone else ()
-    names = sorted(pictures.values())
-    stems = {name: stem for stem, name in pictures.items()}
+    without = [name for stem, name in pictures.items() if stem not in found]
+    alone = [name for stem, name in found.items() if stem not in pictures]
+    stems = sorted(pictures, key=lambda stem: pictures[stem])
     return _Pairs(
-        pictures=names,
+        pictures=[pictures[stem] for stem in stems],
         # One that is missing is a sample that cannot be read, as --on-error has it.
-        masks=[found.get(stems[name], f"{stems[name]}.png") for name in names],
-        notes=notes,
-        warnings=warnings,
+        masks=[found.get(stem, f"{stem}.png") for stem in stems],
+        notes=(f"no picture for {_some(alone)}: left out.",) if alone else (),
+        warnings=(f"no mask for {_some(without)}.",) if without else (),
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    more = ", ..." if len(names) > _NAMED_AT_MOST else ""
-    shown = f" ({', '.join(names[:_NAMED_AT_MOST])}{more})" if names else ""
-    return f"{counted(len(names), 'file')}{shown}"
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = ", ..." if len(ordered) > _NAMED_AT_MOST else ""
+    shown = f" ({', '.join(ordered[:_NAMED_AT_MOST])}{more})" if ordered else ""
+    return f"{counted(len(ordered), 'file')}{shown}"
 
 
 def _by_stem(root: Path, suffixes: Sequence[str]) -> dict[str, str]:
@@ -351,13 +322,12 @@ def _of_manifest(path: Path, path_column: str | None, mask_column: str | None, k
     table = open_table(path, choose, example, ", the paths of picture files", keep)
     seen: dict[str, int] = {}
     masks = []
-    for number, *names in table.rows:
-        for name, column in zip(names, table.columns, strict=True):
+    for number, picture, mask in table.rows:
+        for name, column in zip((picture, mask), table.columns, strict=True):
             if type(name) is not str or not name or "\0" in name:
                 raise UsageError(
                     f"{table.where(number)} has {name!r} in the column {column!r}, expected a path"
                 )
-        picture, mask = names
         if picture in seen:
             raise UsageError(
                 f"{table.where(number)} has the picture of {table.unit} {seen[picture]}, {picture}"

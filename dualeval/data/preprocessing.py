@@ -96,18 +96,16 @@ class Preprocessing(Normalisation):
 
     def __str__(self) -> str:
         """In words for people."""
-        grey = "grey, " if self.channels == 1 else ""
-        order = "BGR, " if self.channel_order == "bgr" else ""
         resize = {
-            "shorter": f"{self.resize} {self.interpolation}",
-            "squash": f"exactly {_size(self.resize_size)} {self.interpolation}",
-            "inside": f"inside of {_size(self.resize_size)} {self.interpolation}",
-            "cover": f"covering {_size(self.resize_size)} {self.interpolation}",
+            "shorter": f"{self.resize}",
+            "squash": f"exactly {_size(self.resize_size)}",
+            "inside": f"inside of {_size(self.resize_size)}",
+            "cover": f"covering {_size(self.resize_size)}",
         }[self.resize_mode]
         square = self.crop_width in (None, self.crop)
         crop = f"crop {self.crop if square else _size(self.crop_size)}"
         padded = "" if self.padding is None else f" padded with {_channels(self.padding)}"
-        return f"{grey}{order}{resize}, {crop}{padded}, {super().__str__()}"
+        return f"{_colours(self)}{resize} {self.interpolation}, {crop}{padded}, {super().__str__()}"
 
     def to_json(self) -> dict[str, Any]:
         """Every field by name; what torchvision's models do without is there only where it is used."""
@@ -139,12 +137,10 @@ class Uncropped(Normalisation):
 
     def __str__(self) -> str:
         """In words for people."""
-        grey = "grey, " if self.channels == 1 else ""
-        order = "BGR, " if self.channel_order == "bgr" else ""
         size = "own size" if self.resize is None else f"shorter side {self.resize} {self.interpolation}"
         if self.resize is not None and self.resize_mode == "squash":
             size = f"exactly {_size((self.resize, self.resize_width or self.resize))} {self.interpolation}"
-        return f"{grey}{order}{size}, {super().__str__()}"
+        return f"{_colours(self)}{size}, {super().__str__()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +170,10 @@ def shape_of(wanted: Normalisation, name: str, read: Callable[[], Tensor]) -> tu
             "(channels, height, width)."
         ) from error
     return channels, height, width
+
+
+def _colours(wanted: Preprocessing | Uncropped) -> str:
+    return "grey, " * (wanted.channels == 1) + "BGR, " * (wanted.channel_order == "bgr")
 
 
 def _size(size: tuple[int, int]) -> str:

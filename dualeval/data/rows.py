@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.data.contents import what_it_is
-from dualeval.data.table import SUFFIXES, Choose, Row, is_table, is_unicode, open_table
+from dualeval.data.table import SUFFIXES, Choose, Row, Table, is_table, is_unicode, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import NO_COLUMNS, FurtherColumns, KeptColumns
 
@@ -74,33 +74,17 @@ class Rows:
 def read_rows(
     data: str | Path | PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str] = ()
 ) -> Rows:
-    """Read all rows of a table, or take them from Python.
-
-    Args:
-        data: the path of a table; or rows, each a mapping of the columns' names to values.
-        choose: the columns that are read, of those that there are (``column_of`` finds one).
-        example: values by column, for messages.
-        keep: as of ``FurtherColumns``.
-
-    Raises:
-        UsageError: no such table, no row, or a row without one of the columns; says which.
-    """
-    if isinstance(data, str | Path):
-        return _of_table(Path(data), str(data), choose, example, keep)
-    return _of_python(data, choose, example, keep)
-
-
-def _of_table(
-    path: Path, named: str, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]
-) -> Rows:
+    """Read the chosen columns of all rows of a table, or take them from Python; ``keep`` is of others."""
+    if not isinstance(data, str | Path):
+        return _of_python(data, choose, example, keep)
+    path = Path(data)
     if not path.is_file() or not is_table(path):
         found = "does not exist" if not path.exists() else "is no table"
-        raise UsageError(f"--data {named} {found}. Expected a file {', '.join(SUFFIXES)}.")
+        raise UsageError(f"--data {data} {found}. Expected a file {', '.join(SUFFIXES)}.")
     if (other := what_it_is(path)) is not None:
-        raise UsageError(f"--data {named} {other}.")
+        raise UsageError(f"--data {data} {other}.")
     table = open_table(path, lambda found: _with_id(found, choose), example, keep=keep)
-    of_table = named, str(path.absolute()), table.columns, table.rows, table.unit, table.class_names
-    return _rows(*of_table, table.further)
+    return _rows(str(data), str(path.absolute()), table)
 
 
 def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> Rows:
@@ -121,7 +105,8 @@ def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], kee
     names = {column: tuple(each.names) for column, each in features.items() if getattr(each, "names", None)}
     further = FurtherColumns(list(first), columns, keep)
     rows = further.taken(_python_rows(data, columns, further.names, kind), len(columns))
-    return _rows(f"rows of a {kind}", kind, columns, rows, "row", names, further)
+    table = Table(path=Path(kind), unit="row", columns=columns, rows=rows, class_names=names, further=further)
+    return _rows(f"rows of a {kind}", kind, table)
 
 
 def _python_rows(
@@ -140,35 +125,27 @@ def _with_id(found: Sequence[str], choose: Choose) -> tuple[str, ...]:
     return (*chosen, *[name for name in _IDS if name in found and name not in chosen][:1])
 
 
-def _rows(
-    of: str,
-    source: str,
-    columns: tuple[str, ...],
-    rows: Iterator[Row],
-    unit: str,
-    class_names: Mapping[str, tuple[str, ...]],
-    further: FurtherColumns,
-) -> Rows:
+def _rows(of: str, source: str, table: Table) -> Rows:
     numbers: list[int] = []
     values: list[tuple[Any, ...]] = []
-    for number, *row in rows:
+    for number, *row in table.rows:
         numbers.append(number)
         values.append(tuple(row))
     if not values:
         raise UsageError(f"{of} holds no row")
     ids = [str(place) for place in range(len(values))]
-    if columns[-1] in _IDS:
+    if table.columns[-1] in _IDS:
         own = [str(row[-1]) for row in values]
         # One that rows share, as that of a product, is no row's.
         ids = own if len({*own}) == len(own) and all(own) and all(map(is_unicode, own)) else ids
     return Rows(
         of=of,
         source=source,
-        columns=columns,
+        columns=table.columns,
         values=values,
         ids=ids,
-        unit=unit,
+        unit=table.unit,
         numbers=numbers,
-        class_names=class_names,
-        kept=further.kept(),
+        class_names=table.class_names,
+        kept=table.further.kept(),
     )
