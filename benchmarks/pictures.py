@@ -173,7 +173,7 @@ def plain(setting: Setting, model: nn.Module) -> tuple[float, float]:
 
 def ours(setting: Setting, engine: Engine, out: Path) -> tuple[float, float]:
     """Seconds of the loop of a whole run, with all metrics, journal and rows, and its top-1."""
-    options = {"out": out, "batch_size": _BATCH, "workers": setting.workers, "fresh": True}
+    options: dict[str, Any] = {"out": out, "batch_size": _BATCH, "workers": setting.workers, "fresh": True}
     result = engine.evaluate(setting.task(), **options)
     top1 = result.metrics["top1"]
     assert isinstance(top1, float)

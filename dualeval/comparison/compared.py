@@ -267,7 +267,7 @@ def compare(
             for each, found in groups.items()
         ],
         cluster=column,
-        notes=[*_random(runs), *_notes(pairs, differences, clusters), *notes_of_failed(groups)],
+        notes=[*_notes(pairs, differences, clusters), *notes_of_failed(groups)],
     )
 
 
@@ -371,19 +371,16 @@ def _gate(runs: tuple[ComparedRun, ComparedRun], name: str, margin: float, diffe
     return Gate(metric=name, margin=margin, bound=bound, passed=bound <= margin)
 
 
-def _random(runs: Sequence[ComparedRun]) -> list[str]:
-    return [
-        f"{run.folder} gives other numbers each time it is evaluated (deterministic: false in its result): a "
-        "difference may be of one evaluation alone."
-        for run in runs
-        if run.result.deterministic is False
-    ]
-
-
 def _notes(
     pairs: Pairs, estimates: Mapping[str, Estimate], clusters: npt.NDArray[np.int64] | None
 ) -> list[str]:
-    notes = list(pairs.notes)
+    notes = [
+        f"{run.folder} gives other numbers each time it is evaluated (deterministic: false in its result): a "
+        "difference may be of one evaluation alone."
+        for run in (pairs.a, pairs.b)
+        if run.result.deterministic is False
+    ]
+    notes += pairs.notes
     failed = {"in A only": pairs.failed_a, "in B only": pairs.failed_b, "in both": pairs.failed_both}
     if any(failed.values()):
         counts = ", ".join(f"{count:,} {where}" for where, count in failed.items() if count)

@@ -47,12 +47,6 @@ class Measure:
         there = counts & (x != 0)
         return np.divide(y, x, out=np.zeros(len(y)), where=there), there
 
-    def badness(self, columns: _Columns) -> npt.NDArray[np.float64]:
-        """How bad each sample is: NaN is the worst; -inf is one without a number."""
-        values, there = self.of(columns)
-        worst = np.where(np.isnan(values), np.inf, values if self.high else -values)
-        return np.where(there, worst, -np.inf)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -198,7 +192,10 @@ class JudgedRows:
         if by != "loss" and self.has_confidence:
             return np.nan_to_num(columns[CONFIDENCE].astype(np.float64))
         if self.measure is not None:
-            return self.measure.badness(columns)
+            # NaN is the worst; a sample without a number never comes.
+            values, there = self.measure.of(columns)
+            worst = np.where(np.isnan(values), np.inf, values if self.measure.high else -values)
+            return np.where(there, worst, -np.inf)
         return np.zeros(len(next(iter(columns.values()))))
 
     def samples(self, places: Sequence[int]) -> list[Sample]:

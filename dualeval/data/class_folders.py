@@ -57,17 +57,15 @@ class PassedOver:
         kinds = sorted(self.files)
         named = ", ".join(kinds[:_NAMED_AT_MOST]) + (", ..." if len(kinds) > _NAMED_AT_MOST else "")
         beside = f", {self.beside:,} of them images beside the class folders" if self.beside else ""
-        parts = [
-            _some(self.files.total(), "file", f" ({named}){beside}"),
-            _some(self.hidden_folders, "hidden folder"),
-            _some(self.repeated_folders, "link", " to a folder that was read already"),
-        ]
-        said = "; ".join(filter(None, parts))
+        parts = {
+            f"{counted(self.files.total(), 'file')} ({named}){beside}": self.files.total(),
+            counted(self.hidden_folders, "hidden folder"): self.hidden_folders,
+            counted(self.repeated_folders, "link") + " to a folder that was read already": (
+                self.repeated_folders
+            ),
+        }
+        said = "; ".join(part for part, count in parts.items() if count)
         return f"passed over: {said}" if said else ""
-
-
-def _some(number: int, what: str, more: str = "") -> str:
-    return f"{counted(number, what)}{more}" if number else ""
 
 
 # Folders of these names alone are no classes.
@@ -96,7 +94,7 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
         if not entry.is_dir():
             passed_over.add(entry.name)
             passed_over.beside += is_image(entry.name)
-        elif _is_hidden(entry.name):
+        elif entry.name.startswith("."):
             passed_over.hidden_folders += 1
         else:
             folders.append(entry.name)
@@ -110,7 +108,7 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
 
 def is_image(name: str) -> bool:
     """Whether a file's name is that of an image that is read."""
-    return name.lower().endswith(EXTENSIONS) and not _is_hidden(name)
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
 def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]:
@@ -125,7 +123,7 @@ def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]
             continue
         seen.add((own.st_dev, own.st_ino))
         # In name order: of two links to one folder the first is read, whatever order the disk has.
-        shown = sorted(name for name in inner if not _is_hidden(name))
+        shown = sorted(name for name in inner if not name.startswith("."))
         passed_over.hidden_folders += len(inner) - len(shown)
         inner[:] = shown
         inside = Path(folder).relative_to(root).as_posix()
@@ -135,10 +133,6 @@ def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]
             else:
                 passed_over.add(name)
     return sorted(found)
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".")
 
 
 def _refuse(error: OSError) -> None:

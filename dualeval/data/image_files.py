@@ -17,8 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.data.cache import DataCache
-from dualeval.data.file_names import FileNames
-from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
+from dualeval.data.files import MISSING, FileNames, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
 from dualeval.data.pictures import picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
-from dualeval.data.file_names import FileNames
+from dualeval.data.files import FileNames
 from dualeval.data.image_files import ImageFiles
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.manifest import PATH_COLUMNS

@@ -14,7 +14,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
 from dualeval.data.rows import PythonRows, Rows, read_rows
 from dualeval.data.table import Choose, column_of
-from dualeval.data.texts import EncodedTexts, TextEncoder
+from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (

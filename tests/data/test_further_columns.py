@@ -21,7 +21,7 @@ from dualeval.data.masks import LabelRule, open_masked
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.rows import read_rows
 from dualeval.data.table import open_table
-from dualeval.data.texts import EncodedTexts
+from dualeval.data.token_groups import EncodedTexts
 from dualeval.data.token_windows import DocumentWindows
 from dualeval.further_columns import FurtherColumns, KeptColumns, Texts
 from tests.data.test_image_folder import save

@@ -194,39 +194,6 @@ def test_groups_of_known_windows() -> None:
     assert grouped([more] * 4 + [more // 2] * 4 + [1], 8) == [(0, 4), (4, 9)]
 
 
-def test_places_lead_to_each_questions_windows(made: dict[str, Made]) -> None:
-    for name in NAMES:
-        encoder = made[name].encoder(max_length=44, stride=8, most_windows=3)
-        texts = [RIVER, "c1 c2", ACCENTS, "", RIVER[:150], " ".join(CONTEXT_WORDS), RIVER[70:]]
-        samples = [encoder.encode(f"q{number}", text) for number, text in enumerate(texts)]
-        batch = encoder.collate(samples)
-        rows = rows_of(batch)
-        assert len(rows) > len(texts)
-        for sample, places in zip(samples, batch["places"].tolist(), strict=True):
-            windows = split(sample)
-            assert [place >= 0 for place in places] == [
-                number < len(windows) for number in range(len(places))
-            ]
-            for window, place in zip(windows, places, strict=False):
-                kept = [at for at, real in enumerate(rows[place]["attention_mask"]) if real]
-                assert [rows[place]["input_ids"][at] for at in kept] == window["ids"]
-                assert [rows[place]["spans"][at] for at in kept] == window["spans"]
-                assert kept.index(rows[place]["null"]) == window["null"]
-
-
-def test_filled_up_on_the_left(collator: Callable[..., WindowEncoder]) -> None:
-    encoder = collator(replace(FACTS, left=True), 8)
-    batch = encoder.collate([sample_of([2], 0), sample_of([4], 1)])
-    [group] = batch["groups"]
-    assert group["inputs"]["input_ids"].tolist() == [[1010, 1011, 1012, 1013], [7, 7, 10, 11]]
-    assert group["inputs"]["token_type_ids"].tolist() == [[0, 1, 0, 1], [3, 3, 0, 1]]
-    assert group["inputs"]["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-    assert group["spans"][1].tolist() == [[-1, -1], [-1, -1], [20, 21], [22, 23]]
-    assert group["null"].tolist() == [1, 2]
-    assert batch["places"].tolist() == [[1], [0]]
-    assert batch["padded_tokens"].tolist() == [4, 4]
-
-
 def test_dtypes_of_a_batch(collator: Callable[..., WindowEncoder]) -> None:
     batch = collator(FACTS, 8).collate([sample_of([3, 2], 0)])
     [group] = batch["groups"]
@@ -272,13 +239,6 @@ def test_a_sample_of_zeros_has_no_windows_and_moves_no_other(
     for name in ("places", "windows", "tokens", "padded_tokens"):
         assert same_bits(found[name][others], without[name])
     assert [int(found[name][at]) for name in ("windows", "tokens", "padded_tokens")] == [0, 0, 0]
-
-
-def test_a_batch_of_zeros_has_no_groups(collator: Callable[..., WindowEncoder]) -> None:
-    batch = collator(FACTS, 8).collate([zeros_like(sample_of([3, 2], seed)) for seed in range(3)])
-    assert batch["groups"] == []
-    assert batch["places"].tolist() == [[-1]] * 3
-    assert batch["padded_tokens"].tolist() == [0, 0, 0]
 
 
 def test_collate_is_deterministic_and_leaves_its_samples_alone(

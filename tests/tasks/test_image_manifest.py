@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from dualeval.data import manifest
-from dualeval.data.file_names import FileNames
+from dualeval.data.files import FileNames
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.labels import KnownClasses
 from dualeval.data.manifest import ManifestImages

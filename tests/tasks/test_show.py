@@ -85,7 +85,8 @@ def test_pictures_in_memory_and_grey_ones(tmp_path: Path) -> None:
     task = ImageClassification()
     found = task.show({"id": "t10k-00003", "index": 3})
     assert (found.mode, found.size) == ("L", (28, 28))
-    assert (np.asarray(found) == task.dataset().__getitems__([3])["images"][0, 0].numpy()).all()
+    batch: Any = task.dataset().__getitems__([3])
+    assert (np.asarray(found) == batch["images"][0, 0].numpy()).all()
 
 
 def test_data_that_changed_or_are_gone_are_said(pictures: Path, tmp_path: Path) -> None:
