@@ -19,6 +19,8 @@ from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.vision_library import torchvision
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import TinyDataset, TinyTask
 
 SMALL = Preprocessing(resize=20, crop=16)
 # Imported here, not in the first test that needs it: the import sets an environment variable.
@@ -299,3 +301,18 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
         class_folders(tmp_path, PassedOver())
     (tmp_path / "cat").mkdir()
     assert class_folders(tmp_path, PassedOver()) == ["cat", "train", "val"]
+
+
+class Noting(TinyDataset):
+    def reading_notes(self) -> list[str]:
+        return ["the disk is slow"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_data_set_says_of_reading_is_said_once(tmp_path: Path, workers: int) -> None:
+    """Also where two reading processes read."""
+    task, notes = TinyTask(40), list[str]()
+    task._dataset = Noting(40)
+    result = evaluate(task, tmp_path / "out", batch_size=4, workers=workers, note=notes.append)
+    assert notes.count("the disk is slow") == 1
+    assert "the disk is slow" not in result.warnings
