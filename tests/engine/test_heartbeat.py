@@ -249,13 +249,6 @@ def test_a_collective_that_hangs_for_all_is_named() -> None:
     assert found.index((0, "rank 0 on n0 (pid 4711): no progress for 64 s, stage collective")) == 64 // 2
 
 
-def test_who_sees_one_rank_alone_does_not_judge_its_collectives() -> None:
-    monitor = watching(sees_all=False)
-    for now in range(0, 300, 5):
-        waiting = Heartbeat(9, 0, now, "collective")
-        assert look(monitor, now, r0=waiting, r1=waiting, r2=waiting) is None
-
-
 def test_a_backends_collectives_are_steps_of_their_own() -> None:
     progress = Progress()
     seen: list[str] = []
@@ -291,10 +284,3 @@ def test_a_process_that_has_ended_is_known() -> None:
     assert name.has_ended, "a zombie"
     child.wait()
     assert name.has_ended
-
-
-@pytest.mark.parametrize("stage", ["load", "forward", "journal"])
-def test_progress_is_one_value(stage: str) -> None:
-    progress = Progress()
-    progress.step(stage, 7)  # type: ignore[arg-type]
-    assert (progress.position.steps, str(progress.position)) == (1, f"chunk 7, stage {stage}")

@@ -196,16 +196,6 @@ def test_columns_of_other_kinds_and_metrics_of_ones_own() -> None:
         assert loop.result().metrics == {"mine": 9.5}
 
 
-def test_a_column_may_be_overwritten_after_it_was_added() -> None:
-    buffer = torch.empty(16)
-    with opened([float(index) for index in range(64)]) as loop:
-        for batch in loop.batches():
-            buffer.copy_(batch)
-            loop.add(batch, value=buffer)
-            buffer.zero_()
-        assert loop.result().metrics["value"] == 31.5
-
-
 class Breaking(list[float]):
     """Sample 3 cannot be read; sample 5 not at the first attempt."""
 

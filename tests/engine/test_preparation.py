@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualeval
-from dualeval.engine import compute, numerics
+from dualeval.engine import compute
 from dualeval.engine.agreement import check_same_job
 from dualeval.engine.layouts import converter, layout_by_trial, layout_of
 from dualeval.engine.options import RunOptions
@@ -29,7 +29,6 @@ from dualeval.options.choices import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
 from dualeval.options.job import Job
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
-from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
 IMAGES = 24
@@ -98,14 +97,10 @@ def evaluate(model: nn.Module, **options: Any) -> dualeval.Result:
 # -- layouts -----------------------------------------------------------------------------------------------
 
 CONVOLUTIONAL = (
-    *(
-        *("alexnet", "vgg11_bn", "resnet18", "resnext50_32x4d", "wide_resnet50_2", "squeezenet1_0"),
-        "densenet121",
-    ),
-    *("inception_v3", "googlenet", "shufflenet_v2_x0_5", "mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5"),
-    *("efficientnet_b0", "efficientnet_v2_s"),
+    *("alexnet", "resnet18", "squeezenet1_0", "densenet121", "googlenet", "shufflenet_v2_x0_5"),
+    *("mobilenet_v3_small", "efficientnet_b0"),
 )
-OF_TRANSFORMERS = ("vit_b_32", "convnext_tiny", "swin_t", "swin_v2_t", "maxvit_t")
+OF_TRANSFORMERS = ("vit_b_32", "convnext_tiny", "swin_t", "maxvit_t")
 
 
 @pytest.mark.parametrize(
@@ -585,15 +580,6 @@ def test_a_loop_of_ones_own_says_no() -> None:
     for options in refused:
         with dualeval.Session() as session, pytest.raises(UsageError, match="in your own loop"):
             list(session.batches(torch.rand(3, 2), **options))
-
-
-def test_a_cast_is_computed_on_a_task_of_ones_own() -> None:
-    results = {
-        dualeval.evaluate(TinyTask(40), precision=precision).metrics_digest
-        for precision in ("fp32", "fp16", "bf16")
-    }
-    assert len(results) == 3
-    assert numerics.CASTS.keys() == HALF.keys()
 
 
 RUN = (sys.executable, "-m", "dualeval", "run", "--limit", "640", "--no-progress")

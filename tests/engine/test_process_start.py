@@ -196,34 +196,12 @@ def test_a_standstill_with_standard_error_closed(launch: Launch, tmp_path: Path)
     assert (status["state"], "no progress for" in status["reason"]) == ("failed", True)
 
 
-AS_BEFORE = """
-import io, sys
-from dualeval.process_start import open_standard_streams, unwritten
-names = ("name", "mode", "encoding", "errors", "line_buffering", "write_through")
-raw = lambda stream: isinstance(stream.buffer, io.RawIOBase)
-look = lambda: [
-    [raw(stream), *(getattr(stream, name) for name in names)] for stream in (sys.stdout, sys.stderr)
-]
-before, stream = look(), sys.stdout
-open_standard_streams()
-assert sys.stdout is not stream
-assert look() == before, (before, look())
-print("\u00e9")
-assert unwritten() is None
-"""
 CHILD = """
 import subprocess, sys
 from dualeval.process_start import prepare
 prepare([])
 subprocess.run([sys.executable, "-c", "import os; os.fstat(0), os.fstat(1)"], check=True)
 """
-
-
-@pytest.mark.parametrize("flags", [[], ["-u"]])
-def test_streams_are_as_python_makes_them(launch: Launch, flags: list[str]) -> None:
-    command = [sys.executable, *flags, "-c", AS_BEFORE]
-    variables = {"PYTHONIOENCODING": "ascii:backslashreplace", "PYTHONUNBUFFERED": ""}
-    launch(command, variables=variables).ok()
 
 
 def test_what_was_closed_is_open_in_children_too(launch: Launch, tmp_path: Path) -> None:

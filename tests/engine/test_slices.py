@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.engine.rescoring import rescore
-from dualeval.engine.slices import groups_of, keys_by_id
+from dualeval.engine.slices import groups_of
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
-from dualeval.further_columns import KeptColumns
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.result import Result, read_result
 from dualeval.tasks.image_classification import ImageClassification
@@ -163,10 +162,6 @@ def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: st
             lambda indices: {"a": [[1, 2]] * len(indices)},
             "'a' cannot be kept: it holds values of the type list",
         ),
-        (
-            lambda indices: {"a": [object()] * len(indices)},
-            "'a' cannot be kept: it holds values of the type object",
-        ),
         (lambda indices: {"a" if 0 in indices else "b": [1.0] * len(indices)}, "gives no 'a' for samples 64"),
     ],
 )
@@ -239,14 +234,6 @@ def test_a_killed_run_goes_on_with_its_columns(
     assert found.chunks["resumed"] > 0 and found.replay == "same bits"
     assert repr(rows(tmp_path / "out")) == repr(rows(tmp_path / "whole"))
     assert found.slices == whole.slices and found.metrics_digest == whole.metrics_digest
-
-
-def test_drawn_samples_keep_their_columns(tmp_path: Path) -> None:
-    evaluate(ScannedTask(), tmp_path / "out", batch_size=32, sample=50)
-    found = rows(tmp_path / "out")
-    assert found["scanner"] == scanners(found["index"])
-    evaluate(ScannedTask(), tmp_path / "first", batch_size=32, limit=50)
-    assert rows(tmp_path / "first")["scanner"] == scanners(range(50))
 
 
 def test_an_own_loop_has_them_too(tmp_path: Path) -> None:
@@ -360,18 +347,6 @@ def test_bins_cut_a_cross() -> None:
     assert groups_of("a*b", keys, (1,)).labels == ["<1 * <1", "1 or more * 1 or more"]
 
 
-def test_rows_that_a_table_lacks() -> None:
-    kept = KeptColumns(
-        values={"old": np.array([True, False]), "id": np.array([2**53 + 1, 2**53]), "age": np.array([4, 5])}
-    )
-    places = np.array([1, 0, -1])
-    found = keys_by_id(kept, places)
-    assert found["old"] == ["false", "true", None]
-    assert found["id"] == ["9007199254740992", "9007199254740993", None]
-    assert repr(found["age"].tolist()) == "[5.0, 4.0, nan]"  # type: ignore[union-attr]
-    assert keys_by_id(kept, places[:2])["id"].tolist() == [2**53, 2**53 + 1]  # type: ignore[union-attr]
-
-
 # -- metrics by group ----------------------------------------------------------------------------------
 
 
@@ -446,15 +421,6 @@ def test_clusters_inside_of_groups(tmp_path: Path) -> None:
     assert found["intervals"]["loss"] != naive["intervals"]["loss"] and found["metrics"] == naive["metrics"]
     few = evaluate(ScannedTask(), None, batch_size=32, by=("is_female",), cluster="scanner")
     assert few.slices["is_female"][0]["small"] == "only 3 clusters: too few for a statement"
-
-
-def test_bins_that_cut_nothing_cost_no_run() -> None:
-    result = evaluate(ScannedTask(), None, batch_size=32, by=("scanner*is_female",), bins=(40, 60.5))
-    assert result.slices == {} and "top1" in result.metrics
-    assert result.warnings[-1] == (
-        "no slices: --bins 40,60.5 cuts columns of numbers, and none is named: scanner holds texts, "
-        "is_female holds true and false. Leave --bins out."
-    )
 
 
 def test_groups_that_are_too_many_cost_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,17 +521,6 @@ def run_of_images(images: Path) -> Path:
     return images / "run"
 
 
-def test_a_long_text_is_kept_where_the_task_is_told(images: Path) -> None:
-    pixels: Mapping[str, Any] = {"mean": (0.286,), "std": (0.353,), "channels": 1, "resize": 28, "crop": 28}
-    given = {"model": "fashion-cnn", "data": images / "val.csv", **pixels}
-    with pytest.raises(
-        UsageError, match=r"has texts of 200 letters.* Give keep=\('report',\) to the task, too"
-    ):
-        evaluate(ImageClassification(**given), None, keep=("report",))
-    result = evaluate(ImageClassification(**given, keep=("report",)), None, keep=("report",), by=("report",))
-    assert [group["samples"] for group in result.slices["report"]] == [120]
-
-
 def test_two_ranks_give_the_same_slices(
     launch: Launch, images: Path, run_of_images: Path, tmp_path: Path
 ) -> None:
@@ -624,16 +579,11 @@ def test_the_command_slices_by_columns_and_tables(
         (("--by", "site"), "--by site: "),
         (("--by", "scaner"), " takes those of a file. Did you mean scanner?"),
         (("--by", "scanner", "--cluster", "scaner"), ", age. A run keeps the column that its own --cluster "),
-        (("--by", "scanner", "--cluster", "scaner"), " Did you mean scanner?"),
         (("--by", "top"), "--by top: it has several values a sample"),
         (("--by", "scanner", "--bins", "3,1"), "--bins 3,1: expected numbers that ascend"),
-        (("--by", "scanner", "--bins", "3,1.5"), "--bins 3,1.5: expected numbers that ascend"),
-        (("--by", "age*"), "--by 'age*': a column's name is missing"),
         (("--by", "scanner", "--bins", "40,60"), "--bins 40,60 cuts columns of numbers, and none is named: "),
         (("--by", "site", "--table", "no.csv"), "--table no.csv does not exist"),
         (("--by", "x", "--table", "{images}/sites.csv"), "has the columns id, site: --by names none of them"),
-        (("--by", "x", "--table", "{images}/val.csv"), "expected id and others"),
-        (("--by", "site", "--table", "{images}/headings.csv"), "headings.csv holds no row: expected"),
         (
             ("--by", "site", "--table", "{images}/lists.jsonl"),
             "--by site: samples cannot be grouped by this column of",
@@ -650,7 +600,6 @@ def test_wrong_usage_of_the_command(
     says: str,
 ) -> None:
     (images / "twice.csv").write_text("id,site\na.png,N\na.png,S\n")
-    (images / "headings.csv").write_text("id,site\n")
     (images / "lists.jsonl").write_text('{"id": "a.png", "site": ["N"]}\n')
     (images / "other.csv").write_text("id,site\nz.png,N\n")
     code, out, err = command(run_of_images, *(word.format(images=images) for word in words))
