@@ -58,7 +58,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
+def test_sdist_and_wheel_hold_the_whole_package(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
@@ -66,12 +66,9 @@ def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
         *("dualeval/backends/base.py", "dualeval/launch/detect.py"),
         *("dualeval/tools/submit/slurm/eval.sbatch", "README.md", "setup.py", "LICENSE"),
     } <= names
-
-
-def test_wheel_holds_dualeval_alone(built: Path) -> None:
     [wheel] = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        names = set(archive.namelist())
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"dualeval"}
     assert {
@@ -79,7 +76,7 @@ def test_wheel_holds_dualeval_alone(built: Path) -> None:
         *("dualeval/tools/submit/slurm/eval.sbatch", "dualeval/tools/submit/slurm/eval_horovod.sbatch"),
         *("dualeval/assets/fashion_cnn.safetensors", "dualeval/assets/imagenet_wnids.txt"),
         *("dualeval/assets/t10k-images-idx3-ubyte.gz", "dualeval/assets/LICENSE-fashion-mnist.txt"),
-    } <= set(names)
+    } <= names
 
 
 @pytest.mark.long

@@ -294,10 +294,3 @@ def check_read_only(found: Mapping[str, Rows], wanted: Mapping[str, Rows]) -> No
         assert type(values_of(found[name])) is np.ndarray
         with pytest.raises(ValueError, match="read-only"):
             values_of(found[name])[...] = 0
-
-
-def test_no_file_outlives_what_goes_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), MappedColumns(tmp_path) as held:
-        held.append(pieces()[0])
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []

@@ -175,20 +175,6 @@ def test_another_rank_speaks_where_rank_0_is_busy(monkeypatch: pytest.MonkeyPatc
     assert spoken[0] != 0
 
 
-def test_rank_0_speaks_where_it_can() -> None:
-    spoken: list[int] = []
-
-    def work(rank: int, control: ControlPlane) -> None:
-        control.fail(DualevalError("broken"))
-        if control.may_speak():
-            spoken.append(rank)
-        control.has_spoken()
-        control.leave()
-
-    on_ranks(3, work)
-    assert spoken == [0]
-
-
 # -- the verdict -------------------------------------------------------------------------------------------
 
 

@@ -62,18 +62,6 @@ def test_when_it_stops(
     assert stopping.best is results[best_epoch]
 
 
-def test_before_any_finite_value(measured: Result) -> None:
-    stopping = EarlyStopping("top1", 1)
-    assert (stopping.best, stopping.best_epoch, stopping.is_best, stopping.should_stop) == (
-        None,
-        None,
-        False,
-        False,
-    )
-    assert stopping.update(of(measured, None))
-    assert (stopping.best, stopping.best_epoch, stopping.is_best) == (None, None, False)
-
-
 def test_a_direction_where_the_metric_has_none(measured: Result) -> None:
     undirected = dataclasses.replace(of(measured, 1.0), directions={})
     with pytest.raises(

@@ -163,32 +163,6 @@ class Trainer:
         self.model = model
 
 
-class OfAClass(TinyTask):
-    """Has a model among its class's attributes."""
-
-    model = make_model()
-
-    def build_model(self, device: torch.device) -> nn.Module:
-        return self.model.eval()
-
-
-def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
-    model, trainer = make_model(), Trainer(make_model())
-
-    class OfAClosure(TinyTask):
-        def build_model(self, device: torch.device) -> nn.Module:
-            return model.eval()
-
-    class OfATrainersClosure(TinyTask):
-        def build_model(self, device: torch.device) -> nn.Module:
-            return trainer.models["student"].eval()
-
-    for task in (OfAClosure(20), OfATrainersClosure(20), OfAClass(20)):
-        evaluate(task)
-    for found in (model, trainer.model, OfAClass.model):
-        assert all(module.training for module in found.modules())
-
-
 class Deep(TinyTask):
     """Has a model far inside."""
 

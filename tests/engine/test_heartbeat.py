@@ -18,7 +18,7 @@ import torch
 from dualeval.backends.base import Op
 from dualeval.backends.single import SingleBackend
 from dualeval.engine.control.heartbeat import Heartbeat, Name, Work
-from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor, Standstill
+from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor
 from dualeval.engine.progress import Progress
 from dualeval.world import World
 
@@ -100,16 +100,6 @@ def test_an_observer_that_was_stopped_blames_nobody() -> None:
     moments = iter([0.0, 0.5, 1.0, 601.0, 601.5])
     clock = Clock(2.0, lambda: next(moments))
     assert [clock.now() for _ in range(4)] == [0.5, 1.0, 3.0, 3.5]
-
-
-def test_a_standstill_begins_with_the_last_change() -> None:
-    still = Standstill(0.0)
-    assert [still.seconds(value, now) for value, now in ((1, 1.0), (1, 4.0), (2, 5.0), (2, 7.5))] == [
-        0,
-        3,
-        0,
-        2.5,
-    ]
 
 
 @contextmanager

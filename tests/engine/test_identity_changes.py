@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -424,19 +423,6 @@ def test_a_refusal_names_the_attribute_and_the_way_out(tmp_path: Path) -> None:
 
 
 # Data
-
-
-def test_a_changed_pixel_or_label_of_idx_files_is_refused(sources: Sources, tmp_path: Path) -> None:
-    sources.write("factory", FACTORY)
-    data = tmp_path / "data"
-    for name, change in (("contents", {"pixel": 1}), ("data", {"label": 1})):
-        idx_folder(data)
-        evaluate(classified(data), tmp_path / name)
-        idx_folder(data, **change)
-        with pytest.raises(UsageError, match=rf"job\.{name}: "):
-            evaluate(classified(data), tmp_path / name)
-        moved = shutil.copytree(idx_folder(data), tmp_path / f"moved-{name}")
-        assert evaluate(classified(moved), tmp_path / name).chunks["evaluated_now"] == 1
 
 
 PICTURE_FACTORY = """

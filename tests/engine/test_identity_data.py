@@ -154,18 +154,6 @@ def test_the_option_in_a_job(tmp_path: Path) -> None:
     assert Job.read(tmp_path / "job.toml", {}).options.data_fingerprint == "content"
 
 
-def test_the_option_in_a_task(folder: Path) -> None:
-    assert small_task(folder).fingerprint()["data_fingerprint"] == "ends"
-    found = [
-        small_task(folder, data_fingerprint=value).dataset().content_fingerprint(range(2))
-        for value in ("ends", "content")
-    ]
-    assert len(set(found)) == 2
-    with pytest.raises(UsageError, match="expected one of ends, content"):
-        small_task(folder, data_fingerprint="all")
-    assert ImageClassification().fingerprint()["data_fingerprint"] == "content", "idx files are read whole"
-
-
 def test_the_result_holds_both_fingerprints(folder: Path, tmp_path: Path) -> None:
     result = evaluate(small_task(folder), tmp_path / "out")
     job = json.loads((tmp_path / "out/job.json").read_text())["job"]

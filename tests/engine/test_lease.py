@@ -213,20 +213,6 @@ def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, 
         Lease.take(tmp_path, "second", waiting=never).close()
 
 
-def test_of_two_that_replace_it_the_last_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = dead_lease(tmp_path)
-    other = path.read_bytes().replace(b'"dead"', b'"late"')
-
-    def replaced_meanwhile(seconds: float) -> None:
-        assert read(tmp_path)["token"] == "second"
-        path.write_bytes(other)
-
-    monkeypatch.setattr(lease_module, "sleep", replaced_meanwhile)
-    with pytest.raises(UsageError, match="is in use by another run"):
-        Lease.take(tmp_path, "second")
-    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == other
-
-
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with pytest.raises(FileNotFoundError):

@@ -80,12 +80,6 @@ def test_another_device_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch)
         go_on(begun)
 
 
-def test_the_machine_is_no_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = go_on(tmp_path / "one")
-    played_machine(monkeypatch, model="another")
-    assert go_on(tmp_path / "other").fingerprint == one.fingerprint
-
-
 def test_a_result_that_names_no_cublas_yet_is_of_the_same_machine() -> None:
     old = {"model": "H100", "bits": "1"}
     new, other = ({**old, "runtime": {"cublas": version}} for version in ("13.1.1", "12.8.4"))

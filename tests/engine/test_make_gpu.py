@@ -109,20 +109,6 @@ def test_another_digest_fails(
     assert all(expected in row["found"] for row in failed)
 
 
-@pytest.mark.parametrize(
-    ("waits", "outcome"),
-    [
-        ({"cudaEventSynchronize": 2.0, "cudaStreamSynchronize": 0.0}, "passed"),
-        ({}, "passed"),
-        ({"cudaEventSynchronize": 2.0, "cudaStreamSynchronize": 1.0}, "failed"),
-        ({"Memcpy DtoH (Device -> Pageable)": 1.0}, "failed"),
-        ({"cudaEventSynchronize": 3.0}, "failed"),
-    ],
-)
-def test_the_host_may_wait_for_two_events_a_batch(gpu: Any, waits: dict[str, float], outcome: str) -> None:
-    assert gpu.judged_waits(waits, ["32 in transfer.py:1"])[0] == outcome
-
-
 def test_a_row_that_fails_stops_no_other(gpu: Any) -> None:
     trial = gpu.Trial(device="cpu", images=8, rounds=2, ends=monotonic() + 60)
 

@@ -183,7 +183,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
 IN_FORWARD = [name for name in CHANGES if name not in ("default_dtype", "default_device", "grad_off")]
 BEFORE = [
     *("default_dtype", "default_device", "no_fast_path", "no_mkldnn", "no_nnpack", "no_cudnn"),
-    *("attention", "only_flash", "full_reductions"),
+    *("attention", "only_flash", "full_reductions", "benchmark"),
 ]
 
 
@@ -358,18 +358,6 @@ def test_a_program_that_used_the_newer_settings_first(tmp_path: Path, scratch: N
     assert notes == [
         "torch.backends.cuda.matmul.fp32_precision was 'tf32' before this run; it is 'ieee' in it",
         "torch.backends.mkldnn.matmul.fp32_precision was 'bf16' before this run; it is 'ieee' in it",
-    ]
-
-
-def test_set_otherwise_before_a_run(tmp_path: Path, scratch: None) -> None:
-    BACKENDS.cudnn.benchmark = True
-    torch.set_deterministic_debug_mode("error")
-    _, notes = evaluate(Changing(), tmp_path / "out")
-    assert BACKENDS.cudnn.benchmark
-    assert torch.get_deterministic_debug_mode() == 2
-    assert notes == [
-        "torch.get_deterministic_debug_mode() was 2 before this run; it is 1 in it",
-        "torch.backends.cudnn.benchmark was True before this run; it is False in it",
     ]
 
 

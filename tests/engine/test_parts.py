@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,9 @@ from dualeval.tasks.image_classification import ImageClassification
 from tests.conftest import Launch
 from tests.data.test_image_folder import save
 from tests.engine.test_evaluator import evaluate, rows
+from tests.launchers import start
 from tests.tiny import CLASSES, TinyDataset, TinyTask
 
-DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
 # What sha256sum draws of the ids "0" to "99", with a zero byte between seed and id.
 DRAWN_OF_100 = {0: [8, 14, 49, 57, 60, 94], 1: [8, 66, 68, 71, 78, 84]}
 
@@ -190,14 +189,6 @@ class Cut(Asking):
         return {name: column[1:] for name, column in super().postprocess(columns, samples).items()}
 
 
-class Changing(Asking):
-    """One whose columns depend on the sample."""
-
-    def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
-        more = {"more": columns["loss"]} if samples.start % 2 else {}
-        return {**super().postprocess(columns, samples), **more}
-
-
 class Numbers(Asking):
     """One that gives a number for a batch."""
 
@@ -209,7 +200,6 @@ class Numbers(Asking):
     ("task", "error", "message"),
     [
         (Cut, ExactlyOnceError, "postprocess gave . rows of the column .* for samples"),
-        (Changing, UsageError, "give the same columns for all samples"),
         (Numbers, ExactlyOnceError, "postprocess gave no rows of the column 'loss' for samples"),
     ],
 )
@@ -232,20 +222,6 @@ def test_data_of_ones_own() -> None:
     wrong = [(row, 9 if index == chosen[4] else target) for index, (row, target) in enumerate(data)]
     with pytest.raises(UsageError, match=rf"sample {chosen[4]} has the label 9"):
         dualeval.evaluate(model=nn.Identity(), data=wrong, sample=10, seed=2)
-
-
-def test_an_own_loop() -> None:
-    data = torch.arange(40.0)
-    with dualeval.Session() as session:
-        seen = []
-        for batch in session.batches(data, sample=7, batch_size=3):
-            seen += batch.tolist()
-            session.add(batch, value=batch)
-        result = session.result()
-    assert seen == smallest([str(index) for index in range(40)], 7, 0)
-    assert result.metrics["value"] == sum(seen) / 7
-    assert result.part["kind"] == "drawn"
-    assert {*result.whole_set_intervals} == {"value"}
 
 
 def test_a_column_of_ids() -> None:
@@ -295,10 +271,8 @@ def table(out: Path) -> list[dict[str, Any]]:
 
 def test_ranks_draw_the_same(launch: Launch, tmp_path: Path) -> None:
     alone = evaluate(ImageClassification(), tmp_path / "one", sample=150, seed=5)
-    options = ["--sample", "150", "--seed", "5", "--nproc", "2", "--workers", "1"]
-    done = launch(
-        [*DUALEVAL, "run", *options, "--json", "--no-progress", "--out", tmp_path / "two"], timeout=90
-    )
+    options = ["--sample", "150", "--seed", "5", "--workers", "1", "--json", "--no-progress"]
+    done = launch([*start("torchrun", 2), "dualeval", "run", *options, "--out", tmp_path / "two"], timeout=90)
     found = json.loads(done.stdout)
     assert found["metrics_digest"] == alone.metrics_digest
     assert found["fingerprint"] == alone.fingerprint
@@ -344,13 +318,9 @@ class Holding(TinyDataset):
     ("targets", "is_known"),
     [
         ([0, 1, 2, 0], True),
-        (torch.tensor([0, 1, 2, 0]), True),
         (np.array([0, 1, 2, 0], np.uint8), True),
         ([0, 1, 2], False),
-        ([0.5, 1, 2, 0], False),
         ([[0], [1, 2], [2], [0]], False),
-        (torch.zeros(4, 2), False),
-        ("abcd", False),
         (None, False),
     ],
 )

@@ -25,7 +25,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.errors import UsageError
 from dualeval.models.fashion_cnn import FashionCNN
-from dualeval.options.choices import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
+from dualeval.options.choices import CHANNELS_LAST, CONTIGUOUS
 from dualeval.options.job import Job
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
@@ -144,19 +144,6 @@ def test_programs_stay_as_they_were_made() -> None:
             prepared(program, precision="bf16")
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (4, 1, 5, 6), (1, 1, 1, 1), (7, 3, 1, 1), (1, 6, 1, 4)])
-def test_strides_say_the_layout_also_of_one_channel(shape: tuple[int, ...]) -> None:
-    values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    last = converter(CHANNELS_LAST)(values)
-    _, channels, height, width = shape
-    assert last.stride() == (channels * height * width, 1, width * channels, channels)
-    assert torch.equal(last, values)
-    back = converter(CONTIGUOUS)(last)
-    assert back.stride() == (channels * height * width, height * width, width, 1)
-    assert torch.equal(back, values)
-    assert converter(CHANNELS_LAST)(values.long()).stride() == values.stride()
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "auto"])
 def test_all_of_the_embedded_network_is_in_its_layout(layout: str) -> None:
     """One channel at its start, where both layouts look alike: pooling is slow where it comes contiguous."""
@@ -171,15 +158,6 @@ def test_all_of_the_embedded_network_is_in_its_layout(layout: str) -> None:
     outputs(model, torch.rand(2, 1, 28, 28))
     assert len(met) == 11
     assert {is_last for _, is_last in met} == {layout == "auto"}, met
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_whatever_the_models_and_the_images_own(layout: str) -> None:
-    wanted = outputs(prepared(made(), layout=layout), images())
-    other = made().to(memory_format=torch.channels_last)
-    given = images().contiguous(memory_format=torch.channels_last)
-    assert torch.equal(outputs(prepared(other, layout=layout), given), wanted)
-    assert torch.allclose(wanted, outputs(made(), images()), atol=1e-6)
 
 
 def test_a_model_that_cannot_be_channels_last_is_contiguous(capsys: pytest.CaptureFixture[str]) -> None:

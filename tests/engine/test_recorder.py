@@ -54,17 +54,6 @@ def test_columns_keep_no_memory_of_others(
             assert column.tolist() == make().tolist()
 
 
-def test_row_metrics_columns_alone_are_kept_in_memory() -> None:
-    writer = MemoryWriter(keeps=False)
-    plan = EvalPlan(num_samples=8, batch_size=4)
-    taking = Recorder(plan, [Mean("m")], [], writer)
-    for batch in range(2):
-        taking.add(work_of(plan, batch), {"m": torch.arange(4.0)})
-    taking.flush()
-    assert writer.written == []
-    assert taking.ledger.parts()[0][0].compute(taking.ledger.parts()[0][1]).values == {"m": 1.5}
-
-
 def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 4)
     begun, goes_on = threading.Event(), threading.Event()

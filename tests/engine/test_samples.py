@@ -320,20 +320,6 @@ def test_who_collates_gets_samples(tmp_path: Path) -> None:
     assert found.metrics_digest == by_hand.metrics_digest
 
 
-def test_a_forward_that_writes_into_its_input_leaves_the_data_alone() -> None:
-    inputs = torch.rand(10, 4)
-    before = inputs.clone()
-    data = TensorDataset(inputs, torch.arange(10) % 3)
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        return model(batch[0].sub_(0.5).relu_())
-
-    dualeval.evaluate(
-        model=nn.Linear(4, 3).eval(), data=data, forward=forward, metrics=["loss"], batch_size=4
-    )
-    assert torch.equal(inputs, before)
-
-
 def test_a_data_set_derived_from_one_of_tensors_gives_its_own_samples() -> None:
     class Negative(TensorDataset):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:

@@ -193,19 +193,6 @@ def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> 
         evaluated(**options)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--offload"], "--offload keeps a rank's part"),
-        (["--shard", "fsdp", "--optimize", "fold"], "with --shard fsdp a layer's weights"),
-        (["--shard", "fsdp", "--schedule", "dynamic"], "--schedule dynamic: with --shard fsdp"),
-    ],
-)
-def test_flags_that_do_not_go_together(words: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        command.main(["run", *words], standalone_mode=False)
-
-
 @pytest.mark.parametrize("words", [["bench", "--dry-run"], ["doctor", "--invariance"]])
 def test_commands_that_look_at_whole_models(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('shard = "fsdp"\n')
@@ -351,8 +338,9 @@ def test_what_fails_in_the_first_forward_ends_a_run_of_several_models(launch: La
     assert "exitcode  : 2 " in done.stderr and "exitcode  : 1 " not in done.stderr
 
 
-def digest_of(launch: Launch, *words: str, timeout: float = 300) -> tuple[str, Any]:
-    done = launch([sys.executable, "-m", "dualeval", "run", *words], timeout=timeout).ok()
+def digest_of(launch: Launch, *words: str, ranks: int = 0) -> tuple[str, Any]:
+    started = start("torchrun", ranks) if ranks else []
+    done = launch([*started, sys.executable, "-m", "dualeval", "run", *words], timeout=300).ok()
     result = json.loads(done.stdout)
     return result["metrics_digest"], result["weights"]
 
@@ -361,7 +349,7 @@ def test_the_command_line_on_two_ranks(launch: Launch, tmp_path: Path) -> None:
     # 4 batches for 2 ranks would be even: of 200 samples the last is smaller, of 3 ranks one has more.
     words = [*EMBEDDED, "--batch-size", "40"]
     whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
-    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", "--nproc", "2")
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", ranks=2)
     assert divided == whole
 
 
@@ -372,7 +360,7 @@ def test_the_command_line_on_two_ranks(launch: Launch, tmp_path: Path) -> None:
 def test_precisions_of_the_embedded_network(launch: Launch, precision: str, tmp_path: Path) -> None:
     words = [*EMBEDDED, "--precision", *precision.split()]
     whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
-    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", "--nproc", "2")
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", ranks=2)
     assert divided == whole
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from dualeval.result import Result, read_result
 from dualeval.tasks.image_classification import ImageClassification
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
+from tests.launchers import start
 from tests.tiny import CLASSES, TinyDataset, TinyTask
 
 COUNT = 400
@@ -236,25 +236,6 @@ def test_a_killed_run_goes_on_with_its_columns(
     assert found.slices == whole.slices and found.metrics_digest == whole.metrics_digest
 
 
-def test_an_own_loop_has_them_too(tmp_path: Path) -> None:
-    class Listed(list[Any]):
-        def columns(self, indices: Sequence[int]) -> Mapping[str, Any]:
-            return {"scanner": scanners(indices)}
-
-    data = Listed([(torch.full((2,), float(at)), at % 2) for at in range(60)])
-    for again in (False, True):
-        with dualeval.Session(device="cpu") as session:
-            for batch in session.batches(
-                data, batch_size=8, out=tmp_path / "out", metrics=[Mean("loss")], by=("scanner",)
-            ):
-                session.add(batch, loss=batch[0][:, 0])
-            result = session.result()
-        assert result.earlier == again
-        assert rows(tmp_path / "out")["scanner"] == scanners(range(60))
-        of_a = [float(at) for at, name in enumerate(scanners(range(60))) if name == "A"]
-        assert result.slices["scanner"][0]["metrics"] == {"loss": sum(of_a) / len(of_a)}
-
-
 def test_columns_of_hugging_face(tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict(
         {
@@ -443,48 +424,23 @@ class Batches:
         return Measured(values={"batches": int(ledger[0])})
 
 
-class Work(Batches):
-    """Has no value in the result."""
-
-    name = "work"
-
-    def compute(self, ledger: Tensor) -> Measured:
-        return Measured(values={})
-
-
 class Unkept(Mean):
     keeps_rows = False
-
-
-class AllClasses:
-    """Fails where a class is missing."""
-
-    name, columns = "all_classes", ("target",)
-
-    def compute(self, columns: Mapping[str, Any]) -> Measured:
-        if len(np.unique(columns["target"])) < CLASSES:
-            raise ValueError("a class is missing")
-        return Measured(values={"all_classes": 1.0})
 
 
 def test_what_has_no_slices_is_named(tmp_path: Path) -> None:
     class Odd(ScannedTask):
         def metrics(self) -> list[Metric | RowMetric]:
-            return [Mean("loss"), Batches(), Work(), Unkept("confidence"), AllClasses()]
+            return [Mean("loss"), Batches(), Unkept("confidence")]
 
     result = evaluate(Odd(), tmp_path / "out", batch_size=COUNT, by=("target", "scanner"))
-    assert of_group(result, "scanner", "A")["metrics"].keys() == {"loss", "all_classes"}
+    assert of_group(result, "scanner", "A")["metrics"].keys() == {"loss"}
     assert result.warnings[-1] == (
         "no slices of batches, confidence: what they read is not kept, or they take whole batches"
     )
-    found = of_group(result, "target", "3")
-    assert found["metrics"]["all_classes"] is None and found["metrics"]["loss"] is not None
-    assert found["rough"]["all_classes"] == "cannot be computed of this group: a class is missing"
 
 
 # -- the command line ----------------------------------------------------------------------------------
-
-DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
 
 
 @pytest.fixture(scope="module")
@@ -526,8 +482,8 @@ def test_two_ranks_give_the_same_slices(
 ) -> None:
     words: list[str | Path] = ["--model", "fashion-cnn", "--data", images / "val.csv", *PIXELS]
     words += ["--by", "scanner", "--by", "age"]
-    words += ["--nproc", "2", "--json", "--no-progress", "--out", tmp_path / "two"]
-    done = launch([*DUALEVAL, "run", *words], timeout=120)
+    words += ["--json", "--no-progress", "--out", tmp_path / "two"]
+    done = launch([*start("torchrun", 2), "dualeval", "run", *words], timeout=120)
     found, alone = json.loads(done.stdout), read_result(run_of_images / "result.json")
     assert found["slices"] == alone.slices and found["fingerprint"] == alone.fingerprint
     assert found["metrics_digest"] == alone.metrics_digest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import trial
-from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from tests.engine.test_evaluator import evaluate
@@ -268,19 +266,6 @@ def test_each_batch_has_the_same_columns(tmp_path: Path, kind: str) -> None:
     task = Varying(rows=("loss", "score"))
     with pytest.raises(UsageError, match=r"column 'score' of batch 3 \(samples 30 to 39\) is .* first batch"):
         evaluate(task, tmp_path, batch_size=BATCH)
-
-
-def test_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
-    values = {"a": np.float64(0.5), "b": [np.int64(3), np.float32(0.25)], "c": np.bool_(True), "d": (1, 2)}
-    metric = Counting(values, intervals={"counted": (np.float32(0.5), np.float64(1.5))})
-    result = evaluate(Custom(metrics=[metric]), tmp_path, batch_size=BATCH)
-    assert result.metrics["counted"] == {"a": 0.5, "b": [3, 0.25], "c": True, "d": [1, 2]}
-    assert result.intervals["counted"] == (0.5, 1.5)
-    assert json.loads((tmp_path / "result.json").read_text())["metrics"]["counted"] == values_as_json(values)
-
-
-def values_as_json(values: Any) -> Any:
-    return json.loads(json.dumps(plain("m", Measured(values=values)).values))
 
 
 def test_a_first_batch_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
