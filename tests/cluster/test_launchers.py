@@ -184,9 +184,7 @@ def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPath
         for way, size in [
             (SRUN_TORCHRUN, 4),
             (HOROVODRUN, 2),
-            (MPIRUN, 2),
             (SRUN, 4),
-            (SRUN_HOROVOD, 2),
             (SRUN_PMIX_MPI, 2),
         ]
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.backends.base import Backend
 from dualeval.engine.control import meeting, plane
@@ -27,6 +28,7 @@ from dualeval.errors import (
     Stopped,
     UsageError,
 )
+from dualeval.world import store
 from dualeval.world.store import limit_for, pause_for
 from tests.control_ranks import OfferOnly
 
@@ -127,6 +129,28 @@ def test_unreachable_addresses_are_listed(monkeypatch: pytest.MonkeyPatch) -> No
     backend = cast(Backend, Elsewhere(1, 2, queue.Queue()))
     with pytest.raises(DualevalError, match=r"rank 1 cannot reach .*127.0.0.1:1 \(.*127.0.0.2:1 \("):
         open_control_plane(backend)
+
+
+def test_a_store_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line: torch's own error is pages of C++ frames."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DistNetworkError("the client socket has timed out\nException raised from throwTimeoutError")
+
+    with socket.create_server(("127.0.0.1", 0)) as reachable:
+        port = reachable.getsockname()[1]
+
+        class Offered(OfferOnly):
+            def broadcast_json(self, value: Any, src: int = 0) -> Any:
+                return {"token": "t", "offer": {"port": port, "addresses": ["127.0.0.1"]}}
+
+        monkeypatch.setattr(store, "TCPStore", refuse)
+        with pytest.raises(DualevalError) as caught:
+            open_control_plane(cast(Backend, Offered(1, 2, queue.Queue())))
+    assert str(caught.value) == (
+        f"rank 1 cannot join rank 0 for the control plane at 127.0.0.1:{port}: the client socket has timed "
+        "out"
+    )
 
 
 def test_without_rank_0_it_is_said_so() -> None:

@@ -143,7 +143,7 @@ DOUBLES = {
     *("dualeval run --nproc {n}", "mpirun -np {n} dualeval run --backend torch"),
     *("horovodrun --gloo -np {n} dualeval run", "horovodrun --mpi -np {n} dualeval run"),
     *("mpirun -np {n} dualeval run --backend horovod", "python -m dualeval run"),
-    "torchrun dualeval run --backend torch",
+    *("torchrun dualeval run --backend torch", "torchrun --nproc-per-node {n} -m dualeval run"),
 }
 SINGLE = Way(typed="dualeval run", launcher="none", backend="single")
 MANY = [
