@@ -18,6 +18,7 @@ import pytest
 
 import dualeval
 from tests.conftest import ROOT, Launch
+from tests.docs.test_readme_in_order import a_clone
 
 SETUP = (ROOT / "setup.py").read_text("utf-8")
 [OLDEST] = re.findall(r'python_requires=">=([0-9.]+)"', SETUP)
@@ -38,20 +39,8 @@ def oldest_python() -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist of the tracked files, and the wheel that was built from that sdist."""
     folder = tmp_path_factory.mktemp("dist")
-    clone = folder / "clone"
     # A clone, so that nothing untracked gets in, with what is not committed yet on top.
-    files = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True, timeout=60,
-    ).stdout.split("\0")  # fmt: skip
-    for name in filter(None, files):
-        source, target = ROOT / name, clone / name
-        if source.is_symlink() or source.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_symlink():
-                target.symlink_to(source.readlink())
-            else:
-                target.write_bytes(source.read_bytes())
+    clone = a_clone(folder / "clone")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(clone)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

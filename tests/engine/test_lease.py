@@ -190,18 +190,6 @@ def test_what_moves_is_alive(tmp_path: Path, said: str, pid: int | None) -> None
     assert f" is in use by another run on {said}. " in str(refusal.value)
 
 
-def test_a_second_evaluation_of_a_process_is_refused(tmp_path: Path) -> None:
-    first = Lease.take(tmp_path, "first")
-
-    def renew() -> None:
-        assert first.renew() is None
-
-    with pytest.raises(UsageError):
-        Lease.take(tmp_path, "second", waiting=renew)
-    assert first.renew() is None
-    first.close()
-
-
 @pytest.mark.parametrize("start", [None, "1"], ids=["alive", "another process has its number by now"])
 def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, start: str | None) -> None:
     dead_lease(tmp_path, pid=os.getpid(), **({} if start is None else {"start": start}))

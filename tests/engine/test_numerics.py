@@ -332,19 +332,6 @@ def test_grad_mode_is_the_callers(tmp_path: Path, no_look: None) -> None:
     assert met == [True, False, False, False, False]
 
 
-def test_linear_layers_give_the_bits_of_float32(scratch: None) -> None:
-    layer = nn.Linear(256, 64)
-    rows = torch.arange(32 * 256, dtype=torch.float32).reshape(32, 256).sin()
-    with torch.inference_mode(), numerics.settings("fp32", CPU) as settings:
-        wanted = layer(rows)
-        medium_then_older()
-        changed = layer(rows)
-        assert settings.check_after_build()
-        assert torch.equal(layer(rows), wanted)
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        assert not torch.equal(changed, wanted)
-
-
 def test_a_program_that_used_the_newer_settings_first(tmp_path: Path, scratch: None) -> None:
     newer()
     BACKENDS.cudnn.rnn.fp32_precision = "ieee"

@@ -24,7 +24,6 @@ from dualeval.engine.layouts import converter, layout_by_trial, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.errors import UsageError
-from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.options.choices import CHANNELS_LAST, CONTIGUOUS
 from dualeval.options.job import Job
 from dualeval.vision_library import torchvision
@@ -142,22 +141,6 @@ def test_programs_stay_as_they_were_made() -> None:
                 prepared(program, **options)
         with pytest.raises(UsageError, match=f"--precision bf16: .*{words}"):
             prepared(program, precision="bf16")
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "auto"])
-def test_all_of_the_embedded_network_is_in_its_layout(layout: str) -> None:
-    """One channel at its start, where both layouts look alike: pooling is slow where it comes contiguous."""
-    model = prepared(made(FashionCNN), layout=layout)
-    met: list[tuple[str, bool]] = []
-
-    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        met.append((type(module).__name__, output.stride()[1] == 1))
-
-    for module in model.get_submodule("features").children():
-        module.register_forward_hook(note)
-    outputs(model, torch.rand(2, 1, 28, 28))
-    assert len(met) == 11
-    assert {is_last for _, is_last in met} == {layout == "auto"}, met
 
 
 def test_a_model_that_cannot_be_channels_last_is_contiguous(capsys: pytest.CaptureFixture[str]) -> None:

@@ -422,21 +422,3 @@ def test_the_best_is_one_that_was_evaluated(
     assert example.main([*words, "--resume", "--no-eval"]) == 0
     assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 1
     assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_three_epochs_on_two_processes_and_their_curves(launch: Launch, tmp_path: Path) -> None:
-    """The embedded network learns; plot_curves draws it beside the same training on one process."""
-    data = write_fashion(tmp_path / "fashion", 4096, 1000)
-    options = ["--epochs", "3", "--lr", "0.05", "--workers", "0", "--flip"]
-    for script, batch_size in (("torchrun_one_node", "32"), ("one_process", "64")):
-        words = ["--model", "fashion-cnn", "--data", str(data), "--out", str(tmp_path / script)]
-        command: list[str | Path] = [SCRIPTS / f"{script}.sh", *words, "--batch-size", batch_size, *options]
-        launch(command, variables=ONE_THREAD, timeout=250).ok()
-        log = log_of(tmp_path / script)
-        assert len(log) == 3 and log[-1]["metrics"]["top1"] > 0.7
-        assert log[-1]["metrics_digest"] == digest_by_dualeval(tmp_path / script, data)
-    drawing: list[str | Path] = [sys.executable, EXAMPLES / "plot_curves.py", "--out", tmp_path / "curves"]
-    launch([*drawing, tmp_path / "torchrun_one_node", tmp_path / "one_process"]).ok()
-    assert {path.suffix for path in (tmp_path / "curves").iterdir()} >= {".png", ".svg"}
