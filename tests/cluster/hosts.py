@@ -11,7 +11,6 @@ import secrets
 import select
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -122,36 +121,29 @@ class Cluster:
             self._call(["scontrol", "update", f"jobid={job_id}", "starttime=now+1"])
             self._ask(question, begun, timeout_s)
 
-    def cut(self, host: str) -> None:
-        """Pull a host's cable: from now on it and the others hear nothing of each other, but run on."""
-        self._set_cable(host, "down")
-
-    def heal(self, host: str) -> None:
-        """Put a host's cable back, where it is not."""
-        self._set_cable(host, "up")
-
     @contextmanager
     def without_cable(self, host: str) -> Iterator[None]:
-        """Cut a host off, from ``with`` to its end."""
+        """Pull a host's cable: it and the others hear nothing of each other, but run on."""
         try:
-            self.cut(host)
+            self._set_cable(host, "down")
             yield
         finally:
-            self.heal(host)
+            self._set_cable(host, "up")
 
     def processes(self, host: str, *, daemons: bool = False) -> list[psutil.Process]:
         """The living processes of a host, as this machine numbers them, but for its shell."""
-        inside = self._inside(host, "pid")
-        return [process for process in inside if daemons or process.info["name"] not in _DAEMONS]
-
-    @contextmanager
-    def stopped(self, host: str) -> Iterator[None]:
-        """Freeze all processes of a host, daemons too, from ``with`` to its end; its kernel still answers."""
-        try:
-            self._freeze(host, True)
-            yield
-        finally:
-            self._freeze(host, False)
+        shell = psutil.Process(self._shells[host].pid)
+        shells = [shell, *shell.children()]
+        own = Path(f"/proc/{shell.pid}/ns/pid_for_children").stat()
+        found = []
+        for process in psutil.process_iter(["name", "status"]):
+            # Gone meanwhile, or not for us to look at: no host's.
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                space = Path(f"/proc/{process.pid}/ns/pid").stat()
+                alive = process not in shells and process.info["status"] != psutil.STATUS_ZOMBIE
+                if alive and os.path.samestat(space, own):
+                    found.append(process)
+        return [process for process in found if daemons or process.info["name"] not in _DAEMONS]
 
     def lose(self, host: str) -> None:
         """Have Slurm lose a node: all that it runs there is gone at once, and its jobs are requeued or fail.
@@ -186,43 +178,6 @@ class Cluster:
         # The bridge's shell would end with a command that fails.
         assert host in self._shells, host
         _obey({self._bridge: f"ip link set {host} {state}"})
-
-    def _inside(self, host: str, namespace: str) -> list[psutil.Process]:
-        """List the living processes that have, or give to children, a host's process namespace; no shell."""
-        shell = psutil.Process(self._shells[host].pid)
-        shells = [shell, *shell.children()]
-        own = Path(f"/proc/{self._shells[host].pid}/ns/pid_for_children").stat()
-        found = []
-        for process in psutil.process_iter(["name", "status"]):
-            # Gone meanwhile, or not for us to look at: no host's.
-            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                space = Path(f"/proc/{process.pid}/ns/{namespace}").stat()
-                alive = process not in shells and process.info["status"] != psutil.STATUS_ZOMBIE
-                if alive and os.path.samestat(space, own):
-                    found.append(process)
-        return found
-
-    def _freeze(self, host: str, frozen: bool) -> None:
-        """Stop all processes of a host or let them go on; returns when that is so for each of them."""
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            inner = self.processes(host, daemons=True)
-            # nsenter stops itself along with its child, but does not go on along with it.
-            outer = [process for process in self._inside(host, "pid_for_children") if process not in inner]
-            late = [
-                process
-                for process in inner + outer
-                if (process.info["status"] == psutil.STATUS_STOPPED) != frozen
-            ]
-            if not late:
-                return
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{host} should {'stop' if frozen else 'go on'}, but not so {late}")
-            for process in late:
-                if process in inner or not frozen:
-                    with suppress(psutil.NoSuchProcess):
-                        process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
-            time.sleep(0.01)
 
     def _start_hosts(self, stack: ExitStack) -> None:
         logs = self.folder / "logs"

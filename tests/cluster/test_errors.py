@@ -57,7 +57,10 @@ def typed(cluster: Cluster, launch: Launch, tmp_path: Path) -> Typed:
             *("", "--backend mpi", ["without a way into MPI", "'srun --mpi=pmix'"]),
             marks=[pytest.mark.needs("mpi"), pytest.mark.long],
         ),
-        ("", "--backend single", ["--backend single cannot run with world size 2, started by srun"]),
+        pytest.param(
+            *("", "--backend single", ["--backend single cannot run with world size 2, started by srun"]),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_wrong_start_is_said_once(typed: Typed, option: str, words: str, expected: list[str]) -> None:

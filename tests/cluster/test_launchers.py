@@ -18,7 +18,7 @@ from _pytest.mark.structures import ParameterSet
 from tests.cluster.hosts import Cluster
 from tests.conftest import GRACE, ROOT, Launch
 from tests.engine import test_digests
-from tests.engine.test_digests import EMBEDDED, SINGLE, Evaluate, Evaluation, Way, check, write_table
+from tests.engine.test_digests import EMBEDDED, PART, SINGLE, Evaluate, Evaluation, Way, check, write_table
 
 pytestmark = pytest.mark.needs("cluster")
 
@@ -184,15 +184,13 @@ def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPath
         for way, size in [
             (SRUN_TORCHRUN, 4),
             (HOROVODRUN, 2),
-            (MPIRUN, 2),
             (SRUN, 4),
-            (SRUN_HOROVOD, 2),
             (SRUN_PMIX_MPI, 2),
         ]
     ],
 )
 def test_every_launcher(evaluate: Evaluate, way: ClusterWay, size: int) -> None:
-    check(evaluate, way, size, EMBEDDED, nodes=PLACES[size].nodes)
+    check(evaluate, way, size, PART, nodes=PLACES[size].nodes)
 
 
 @pytest.fixture(scope="module")

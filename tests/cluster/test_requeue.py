@@ -110,6 +110,7 @@ def test_a_cancelled_job_does_not_come_back(batch: Batch) -> None:
     assert found["chunks_saved"] > 0
 
 
+@pytest.mark.long
 def test_sigterm_to_the_batch_shell_lets_the_ranks_save(batch: Batch) -> None:
     with batch.begun(f"sbatch {TASKS} slurm/eval.sbatch {JOB}", SLOW) as (number, _):
         wait_for_chunks(batch, number)

@@ -68,7 +68,7 @@ def test_a_name_that_leads_nowhere_is_an_error_at_once(
     assert "(h0: no such name). Its name has to lead to it from h1, in DNS or in /etc/hosts" in said
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_is_late(late: int, cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
     expected = [
         r"rank 1 of 2 on h1 has waited \S+ s for rank 0 at h0, ports \d+ to \d+: h0: it answers, but no "
@@ -114,6 +114,7 @@ def test_a_guest_finds_the_network_between_the_hosts(
     assert len(done.stdout.split()) == 4 and len(set(done.stdout.split())) == 1
 
 
+@pytest.mark.long
 @pytest.mark.needs("horovod")
 def test_nccl_keeps_its_network(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
     on(cluster, "h0", launch, tmp_path, *TASKS, sys.executable, NCCL_WORKER, "found").ok()

@@ -49,7 +49,7 @@ def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
     "launcher",
     [
         pytest.param(ALONE, id="alone", marks=pytest.mark.long),
-        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param([*start("torchrun", 2), sys.executable], id="torchrun"),
         pytest.param(HOROVODRUN, id="horovodrun", marks=[*needs("horovodrun", ""), pytest.mark.long]),
     ],
 )

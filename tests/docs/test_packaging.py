@@ -18,6 +18,7 @@ import pytest
 
 import dualeval
 from tests.conftest import ROOT, Launch
+from tests.docs.test_readme_in_order import a_clone
 
 SETUP = (ROOT / "setup.py").read_text("utf-8")
 [OLDEST] = re.findall(r'python_requires=">=([0-9.]+)"', SETUP)
@@ -38,27 +39,15 @@ def oldest_python() -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist of the tracked files, and the wheel that was built from that sdist."""
     folder = tmp_path_factory.mktemp("dist")
-    clone = folder / "clone"
     # A clone, so that nothing untracked gets in, with what is not committed yet on top.
-    files = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True, timeout=60,
-    ).stdout.split("\0")  # fmt: skip
-    for name in filter(None, files):
-        source, target = ROOT / name, clone / name
-        if source.is_symlink() or source.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_symlink():
-                target.symlink_to(source.readlink())
-            else:
-                target.write_bytes(source.read_bytes())
+    clone = a_clone(folder / "clone")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(clone)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
+def test_sdist_and_wheel_hold_the_whole_package(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
@@ -66,12 +55,9 @@ def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
         *("dualeval/backends/base.py", "dualeval/launch/detect.py"),
         *("dualeval/tools/submit/slurm/eval.sbatch", "README.md", "setup.py", "LICENSE"),
     } <= names
-
-
-def test_wheel_holds_dualeval_alone(built: Path) -> None:
     [wheel] = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        names = set(archive.namelist())
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"dualeval"}
     assert {
@@ -79,7 +65,7 @@ def test_wheel_holds_dualeval_alone(built: Path) -> None:
         *("dualeval/tools/submit/slurm/eval.sbatch", "dualeval/tools/submit/slurm/eval_horovod.sbatch"),
         *("dualeval/assets/fashion_cnn.safetensors", "dualeval/assets/imagenet_wnids.txt"),
         *("dualeval/assets/t10k-images-idx3-ubyte.gz", "dualeval/assets/LICENSE-fashion-mnist.txt"),
-    } <= set(names)
+    } <= names
 
 
 @pytest.mark.long

@@ -98,25 +98,6 @@ def test_the_summary_has_medians_of_each_number_of_processes(peers: Any) -> None
     assert rows[peers.BARE][-2:] == ["997 / 997 / 997", ""], "it has no loss"
 
 
-def test_the_other_tables(peers: Any) -> None:
-    text = peers.report(made(peers))
-    speed = rows_of(text, "## Speed")
-    assert len(speed) == len(peers.PROBLEMS) * len(SIZES) * len(peers.LOOPS)
-    assert speed[1] == [
-        "small CNN",
-        "1",
-        "dualeval",
-        "318",  # 700 images in the median of 1.1, 2.2 and 4.4 s
-        "1.100 (1.100 to 1.100)",
-        "1.100 (1.100 to 1.100)",
-    ]
-    starts = rows_of(text, "## Start-up")
-    assert len(starts) == 3 * len(peers.LOOPS)
-    assert starts[-2] == ["Lightning", "2", "9.00", "107", "998", "0.000", "9.8e-04", "3 of 3"]
-    # Three ranks on fewer cores: their start-up says nothing.
-    assert starts[-1] == ["Lightning", "3", "", "107", "999", "0.000", "2.0e-03", "0 of 1"]
-
-
 @pytest.mark.parametrize("ready", [False, True])
 def test_loops_without_a_library_count_every_image_once(peers: Any, ready: bool) -> None:
     problems = sys.modules["problems"]

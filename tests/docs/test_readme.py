@@ -11,6 +11,7 @@ import pytest
 
 from dualeval.tasks.image_classification import ImageClassification
 from tests.conftest import ROOT, Launch
+from tests.engine.test_evaluator import evaluate
 from tests.launchers import needs
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -54,15 +55,22 @@ def test_the_table_was_found() -> None:
     assert len(re.findall(r"^\| `", README, re.MULTILINE)) == 5
 
 
+@pytest.fixture(scope="module")
+def digest() -> str:
+    """Of the first 100 pictures, in this process."""
+    return evaluate(ImageClassification(), None, limit=100).metrics_digest
+
+
 @pytest.mark.parametrize(
     "command",
     [pytest.param(text, marks=needs(text.split()[0], "")) for text in commands() if not needs_slurm(text)],
 )
-def test_every_way_to_start_runs(launch: Launch, tmp_path: Path, command: str) -> None:
+def test_every_way_to_start_runs(launch: Launch, tmp_path: Path, digest: str, command: str) -> None:
     # Two ranks for every eight: this is about the words, and each rank costs a second of a core.
-    words = ["2" if word == "8" else word for word in shlex.split(command)]
+    words = ["2" if word in ("4", "8") else word for word in shlex.split(command)]
     done = launch([*words, "--limit", "100", "--out", tmp_path / "out"], cwd=ROOT, timeout=90).ok()
     assert "first 100 of 10,000 (10 of 10 classes), 0 failed" in done.stdout
+    assert digest in done.stdout
     if command == "dualeval run":
         assert names_of(done.stdout.splitlines()) == names_of(shown()), "type: make picture"
 

@@ -70,16 +70,6 @@ def test_what_a_forward_stores_stays_with_its_thread() -> None:
     assert found == losses(model, 1)
 
 
-def test_parameters_are_shared_not_copied() -> None:
-    model = TinyTask(1).build_model(CPU)
-    with Compute(TinyTask(1), model, CPU, "fp32", 2) as compute:
-        before = compute.start(batch(0))()["loss"].tolist()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        assert compute.start(batch(0))()["loss"].tolist() != before
-
-
 def test_an_error_in_a_thread_is_raised_where_it_is_waited_for() -> None:
     with Compute(TinyTask(1), nn.Linear(FEATURES + 1, CLASSES), CPU, "fp32", 2) as compute:
         pending = compute.start(batch(0))

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -200,65 +199,6 @@ def test_another_rank_speaks_where_rank_0_is_busy(monkeypatch: pytest.MonkeyPatc
     assert spoken[0] != 0
 
 
-def test_rank_0_speaks_where_it_can() -> None:
-    spoken: list[int] = []
-
-    def work(rank: int, control: ControlPlane) -> None:
-        control.fail(DualevalError("broken"))
-        if control.may_speak():
-            spoken.append(rank)
-        control.has_spoken()
-        control.leave()
-
-    on_ranks(3, work)
-    assert spoken == [0]
-
-
-def test_who_has_heard_the_reason_asks_nobody_whether_to_say_it() -> None:
-    """Rank 0 may be gone as soon as it has spoken."""
-
-    def work(rank: int, control: ControlPlane) -> bool | None:
-        control.fail(DualevalError("broken"))
-        if rank == 0:
-            assert control.may_speak()
-            control.has_spoken()
-            control.leave()
-            return None
-        meetings = control._meetings
-        assert meetings is not None
-
-        def gone(*arguments: object) -> int:
-            raise DistNetworkError("connection reset")
-
-        whole = meetings.store
-        meetings.store = cast("Any", SimpleNamespace(check=whole.check, get=whole.get, add=gone))
-        try:
-            return control.may_speak()
-        finally:
-            meetings.store = whole
-
-    said = on_ranks(2, work)
-    assert said[1] is False
-
-
-def test_a_second_run_counts_from_nothing() -> None:
-    def work(rank: int, control: ControlPlane) -> list[int]:
-        last = []
-        for _ in range(2):
-            shown: queue.Queue[int] = queue.Queue()
-            control.begin_run(shown.put if rank == 0 else None)
-            control.add_done(5)
-            seen = 0
-            while rank == 0 and seen < 10:
-                seen = shown.get(timeout=LIMIT_S)
-            control.end_run()
-            control.meet()
-            last.append(seen)
-        return last
-
-    assert on_ranks(2, work)[0] == [10, 10]
-
-
 # -- the verdict -------------------------------------------------------------------------------------------
 
 
@@ -442,38 +382,6 @@ def test_a_stop_ends_the_wait_for_an_attempt_that_did_not_go_well(went_well: boo
     assert found is None if went_well else isinstance(found, Stopped)
 
 
-def test_a_failure_and_a_stop_at_once_end_all_alike() -> None:
-    together = threading.Barrier(2)
-
-    def work(rank: int, control: ControlPlane) -> Any:
-        control.meet()
-        if rank < 2:
-            together.wait(LIMIT_S)
-        if rank == 0:
-            control.stop("SIGTERM")
-        elif rank == 1:
-            control.fail(UsageError("wrong"))
-        while control.failure is None:
-            control.news.wait(0.1)
-            control.news.clear()
-        return control.verdict
-
-    verdicts = on_ranks(3, work)
-    assert verdicts[0] == verdicts[1] == verdicts[2]
-    assert (verdicts[0].kind, verdicts[0].message) == ("failure", "wrong")
-
-
-def test_alone_a_stop_comes_to_its_end() -> None:
-    def work(rank: int, control: ControlPlane) -> Any:
-        control.stop("SIGTERM")
-        control.saved(3)
-        assert control.all_saved.is_set() and control.saved_by_all == 3
-        control.report_end(75)
-        return control.end_code, control.stopping
-
-    assert on_ranks(1, work) == [(75, "SIGTERM")]
-
-
 # -- many ranks --------------------------------------------------------------------------------------------
 
 
@@ -536,17 +444,3 @@ def test_too_few_files_are_said_on_every_rank(monkeypatch: pytest.MonkeyPatch) -
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(rank, range(3))) == ["rank 0 needs 9,000 open files"] * 3
-
-
-@pytest.mark.parametrize(("size", "pause"), [(1, 0.05), (62, 0.05), (1000, 0.8), (10_000, 8.0)])
-def test_many_ranks_ask_less_often(size: int, pause: float) -> None:
-    assert pause_for(size, 2, 0.05) == pytest.approx(pause)
-
-
-@pytest.mark.parametrize(("rank", "pause"), [(0, 0.3072), (1, 2.4576)])
-def test_in_a_stop_rank_0_looks_more_often(rank: int, pause: float) -> None:
-    """It alone reads the heartbeats of all: with the pause of the others, 3,072 ranks were too many."""
-    control = SimpleNamespace(
-        name=SimpleNamespace(rank=rank), size=3072, limits=SimpleNamespace(timeout_s=60.0)
-    )
-    assert ControlPlane._beat_every_s(cast(Any, control), stopping=True) == pytest.approx(pause)

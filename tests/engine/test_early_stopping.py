@@ -45,10 +45,8 @@ NAN = float("nan")
         pytest.param(
             {"min_delta": 0.1}, [0.5, 0.55, 0.61, 0.7], "----", 3, id="against the last improvement"
         ),
-        pytest.param({"min_delta": 0.5}, [1.0, 1.5, 1.5], "--s", 1, id="no more than min_delta"),
         pytest.param({}, [NAN, 0.1, None, float("inf")], "---s", 1, id="never better where not finite"),
         pytest.param({}, [None, NAN, 0.1], "-s-", 2, id="stops where nothing was ever finite"),
-        pytest.param({}, [1, 2], "--", 1, id="whole numbers"),
     ],
 )
 def test_when_it_stops(
@@ -62,18 +60,6 @@ def test_when_it_stops(
         best += [number] if stopping.is_best else []
     assert stopping.best_epoch == best[-1] == best_epoch
     assert stopping.best is results[best_epoch]
-
-
-def test_before_any_finite_value(measured: Result) -> None:
-    stopping = EarlyStopping("top1", 1)
-    assert (stopping.best, stopping.best_epoch, stopping.is_best, stopping.should_stop) == (
-        None,
-        None,
-        False,
-        False,
-    )
-    assert stopping.update(of(measured, None))
-    assert (stopping.best, stopping.best_epoch, stopping.is_best) == (None, None, False)
 
 
 def test_a_direction_where_the_metric_has_none(measured: Result) -> None:
@@ -107,11 +93,7 @@ def test_what_a_result_lacks(measured: Result) -> None:
     [
         ({"metric": ""}, "metric ''"),
         ({"patience": 0}, "patience 0: expected a whole number of at least 1"),
-        ({"patience": None}, "patience None"),
-        ({"patience": 1.5}, "patience 1.5"),
         ({"min_delta": -0.1}, "min_delta -0.1: expected a number of at least 0"),
-        ({"min_delta": NAN}, "min_delta nan"),
-        ({"min_delta": True}, "min_delta True"),
         ({"direction": "up"}, "direction 'up': expected one of higher, lower"),
         ({"backend": "torch"}, "backend 'torch': expected a Backend, such as session.backend"),
     ],

@@ -54,7 +54,7 @@ def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_p
     "way",
     [
         pytest.param(
-            way, marks=[*needs(*way), *([pytest.mark.long] if "horovod" in way else [])], id=" ".join(way)
+            way, marks=[*needs(*way), *([] if way == WAYS[0] else [pytest.mark.long])], id=" ".join(way)
         )
         for way in WAYS
     ],

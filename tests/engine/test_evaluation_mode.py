@@ -74,15 +74,6 @@ def test_what_stays_in_training_mode_is_said(tmp_path: Path) -> None:
     assert "stays in training mode after model.eval() in 1 module: 1: a train() of the model's own" in second
 
 
-def test_of_a_model_in_evaluation_mode_nothing_is_said() -> None:
-    assert set_evaluation_mode(nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)).eval()) == []
-
-
-def test_long_lists_of_modules_are_cut() -> None:
-    [note] = set_evaluation_mode(nn.Sequential(*(nn.Dropout() for _ in range(9))))
-    assert note.endswith("(10 modules: the model itself, 0, 1 and 7 more)")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_exported_graph_has_no_modes() -> None:
     example: tuple[Any, ...] = (torch.zeros(2, FEATURES),)

@@ -2,20 +2,84 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
+from dualeval.tasks import Task
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.question_answering import QuestionAnswering
 from tests import questions
-from tests.conftest import ROOT, Launch
-from tests.launchers import start
-from tests.workers.failing_worker import FAILING
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import TinyTask
 
-WORKER = ROOT / "tests" / "workers" / "failing_worker.py"
+BATCH = 4
+# Of questions: 2 to 4 and 12 have one window, 10 has 29, 13 has one of five tokens, the others have two.
+FAILING: dict[str, list[tuple[int, ...]]] = {
+    "questions": [(), (0,), (1, 2, 3), (5,), (6, 11), (4, 10), (13,)],
+    "images": [(), (0,), (2, 3, 8)],
+    "numpy": [(), (0,), (5, 6, 18)],
+}
+
+
+class NumpyTask(TinyTask):
+    """A tiny task whose samples are numpy arrays and numpy numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(19)
+        read = self._dataset.__getitems__
+
+        def as_numpy(indices: Sequence[int]) -> Any:
+            return [{"features": x.numpy(), "target": np.int64(target)} for x, target in read(indices)]
+
+        self._dataset.__getitems__ = as_numpy  # type: ignore[method-assign]
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        return {
+            "features": torch.from_numpy(np.stack([sample["features"] for sample in samples])),
+            "targets": torch.from_numpy(np.stack([sample["target"] for sample in samples])),
+        }
+
+
+def tasks(inputs: Path) -> dict[str, Callable[[], Task]]:
+    """How each kind of task is made."""
+    return {
+        "questions": lambda: QuestionAnswering(
+            model=inputs / "model",
+            data=inputs / "questions.json",
+            batch_size=BATCH,
+            max_length=128,
+            stride=32,
+        ),
+        "images": lambda: ImageClassification(
+            model="resnet18",
+            weights="random:0",
+            data=inputs / "images",
+            num_classes=2,
+            preprocessing={"resize": 64, "crop": 64},
+        ),
+        "numpy": NumpyTask,
+    }
+
+
+def break_samples(task: Task, failing: Sequence[int]) -> None:
+    """Have the task's data set raise for some samples, at every attempt."""
+    dataset: Any = task.dataset()
+    read = dataset.__getitems__
+
+    def reading(indices: Sequence[int]) -> Any:
+        if broken := sorted(set(indices) & set(failing)):
+            raise OSError(f"sample {broken[0]} is broken")
+        return read(indices)
+
+    dataset.__getitems__ = reading
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +106,15 @@ def rows_of(out: Path) -> dict[int, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="module")
-def one_process(launch: Launch, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("one")
-    launch([sys.executable, WORKER, inputs, out]).ok()
-    return out
-
-
-@pytest.fixture(scope="module")
-def two_processes(launch: Launch, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("two")
-    launch([*start("torchrun", 2), sys.executable, WORKER, inputs, out]).ok()
-    return out
-
-
 @pytest.mark.parametrize("kind", FAILING)
-@pytest.mark.parametrize("processes", ["one_process", pytest.param("two_processes", marks=pytest.mark.long)])
-def test_the_others_rows_are_the_same(
-    request: pytest.FixtureRequest, one_process: Path, processes: str, kind: str
-) -> None:
-    out: Path = request.getfixturevalue(processes)
-    whole = rows_of(one_process / kind / "0")
-    assert list(whole) == list(range(max(whole) + 1))
+def test_the_others_rows_are_the_same(inputs: Path, tmp_path: Path, kind: str) -> None:
+    found = []
     for number, failing in enumerate(FAILING[kind]):
-        wanted = {index: row for index, row in whole.items() if index not in failing}
-        assert rows_of(out / kind / str(number)) == wanted
+        task = tasks(inputs)[kind]()
+        break_samples(task, failing)
+        evaluate(task, tmp_path / str(number), batch_size=BATCH, on_error="skip")
+        found.append(rows_of(tmp_path / str(number)))
+    whole = found[0]
+    assert list(whole) == list(range(max(whole) + 1))
+    for rows, failing in zip(found, FAILING[kind], strict=True):
+        assert rows == {index: row for index, row in whole.items() if index not in failing}

@@ -19,14 +19,12 @@ from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import FinishedChunks
-from dualeval.engine.folder.opening import PreviousRun, begins_anew
+from dualeval.engine.folder.opening import begins_anew
 from dualeval.engine.folder.process import Process
 from dualeval.engine.options import RunOptions
-from dualeval.engine.plan import MAX_CHUNKS, EvalPlan
+from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Status, read_status
-from dualeval.whole_files import write_text
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import Launch
@@ -100,15 +98,6 @@ def test_a_renewal_that_fails_is_tried_again(opened: RunFolder, lost: list[str])
     assert goes_on(opened, lost)
 
 
-def test_a_lease_that_was_removed_goes_to_who_comes_next(opened: RunFolder, lost: list[str]) -> None:
-    (opened.path / "lease.json").unlink()
-    sleep(0.05)
-    assert not lost
-    take_over(opened.path)
-    await_that(lambda: lost)
-    assert "another run has taken over" in lost[0]
-
-
 def test_another_run_that_has_taken_over_is_told_once(opened: RunFolder, lost: list[str]) -> None:
     replace(read_status(opened.path) or Status(state=""), run="89abcdef").write(opened.path)
     take_over(opened.path)
@@ -163,22 +152,6 @@ def test_a_run_that_was_stopped_while_it_wrote_looks_again(
     with pytest.raises(DualevalError, match="another run has taken over"):
         evaluate(TinyTask(8), tmp_path, batch_size=8)
     assert not (tmp_path / "result.json").exists()
-
-
-def test_closing_waits_for_no_disk_that_hangs(opened: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging, goes = threading.Event(), threading.Event()
-    unlink = Path.unlink
-
-    def hang(path: Path, missing_ok: bool = False) -> None:
-        hanging.set()
-        assert goes.wait(PATIENCE_S)
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", hang)
-    opened.close(limit_s=0.1)
-    assert hanging.is_set() and (opened.path / "lease.json").exists()
-    goes.set()
-    await_that(lambda: not (opened.path / "lease.json").exists())
 
 
 def test_a_terminal_that_stands_still_does_not_stop_the_count(
@@ -269,14 +242,6 @@ def test_a_name_of_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str,
     assert task.dataset().reads == [] and not list(tmp_path.iterdir())
 
 
-def test_a_run_that_comes_as_another_one_ends(tmp_path: Path) -> None:
-    first, _ = RunFolder.open(tmp_path, "0123abcd", PLAN, FACTS, fresh=False)
-    # Called at each look at the first run's lease.
-    second, _ = RunFolder.open(tmp_path, "89abcdef", PLAN, FACTS, fresh=False, step=first.close)
-    assert second.journal.is_dir()
-    second.close()
-
-
 @pytest.mark.parametrize("name", ["probe_of", "write_text"])
 def test_a_folder_without_room_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -287,16 +252,6 @@ def test_a_folder_without_room_does_not_stay(
     monkeypatch.setattr(folder_module, name, full)
     with pytest.raises(UsageError, match="No space left on device"):
         RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_text(tmp_path / "models.csv", "text")
     assert not list(tmp_path.iterdir())
 
 
@@ -332,16 +287,6 @@ def test_fresh_counts_for_the_first_start_of_a_launch(
     assert anew("id a 1 1")
 
 
-def test_what_remains_travels_in_few_bytes() -> None:
-    """At the most chunks that there can be, of a run that was killed with every third one unfinished."""
-    plan = EvalPlan(num_samples=10**8, batch_size=64)
-    remaining = tuple(range(0, MAX_CHUNKS, 3))
-    chunks = FinishedChunks(files=(), remaining=remaining, left_out=())
-    message = PreviousRun(chunks=chunks).to_message(plan)
-    assert len(json.dumps(message)) < 25_000
-    assert PreviousRun.from_message(message, plan).chunks.remaining == remaining
-
-
 # -- a disk that takes no new file -------------------------------------------------------------------------
 
 # A folder that is read-only, with a status.json in it that is not.
@@ -361,12 +306,6 @@ def test_where_no_file_can_be_made_the_status_is_written_over(tmp_path: Path, la
     Status(state="running", reason="a longer text than the next").write(tmp_path)
     launch(["unshare", "--mount", "bash", "-c", READ_ONLY, "bash", tmp_path, sys.executable]).ok()
     assert read_status(tmp_path) == Status(state="failed", exit_code=1)
-
-
-def test_a_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
-    """As the text of an error that names a file of such a name."""
-    Status(state="failed", reason="bad \udcff name").write(tmp_path)
-    assert read_status(tmp_path) == Status(state="failed", reason="bad \udcff name")
 
 
 def test_how_a_run_has_ended_replaces_that_it_is_ending(opened: RunFolder) -> None:

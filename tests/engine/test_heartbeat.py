@@ -18,7 +18,7 @@ import torch
 from dualeval.backends.base import Op
 from dualeval.backends.single import SingleBackend
 from dualeval.engine.control.heartbeat import Heartbeat, Name, Work
-from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor, Standstill
+from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor
 from dualeval.engine.progress import Progress
 from dualeval.world import World
 
@@ -100,16 +100,6 @@ def test_an_observer_that_was_stopped_blames_nobody() -> None:
     moments = iter([0.0, 0.5, 1.0, 601.0, 601.5])
     clock = Clock(2.0, lambda: next(moments))
     assert [clock.now() for _ in range(4)] == [0.5, 1.0, 3.0, 3.5]
-
-
-def test_a_standstill_begins_with_the_last_change() -> None:
-    still = Standstill(0.0)
-    assert [still.seconds(value, now) for value, now in ((1, 1.0), (1, 4.0), (2, 5.0), (2, 7.5))] == [
-        0,
-        3,
-        0,
-        2.5,
-    ]
 
 
 @contextmanager
@@ -249,13 +239,6 @@ def test_a_collective_that_hangs_for_all_is_named() -> None:
     assert found.index((0, "rank 0 on n0 (pid 4711): no progress for 64 s, stage collective")) == 64 // 2
 
 
-def test_who_sees_one_rank_alone_does_not_judge_its_collectives() -> None:
-    monitor = watching(sees_all=False)
-    for now in range(0, 300, 5):
-        waiting = Heartbeat(9, 0, now, "collective")
-        assert look(monitor, now, r0=waiting, r1=waiting, r2=waiting) is None
-
-
 def test_a_backends_collectives_are_steps_of_their_own() -> None:
     progress = Progress()
     seen: list[str] = []
@@ -291,10 +274,3 @@ def test_a_process_that_has_ended_is_known() -> None:
     assert name.has_ended, "a zombie"
     child.wait()
     assert name.has_ended
-
-
-@pytest.mark.parametrize("stage", ["load", "forward", "journal"])
-def test_progress_is_one_value(stage: str) -> None:
-    progress = Progress()
-    progress.step(stage, 7)  # type: ignore[arg-type]
-    assert (progress.position.steps, str(progress.position)) == (1, f"chunk 7, stage {stage}")

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,11 +28,9 @@ from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ImageClassification
-from tests.conftest import Launch
 from tests.data.test_idx import idx, write
 from tests.engine.test_evaluator import evaluate
 from tests.engine.test_identity_data import bmp
-from tests.launchers import needs, start, variables
 from tests.tiny import CLASSES, TinyTask
 
 SAMPLES = 40
@@ -133,7 +129,6 @@ MODELS = {
     "activation lambda": Change(
         lambda: Net(activation=lambda x: x * 3), "structure.Net.", lambda: Net(activation=lambda x: x * 2)
     ),
-    "activation method": Change(lambda: Net(activation=Tensor.sigmoid), "structure.Net."),
     "activation layer": Change(lambda: Net(layer=nn.GELU()), "structure.ReLU."),
     "negative slope": Change(
         lambda: Net(layer=nn.LeakyReLU(0.2)),
@@ -141,17 +136,7 @@ MODELS = {
         lambda: Net(layer=nn.LeakyReLU(0.1)),
     ),
     "stride": Change(lambda: Net(conv={"stride": 2}), "structure.Conv1d.stride"),
-    "padding": Change(lambda: Net(conv={"padding": 1}), "structure.Conv1d.padding"),
-    "padding mode": Change(
-        lambda: Net(conv={"padding": 1, "padding_mode": "circular"}),
-        "structure.Conv1d.padding_mode",
-        lambda: Net(conv={"padding": 1}),
-    ),
-    "dilation": Change(lambda: Net(conv={"dilation": 2}), "structure.Conv1d.dilation"),
     "eps": Change(lambda: Net(eps=1e-3), "structure.BatchNorm1d.eps"),
-    "heads": Change(lambda: Net(heads=4), "structure.MultiheadAttention."),
-    "dropout": Change(lambda: Net(dropout=0.2), "structure.MultiheadAttention.dropout"),
-    "bias": Change(lambda: Net(bias=False), "weights"),
     "value": Change(lambda: Net(note={"scale": 2.0}), "structure.Net."),
     "parameter": Change(changed_parameter, "weights"),
     "persistent buffer": Change(lambda: Net(shift=1e-6), "weights"),
@@ -362,17 +347,6 @@ def test_a_changed_factory_is_refused(sources: Sources, tmp_path: Path, change: 
         evaluate(classified(data), tmp_path / "out")
 
 
-def test_a_factory_that_another_module_hands_on_counts(sources: Sources, tmp_path: Path) -> None:
-    data = idx_folder(tmp_path / "data")
-    sources.write("made_here", FACTORY)
-    sources.write("factory", "from made_here import net\n")
-    evaluate(classified(data), tmp_path / "out")
-    # The copy that factory imports must be the new one.
-    sources.write("made_here", FACTORY.replace("ReLU()", "ReLU6()"))
-    with pytest.raises(UsageError, match=r"job\.source\.made_here"):
-        evaluate(classified(data), tmp_path / "out")
-
-
 def test_the_source_of_a_metric_counts(sources: Sources, tmp_path: Path) -> None:
     text = """
 from tests.engine.test_identity_changes import Within
@@ -449,19 +423,6 @@ def test_a_refusal_names_the_attribute_and_the_way_out(tmp_path: Path) -> None:
 
 
 # Data
-
-
-def test_a_changed_pixel_or_label_of_idx_files_is_refused(sources: Sources, tmp_path: Path) -> None:
-    sources.write("factory", FACTORY)
-    data = tmp_path / "data"
-    for name, change in (("contents", {"pixel": 1}), ("data", {"label": 1})):
-        idx_folder(data)
-        evaluate(classified(data), tmp_path / name)
-        idx_folder(data, **change)
-        with pytest.raises(UsageError, match=rf"job\.{name}: "):
-            evaluate(classified(data), tmp_path / name)
-        moved = shutil.copytree(idx_folder(data), tmp_path / f"moved-{name}")
-        assert evaluate(classified(moved), tmp_path / name).chunks["evaluated_now"] == 1
 
 
 PICTURE_FACTORY = """
@@ -596,19 +557,6 @@ def test_how_a_run_works_does_not_matter(tmp_path: Path, options: dict[str, Any]
     assert (other.fingerprint, other.metrics_digest) == (first.fingerprint, first.metrics_digest)
 
 
-def test_threads_do_not_matter(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    found = set()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            result = evaluate(NetTask(Net), tmp_path / str(threads))
-            found.add((result.fingerprint, result.metrics_digest))
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
-
-
 def test_a_moved_folder_goes_on(pictures: Path, tmp_path: Path) -> None:
     first = evaluate(picture_task(pictures), tmp_path / "out")
     moved = pictures.rename(tmp_path / "elsewhere")
@@ -619,40 +567,6 @@ def test_a_moved_folder_goes_on(pictures: Path, tmp_path: Path) -> None:
     again = evaluate(picture_task(moved), out, note=notes.append)
     assert "finished before" in notes[0]
     assert again.metrics_digest == first.metrics_digest
-
-
-WAYS = [("none", "single", 1), ("torchrun", "torch", 3), ("horovodrun", "horovod", 2), ("mpirun", "mpi", 2)]
-
-
-@pytest.fixture(scope="module")
-def embedded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str | Path], str]:
-    """A finished run of part of the embedded job: its words, and its digest."""
-    out = tmp_path_factory.mktemp("embedded") / "out"
-    words: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--limit", "300", "--no-progress"]
-    words += ["--out", out]
-    launch(words).ok()
-    return words, json.loads((out / "result.json").read_text())["metrics_digest"]
-
-
-@pytest.mark.parametrize(
-    ("launcher", "backend", "size"),
-    [
-        pytest.param(
-            *way,
-            marks=[*needs(*way[:2]), *([] if way[0] == "torchrun" else [pytest.mark.long])],
-            id=" ".join(map(str, way)),
-        )
-        for way in WAYS
-    ],
-)
-def test_ranks_launchers_and_backends_do_not_matter(
-    launch: Launch, embedded: tuple[list[str | Path], str], launcher: str, backend: str, size: int
-) -> None:
-    words, digest = embedded
-    command = [*start(launcher, size), *words, "--backend", backend, "--json"]
-    done = launch(command, variables=variables(launcher)).ok()
-    assert "finished before" in done.stderr
-    assert digest in done.stdout
 
 
 class Plain(TinyTask):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualeval.data import files
 from dualeval.data.idx import IdxImages
 from dualeval.data.image_folder import ImageFolder
 from dualeval.errors import UsageError
@@ -84,40 +83,6 @@ def test_small_files_count_whole(tmp_path: Path) -> None:
     assert len(found) == 4
 
 
-def test_links_to_nowhere_and_pipes_do_not_stop_it(tmp_path: Path) -> None:
-    save(tmp_path / "a/0.png")
-    (tmp_path / "a/1.png").symlink_to(tmp_path / "later.png")
-    os.mkfifo(tmp_path / "a/2.png")
-    found = contents(tmp_path, samples=range(3))
-    save(tmp_path / "later.png")
-    assert contents(tmp_path, samples=range(3)) != found
-
-
-def test_each_file_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = ImageFolder(folder, SMALL)
-    calls: list[object] = []
-    real = os.stat
-
-    def counted(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        calls.append(path)
-        return real(path, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", counted)
-        data.fingerprint(2)
-    assert len(calls) == 2
-
-
-def test_threads_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(30):
-        (tmp_path / f"{number}").write_text("x" * number)
-    paths = [tmp_path / f"{number}" for number in range(30)]
-    monkeypatch.setattr(files, "_FILES_A_TURN", 4)
-    for most in (100, 2):
-        monkeypatch.setattr(files, "_MOST_TURNS", most)
-        assert [size for size, _ in files.on_threads(files.size_and_time, paths)] == list(range(30))
-
-
 def test_idx_pixels_and_labels_count(tmp_path: Path) -> None:
     data = IdxImages(fill(tmp_path))
     base = data.content_fingerprint(range(7))
@@ -130,19 +95,6 @@ def test_idx_pixels_and_labels_count(tmp_path: Path) -> None:
     write(tmp_path / "t10k-labels-idx1-ubyte.gz", idx(labels[::-1].copy()))
     found.append(IdxImages(tmp_path).content_fingerprint(range(7)))
     assert len(set(found)) == 5
-
-
-def test_an_unreadable_file_is_tried_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = contents(folder)
-    real, failures = os.open, [OSError("for once")]
-
-    def shaky(path: Any, *arguments: Any) -> int:
-        if str(path).endswith(".bmp") and failures:
-            raise failures.pop()
-        return real(path, *arguments)
-
-    monkeypatch.setattr(os, "open", shaky)
-    assert contents(folder) == wanted
 
 
 # A file that changes after the fingerprint
@@ -165,23 +117,6 @@ def test_a_file_that_changes_after_the_start_is_not_read(folder: Path, change: s
         with pytest.raises(OSError, match=expected):
             seen.__getitems__([0])
         assert len(seen.__getitems__([1])) == 1
-
-
-def test_a_file_that_appears_after_the_start_is_not_read(tmp_path: Path) -> None:
-    save(tmp_path / "a/0.png")
-    (tmp_path / "a/1.png").symlink_to(tmp_path / "later.png")
-    data = ImageFolder(tmp_path, SMALL)
-    data.fingerprint(2)
-    save(tmp_path / "later.png")
-    with pytest.raises(OSError, match=r"has changed since the run started: it was missing then, \d+ bytes"):
-        data.__getitems__([1])
-
-
-def test_what_the_fingerprint_does_not_cover_is_read(folder: Path) -> None:
-    data = ImageFolder(folder, SMALL)
-    data.fingerprint(1)
-    CHANGES["size"](folder / "b/1.bmp")
-    assert len(data.__getitems__([1])) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -217,18 +152,6 @@ def test_the_option_in_a_job(tmp_path: Path) -> None:
         Job.of(task="question-answering", data_fingerprint="content")
     (tmp_path / "job.toml").write_text('data-fingerprint = "content"')
     assert Job.read(tmp_path / "job.toml", {}).options.data_fingerprint == "content"
-
-
-def test_the_option_in_a_task(folder: Path) -> None:
-    assert small_task(folder).fingerprint()["data_fingerprint"] == "ends"
-    found = [
-        small_task(folder, data_fingerprint=value).dataset().content_fingerprint(range(2))
-        for value in ("ends", "content")
-    ]
-    assert len(set(found)) == 2
-    with pytest.raises(UsageError, match="expected one of ends, content"):
-        small_task(folder, data_fingerprint="all")
-    assert ImageClassification().fingerprint()["data_fingerprint"] == "content", "idx files are read whole"
 
 
 def test_the_result_holds_both_fingerprints(folder: Path, tmp_path: Path) -> None:

@@ -64,12 +64,6 @@ def check(launch: Launch, folder: Path, seconds: float) -> None:
             finished.result()
 
 
-@pytest.mark.needs("horovod", "mpi")
-@pytest.mark.long
-def test_a_rank_10_s_late(launch: Launch, tmp_path: Path) -> None:
-    check(launch, tmp_path, 10)
-
-
 @pytest.mark.long
 @pytest.mark.needs("horovod", "mpi")
 @pytest.mark.timeout(600)

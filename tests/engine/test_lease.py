@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,9 +15,7 @@ import pytest
 
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.lease import Lease
-from dualeval.engine.folder.process import _space, launch_of
 from dualeval.errors import UsageError
-from dualeval.world import Meeting, World
 from tests.conftest import Launch
 
 # Holds the lease of a folder until another run takes it over, or it is gone; with "child", a fork of it
@@ -194,23 +190,6 @@ def test_what_moves_is_alive(tmp_path: Path, said: str, pid: int | None) -> None
     assert f" is in use by another run on {said}. " in str(refusal.value)
 
 
-def test_what_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:
-    path = dead_lease(tmp_path, space="another kernel")
-    Lease.take(tmp_path, "second", waiting=path.unlink).close()
-
-
-def test_a_second_evaluation_of_a_process_is_refused(tmp_path: Path) -> None:
-    first = Lease.take(tmp_path, "first")
-
-    def renew() -> None:
-        assert first.renew() is None
-
-    with pytest.raises(UsageError):
-        Lease.take(tmp_path, "second", waiting=renew)
-    assert first.renew() is None
-    first.close()
-
-
 @pytest.mark.parametrize("start", [None, "1"], ids=["alive", "another process has its number by now"])
 def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, start: str | None) -> None:
     dead_lease(tmp_path, pid=os.getpid(), **({} if start is None else {"start": start}))
@@ -220,46 +199,6 @@ def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, 
             Lease.take(tmp_path, "second", waiting=watched)
     else:
         Lease.take(tmp_path, "second", waiting=never).close()
-
-
-def test_without_proc_the_count_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_text = Path.read_text
-
-    def no_proc(path: Path, *options: Any, **more: Any) -> str:
-        if path.parts[:2] == ("/", "proc"):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return read_text(path, *options, **more)
-
-    monkeypatch.setattr(Path, "read_text", no_proc)
-    monkeypatch.setattr("dualeval.engine.folder.process._space", _space.__wrapped__)
-    dead_lease(tmp_path)
-    claim = read(tmp_path)
-    assert (claim["space"], claim["start"]) == ("", "")
-    with pytest.raises(InterruptedError):
-        Lease.take(tmp_path, "second", waiting=watched)
-    world = replace(World.alone(), launcher="torchrun", meeting=Meeting(launch_id="l"))
-    assert str(launch_of(world)).startswith("l ")
-
-
-def test_a_host_of_64_letters_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: 64 * "\xff")
-    lease = Lease.take(tmp_path, "mine")
-    assert lease.renew() is None and read(tmp_path)["host"] == 64 * "\xff"
-    lease.close()
-
-
-def test_of_two_that_replace_it_the_last_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = dead_lease(tmp_path)
-    other = path.read_bytes().replace(b'"dead"', b'"late"')
-
-    def replaced_meanwhile(seconds: float) -> None:
-        assert read(tmp_path)["token"] == "second"
-        path.write_bytes(other)
-
-    monkeypatch.setattr(lease_module, "sleep", replaced_meanwhile)
-    with pytest.raises(UsageError, match="is in use by another run"):
-        Lease.take(tmp_path, "second")
-    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == other
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:

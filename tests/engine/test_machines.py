@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dualeval.engine import agreement, recorder
-from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.machines import chunks_by_machine, is_same
 from dualeval.errors import UsageError
 from tests.engine.test_evaluator import evaluate
@@ -31,14 +30,6 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go_on(out: Path, **options: Any) -> Any:
     return evaluate(TinyTask(SAMPLES), out, batch_size=BATCH, **options)
-
-
-def test_journal_files_name_the_machine(begun: Path) -> None:
-    for path in (begun / "journal").glob("*.journal"):
-        machine = read_journal_file(path).machine
-        assert machine["device"] == "cpu"
-        assert machine["versions"]["torch"]
-        assert machine["model"]
 
 
 def test_one_machine_is_homogeneous(begun: Path) -> None:
@@ -87,20 +78,6 @@ def test_another_device_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch)
     played_machine(monkeypatch, device="cuda")
     with pytest.raises(UsageError, match="device: cpu there, cuda now"):
         go_on(begun)
-
-
-def test_the_machine_is_no_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = go_on(tmp_path / "one")
-    played_machine(monkeypatch, model="another")
-    assert go_on(tmp_path / "other").fingerprint == one.fingerprint
-
-
-def test_equal_machines_are_counted_together() -> None:
-    a, b = {"model": "a"}, {"model": "b"}
-    assert chunks_by_machine([(a, 1), (b, 2), (a, 3), (b, 0), ({"model": "c"}, 0)]) == [
-        {"model": "a", "chunks": 4},
-        {"model": "b", "chunks": 2},
-    ]
 
 
 def test_a_result_that_names_no_cublas_yet_is_of_the_same_machine() -> None:

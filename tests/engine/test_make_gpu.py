@@ -109,53 +109,6 @@ def test_another_digest_fails(
     assert all(expected in row["found"] for row in failed)
 
 
-def test_digests_of_each_model_count(gpu: Any) -> None:
-    other = {**GPU, "digest": "b" * 64}
-    assert gpu.judged_digests({"x": GPU, "y": GPU}, {"x": GPU, "y": GPU})[0] == "passed"
-    outcome, found = gpu.judged_digests({"x": GPU, "y": GPU}, {"x": GPU, "y": other})
-    assert (outcome, found) == ("failed", f"y {'b' * 64}, expected {'a' * 64}")
-    row = gpu.Row(step="repeats", what="again", outcome=outcome, found=found)
-    assert gpu.exit_code([row]) == 1
-    assert gpu.exit_code([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("waits", "outcome"),
-    [
-        ({"cudaEventSynchronize": 2.0, "cudaStreamSynchronize": 0.0}, "passed"),
-        ({}, "passed"),
-        ({"cudaEventSynchronize": 2.0, "cudaStreamSynchronize": 1.0}, "failed"),
-        ({"Memcpy DtoH (Device -> Pageable)": 1.0}, "failed"),
-        ({"cudaEventSynchronize": 3.0}, "failed"),
-    ],
-)
-def test_the_host_may_wait_for_two_events_a_batch(gpu: Any, waits: dict[str, float], outcome: str) -> None:
-    assert gpu.judged_waits(waits, ["32 in transfer.py:1"])[0] == outcome
-
-
-def test_what_is_a_wait(gpu: Any) -> None:
-    few = {"cudaDeviceSynchronize": 3, "aten::add": 1}
-    names = ["cudaMemcpy", "cudaMemcpyAsync", "cudaDeviceSynchronize", "cuStreamSynchronize", "aten::add"]
-    names += ["Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)", "cudaEventQuery"]
-    found = gpu.waits_a_batch(few, dict.fromkeys(names, 11), 8)
-    new = ("Memcpy HtoD (Pageable -> Device)", "cuStreamSynchronize", "cudaMemcpy")
-    assert found == {**dict.fromkeys(new, 11 / 8), "cudaDeviceSynchronize": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("problems", "carrier", "found"),
-    [
-        ({"gather": None}, "cpu", "tensors travelled from the memory of cpu, expected cuda"),
-        ({"gather": "got 1"}, "cuda", "gather: got 1"),
-        ({}, "cuda", "none ran"),
-    ],
-)
-def test_a_transport_that_is_another_fails(
-    gpu: Any, problems: dict[str, str | None], carrier: str, found: str
-) -> None:
-    assert gpu.judged_transport(problems, carrier, "cuda") == ("failed", found)
-
-
 def test_a_row_that_fails_stops_no_other(gpu: Any) -> None:
     trial = gpu.Trial(device="cpu", images=8, rounds=2, ends=monotonic() + 60)
 
@@ -188,16 +141,6 @@ def test_without_a_gpu(
     assert gpu.main(["--results", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"gpu.py: no GPU here: torch {torch.__version__} ")
     assert not [*tmp_path.iterdir()]
-
-
-def test_calls_are_counted_by_name(gpu: Any) -> None:
-    numbers = torch.ones(3)
-
-    def work() -> None:
-        for _ in range(5):
-            numbers.cos()
-
-    assert importlib.import_module("gpu_worker").calls_in(work)["aten::cos"] == 5
 
 
 @pytest.mark.long

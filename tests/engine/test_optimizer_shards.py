@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -69,19 +68,3 @@ def test_the_result_is_that_of_the_plain_state_dict(written: Path, tmp_path: Pat
         found = evaluated(weights)
         assert found.metrics_digest == wanted.metrics_digest
         assert found.weights == wanted.weights
-
-
-@pytest.mark.long
-def test_so_it_is_on_two_ranks(written: Path, tmp_path: Path, launch: Launch) -> None:
-    digests = {}
-    for name, ranks in (("plain.pt", 1), ("one.pt", 2), ("rank-0.pt", 2)):
-        job: list[str | Path] = [
-            *("--model", "fashion-cnn", "--weights", written / name, "--data", ROOT / "dualeval/assets"),
-        ]
-        words: list[str | Path] = [
-            *("run", *job, "--limit", "400", "--no-progress", "--nproc", str(ranks)),
-            *("--out", tmp_path / name),
-        ]
-        launch([sys.executable, "-m", "dualeval", *words]).ok()
-        digests[name] = json.loads((tmp_path / name / "result.json").read_text())["metrics_digest"]
-    assert len({*digests.values()}) == 1, digests

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from dualeval.engine.own_loop import OwnLoop
@@ -196,16 +195,6 @@ def test_columns_of_other_kinds_and_metrics_of_ones_own() -> None:
         assert loop.result().metrics == {"mine": 9.5}
 
 
-def test_a_column_may_be_overwritten_after_it_was_added() -> None:
-    buffer = torch.empty(16)
-    with opened([float(index) for index in range(64)]) as loop:
-        for batch in loop.batches():
-            buffer.copy_(batch)
-            loop.add(batch, value=buffer)
-            buffer.zero_()
-        assert loop.result().metrics["value"] == 31.5
-
-
 class Breaking(list[float]):
     """Sample 3 cannot be read; sample 5 not at the first attempt."""
 
@@ -333,17 +322,6 @@ def test_an_error_in_the_loop_leaves_settings_and_saves(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     assert run(tmp_path).chunks["resumed"] == 5
-
-
-def test_gradients_are_the_callers_matter() -> None:
-    model = nn.Linear(1, 1)
-    with opened([[float(index)] for index in range(4)], collate=torch.tensor) as loop:
-        for batch in loop.batches():
-            outputs = model(batch)
-            outputs.sum().backward()
-            loop.add(batch, value=outputs[:, 0])
-        loop.result()
-    assert model.weight.grad is not None
 
 
 @pytest.mark.parametrize("launcher", ["none", pytest.param("torchrun", marks=pytest.mark.long)])

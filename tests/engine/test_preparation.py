@@ -18,18 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualeval
-from dualeval.engine import compute, numerics
+from dualeval.engine import compute
 from dualeval.engine.agreement import check_same_job
 from dualeval.engine.layouts import converter, layout_by_trial, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.errors import UsageError
-from dualeval.models.fashion_cnn import FashionCNN
-from dualeval.options.choices import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
+from dualeval.options.choices import CHANNELS_LAST, CONTIGUOUS
 from dualeval.options.job import Job
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
-from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
 IMAGES = 24
@@ -98,14 +96,10 @@ def evaluate(model: nn.Module, **options: Any) -> dualeval.Result:
 # -- layouts -----------------------------------------------------------------------------------------------
 
 CONVOLUTIONAL = (
-    *(
-        *("alexnet", "vgg11_bn", "resnet18", "resnext50_32x4d", "wide_resnet50_2", "squeezenet1_0"),
-        "densenet121",
-    ),
-    *("inception_v3", "googlenet", "shufflenet_v2_x0_5", "mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5"),
-    *("efficientnet_b0", "efficientnet_v2_s"),
+    *("alexnet", "resnet18", "squeezenet1_0", "densenet121", "googlenet", "shufflenet_v2_x0_5"),
+    *("mobilenet_v3_small", "efficientnet_b0"),
 )
-OF_TRANSFORMERS = ("vit_b_32", "convnext_tiny", "swin_t", "swin_v2_t", "maxvit_t")
+OF_TRANSFORMERS = ("vit_b_32", "convnext_tiny", "swin_t", "maxvit_t")
 
 
 @pytest.mark.parametrize(
@@ -147,44 +141,6 @@ def test_programs_stay_as_they_were_made() -> None:
                 prepared(program, **options)
         with pytest.raises(UsageError, match=f"--precision bf16: .*{words}"):
             prepared(program, precision="bf16")
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6), (4, 1, 5, 6), (1, 1, 1, 1), (7, 3, 1, 1), (1, 6, 1, 4)])
-def test_strides_say_the_layout_also_of_one_channel(shape: tuple[int, ...]) -> None:
-    values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    last = converter(CHANNELS_LAST)(values)
-    _, channels, height, width = shape
-    assert last.stride() == (channels * height * width, 1, width * channels, channels)
-    assert torch.equal(last, values)
-    back = converter(CONTIGUOUS)(last)
-    assert back.stride() == (channels * height * width, height * width, width, 1)
-    assert torch.equal(back, values)
-    assert converter(CHANNELS_LAST)(values.long()).stride() == values.stride()
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "auto"])
-def test_all_of_the_embedded_network_is_in_its_layout(layout: str) -> None:
-    """One channel at its start, where both layouts look alike: pooling is slow where it comes contiguous."""
-    model = prepared(made(FashionCNN), layout=layout)
-    met: list[tuple[str, bool]] = []
-
-    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        met.append((type(module).__name__, output.stride()[1] == 1))
-
-    for module in model.get_submodule("features").children():
-        module.register_forward_hook(note)
-    outputs(model, torch.rand(2, 1, 28, 28))
-    assert len(met) == 11
-    assert {is_last for _, is_last in met} == {layout == "auto"}, met
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_whatever_the_models_and_the_images_own(layout: str) -> None:
-    wanted = outputs(prepared(made(), layout=layout), images())
-    other = made().to(memory_format=torch.channels_last)
-    given = images().contiguous(memory_format=torch.channels_last)
-    assert torch.equal(outputs(prepared(other, layout=layout), given), wanted)
-    assert torch.allclose(wanted, outputs(made(), images()), atol=1e-6)
 
 
 def test_a_model_that_cannot_be_channels_last_is_contiguous(capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,15 +541,6 @@ def test_a_loop_of_ones_own_says_no() -> None:
     for options in refused:
         with dualeval.Session() as session, pytest.raises(UsageError, match="in your own loop"):
             list(session.batches(torch.rand(3, 2), **options))
-
-
-def test_a_cast_is_computed_on_a_task_of_ones_own() -> None:
-    results = {
-        dualeval.evaluate(TinyTask(40), precision=precision).metrics_digest
-        for precision in ("fp32", "fp16", "bf16")
-    }
-    assert len(results) == 3
-    assert numerics.CASTS.keys() == HALF.keys()
 
 
 RUN = (sys.executable, "-m", "dualeval", "run", "--limit", "640", "--no-progress")

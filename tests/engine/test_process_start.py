@@ -50,14 +50,12 @@ def signalled(
     ("module", "number"),
     [
         ("click", TERM),
-        ("dualeval.cli.options", INT),
-        ("numpy._core._multiarray_umath", INT),
         ("torch._C", USR2),
-        ("torch", INT),
         *(
             pytest.param(module, number, marks=pytest.mark.long)
             for module in (
-                *("dualeval.cli", "ctypes", "numpy", "torch.functional", "asyncio", "dualeval.world.devices"),
+                *("dualeval.cli", "ctypes", "numpy", "numpy._core._multiarray_umath", "torch"),
+                *("torch.functional", "asyncio", "dualeval.cli.options", "dualeval.world.devices"),
                 *("dualeval.engine.control.plane", "dualeval.engine.run", "dualeval.models.weights"),
             )
             for number in (TERM, INT, USR2)
@@ -82,8 +80,8 @@ def test_a_signal_before_python_runs_our_code(launch: Launch, tmp_path: Path) ->
     ("module", "times", "number"),
     [
         # The parent alone is there; the ranks are, but our code does not run in them; it does.
-        ("torch._C", 1, INT),
-        ("site", 2, INT),
+        pytest.param("torch._C", 1, INT, marks=pytest.mark.long),
+        pytest.param("site", 2, INT, marks=pytest.mark.long),
         pytest.param("site", 2, TERM, marks=pytest.mark.long),
         pytest.param("site", 3, USR2, marks=pytest.mark.long),
         ("numpy", 3, TERM),
@@ -99,7 +97,7 @@ def test_a_signal_to_the_parent_of_ranks(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("words", [["--stop-signals", "SIGUSR1"], ["--stop-signals=SIGUSR1,SIGHUP"]])
+@pytest.mark.parametrize("words", [["--stop-signals=SIGUSR1,SIGHUP"]])
 def test_the_first_signals_are_those_that_were_named(
     launch: Launch, tmp_path: Path, words: list[str]
 ) -> None:
@@ -112,7 +110,7 @@ def test_the_first_signals_are_those_that_were_named(
     [
         (INT, "click", 130, "dualeval: interrupted.\n"),
         (INT, "torch", 1, "dualeval: error: interrupted\n"),
-        (TERM, "click", -TERM, ""),
+        pytest.param(TERM, "click", -TERM, "", marks=pytest.mark.long),
     ],
 )
 def test_other_commands_end_as_ever(
@@ -141,14 +139,14 @@ def in_shell(launch: Launch, command: list[str], redirected: str, cwd: Path) -> 
 @pytest.mark.parametrize(
     ("redirected", "words", "why"),
     [
-        (">&-", [], "Bad file descriptor"),
+        pytest.param(">&-", [], "Bad file descriptor", marks=pytest.mark.long),
         (">/dev/full", ["--nproc", "2"], "No space left on device"),
         pytest.param(
             ">/dev/full", ["--json", "--progress"], "No space left on device", marks=pytest.mark.long
         ),
         pytest.param("2>/dev/full", ["--progress", "--json"], None, marks=pytest.mark.long),
         ("0<&- 1>&- 2>&-", [], None),
-        ("| sleep 0", ["--json"], "Broken pipe"),
+        pytest.param("| sleep 0", ["--json"], "Broken pipe", marks=pytest.mark.long),
     ],
 )
 def test_a_finished_run_has_succeeded(
@@ -196,34 +194,12 @@ def test_a_standstill_with_standard_error_closed(launch: Launch, tmp_path: Path)
     assert (status["state"], "no progress for" in status["reason"]) == ("failed", True)
 
 
-AS_BEFORE = """
-import io, sys
-from dualeval.process_start import open_standard_streams, unwritten
-names = ("name", "mode", "encoding", "errors", "line_buffering", "write_through")
-raw = lambda stream: isinstance(stream.buffer, io.RawIOBase)
-look = lambda: [
-    [raw(stream), *(getattr(stream, name) for name in names)] for stream in (sys.stdout, sys.stderr)
-]
-before, stream = look(), sys.stdout
-open_standard_streams()
-assert sys.stdout is not stream
-assert look() == before, (before, look())
-print("\u00e9")
-assert unwritten() is None
-"""
 CHILD = """
 import subprocess, sys
 from dualeval.process_start import prepare
 prepare([])
 subprocess.run([sys.executable, "-c", "import os; os.fstat(0), os.fstat(1)"], check=True)
 """
-
-
-@pytest.mark.parametrize("flags", [[], ["-u"]])
-def test_streams_are_as_python_makes_them(launch: Launch, flags: list[str]) -> None:
-    command = [sys.executable, *flags, "-c", AS_BEFORE]
-    variables = {"PYTHONIOENCODING": "ascii:backslashreplace", "PYTHONUNBUFFERED": ""}
-    launch(command, variables=variables).ok()
 
 
 def test_what_was_closed_is_open_in_children_too(launch: Launch, tmp_path: Path) -> None:

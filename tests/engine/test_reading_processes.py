@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dualeval.engine.building import automatic_workers
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.feed import Feed, Reader, why_not_forked
+from dualeval.engine.feed import why_not_forked
 from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.world import World
@@ -24,7 +24,6 @@ from tests.conftest import Launch
 from tests.sessions import run_task
 from tests.tiny import TinyTask
 
-CPU = torch.device("cpu")
 SPAWN = r"reading processes are forked, and this program has them started by spawn \(.*_method\('spawn'\)\)"
 
 
@@ -69,19 +68,6 @@ def test_they_inherit_what_cannot_be_pickled() -> None:
     expected, _ = evaluated(TinyTask(40))
     found, _ = evaluated(Holding(40), batch_size=8, workers=2)
     assert found.metrics == expected.metrics
-
-
-def test_they_are_forked_where_python_starts_others_anew() -> None:
-    """As Python does by itself from 3.14 on."""
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("forkserver", force=True)
-    try:
-        task = Holding(8)
-        task.build_model(CPU)
-        [(batch, _)] = Feed(Reader(task.dataset(), task), [range(8)], workers=1, device=CPU)
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-    assert batch["targets"].shape == (8,)
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,12 @@ from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.metrics import Mean
-from tests.kernels import CountedKernels
 from tests.works import work_of
 
 COLUMNS: dict[str, Callable[[], Any]] = {
     "sliced": lambda: torch.arange(1000.0)[10:14],
-    "of a column": lambda: torch.arange(400.0).view(4, 100)[:, 3],
     "expanded": lambda: torch.ones(1).expand(4),
     "shared": lambda: torch.arange(4.0).share_memory_(),  # type: ignore[no-untyped-call]
-    "whole": lambda: torch.arange(4.0),
 }
 
 
@@ -55,36 +52,6 @@ def test_columns_keep_no_memory_of_others(
             assert not column.is_shared()  # type: ignore[no-untyped-call]
             assert column.untyped_storage().nbytes() <= column.numel() * column.element_size()
             assert column.tolist() == make().tolist()
-
-
-def test_a_column_that_needs_no_copy_is_none() -> None:
-    column = torch.arange(4.0)
-    assert vars(recorder)["_with_own_memory"](column) is column
-
-
-def test_row_metrics_columns_alone_are_kept_in_memory() -> None:
-    writer = MemoryWriter(keeps=False)
-    plan = EvalPlan(num_samples=8, batch_size=4)
-    taking = Recorder(plan, [Mean("m")], [], writer)
-    for batch in range(2):
-        taking.add(work_of(plan, batch), {"m": torch.arange(4.0)})
-    taking.flush()
-    assert writer.written == []
-    assert taking.ledger.parts()[0][0].compute(taking.ledger.parts()[0][1]).values == {"m": 1.5}
-
-
-def test_a_batch_costs_no_kernel_until_the_fold() -> None:
-    """Whatever is counted, what is done for every batch alone is done without torch's kernels."""
-    plan = EvalPlan(num_samples=24, batch_size=4)
-    taking = Recorder(plan, [Mean("m")], ["kept"], MemoryWriter(keeps=True))
-    batches = [{"m": torch.rand(4), "kept": torch.arange(4)} for _ in range(6)]
-    taking.add(work_of(plan, 0), batches[0])
-    with CountedKernels() as kernels:
-        for batch in range(1, 6):
-            taking.add(work_of(plan, batch), batches[batch])
-    assert not kernels.counts
-    taking.flush()
-    assert taking.ledger.totals() == (24, 0)
 
 
 def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,11 +79,6 @@ def there(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_first_run_compares_nothing(tmp_path: Path) -> None:
-    result = finish(tmp_path)
-    assert (result.replay, result.earlier) == (None, False)
-
-
 def test_other_numbers_are_refused_by_name(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = (".journal", ".parquet")
     before = {path: path.read_bytes() for path in there.rglob("*") if path.suffix in kept}
@@ -186,20 +181,6 @@ def test_two_batches_are_drawn_where_there_are_two() -> None:
     assert pairs == {(one, other) for one in range(3) for other in range(3) if one != other}
 
 
-def test_a_batch_of_a_chunk_of_several_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualeval.engine.plan.MAX_CHUNKS", 7)
-    begin(tmp_path)
-    files = tuple(map(read_journal_file, sorted((tmp_path / "journal").glob("*.journal"))))
-    plan = EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
-    done = {batch for file in files for chunk in file.chunks for batch in plan.chunk_batches(chunk)}
-    seen = set()
-    for draw in range(len(done) * (len(done) - 1)):
-        for stored in proving.batches_of_journal(files, plan, f"{draw:x}"):
-            assert stored.columns["target"].tolist() == [index * 31 % 7 for index in stored.samples]
-            seen.add(stored.samples.start // BATCH)
-    assert seen == done
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_difference_in_either_of_two_batches_is_found(
     there: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -217,47 +198,6 @@ def test_a_difference_in_either_of_two_batches_is_found(
         finish(there)
     assert len({*seen}) == number + 1
     assert f"sample tiny/{seen[-1].start} " in str(caught.value)
-
-
-def proof(stored: proving.StoredBatch, loss: Any) -> proving.Proof:
-    return proving.Proof(
-        stored=stored,
-        evaluate=lambda samples: ({"loss": loss}, ()),
-        machine={},
-        precision="fp32",
-        place="out",
-        name=str,
-    )
-
-
-OTHER = {"model": "other"}
-
-
-@pytest.mark.parametrize(
-    ("there", "now", "dtype", "machine", "same"),
-    [
-        ([0.0, 1.0], [-0.0, 1.0], np.float32, {}, False),
-        ([float("nan"), 1.0], [float("nan"), 1.0], np.float32, {}, True),
-        ([1.0, 2.0], [1.0, np.nextafter(np.float32(2), np.float32(3))], np.float32, {}, False),
-        ([0.0, 1.0], [0.0, 1.0], np.float64, OTHER, False),
-    ],
-    ids=["minus zero", "NaN", "last bit", "another dtype"],
-)
-def test_bits_are_compared(
-    there: list[float], now: list[float], dtype: Any, machine: Any, same: bool
-) -> None:
-    stored = proving.StoredBatch(
-        start=0,
-        evaluated=np.ones(2, np.bool_),
-        columns={"loss": np.array(there, np.float32)},
-        machines=(machine,),
-    )
-    found = proof(stored, np.array(now, dtype))
-    if same:
-        assert found.rows() == ("same bits", None)
-    else:
-        with pytest.raises(UsageError, match="column 'loss'"):
-            found.rows()
 
 
 class Limited:
@@ -350,21 +290,6 @@ def test_a_column_that_is_never_the_same_is_said_to_be_so(
     measure(tmp_path)
     with pytest.raises(UsageError, match=r"column 'ticks'.*gives other numbers each time.*--no-replay"):
         measure(tmp_path)
-
-
-def test_a_sample_that_fails_now_is_named_where_samples_are_skipped(there: Path) -> None:
-    """Its place holds zeros, and these are no number of it."""
-
-    def skipping(broken: set[int], out: Path) -> Result:
-        task = Reading(SAMPLES)
-        task.dataset()._broken = broken
-        task.dataset().fingerprint = lambda count: "same"  # type: ignore[method-assign]
-        return evaluate(task, out, batch_size=BATCH, on_error="skip")
-
-    out = there.parent / "skipped"
-    skipping(set(), out)
-    with pytest.raises(UsageError, match=r"sample tiny/\d+ \(index \d+\) cannot be read any more: OSError"):
-        skipping(set(range(0, SAMPLES, 3)), out)
 
 
 NET = """

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.engine import stored_rows
-from dualeval.engine.folder import windows
-from dualeval.engine.rescoring import check_finished
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -132,22 +130,12 @@ def test_every_built_in_metric_comes_to_the_same_bits(tmp_path: Path) -> None:
     assert (found.samples, found.failed, found.timing) == (wanted.samples, wanted.failed, wanted.timing)
 
 
-@pytest.mark.parametrize("window", [1, 64, 1 << 20])
+@pytest.mark.parametrize("window", [1, 64])
 def test_windows_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     wanted = evaluate(TinyTask(300, [7]), tmp_path, batch_size=8, on_error="skip")
     monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
     found = dualeval.rescore(tmp_path, metrics=named(*default_metrics(CLASSES)))
     assert found.metrics_digest == wanted.metrics_digest
-
-
-def test_a_window_is_all_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW_ROWS", 100)
-    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", 50)
-    evaluate(TinyTask(480), tmp_path, batch_size=8)
-    stored = stored_rows.StoredRows(tmp_path / "predictions.parquet")
-    sizes = [len(window.evaluated) for window in stored.windows(["loss"])]
-    assert sum(sizes) == 480
-    assert max(sizes) <= 50
 
 
 @pytest.mark.parametrize("broken", [(), (0, 1, 2, 3, 40, 63)])
@@ -232,19 +220,6 @@ def test_a_wrong_declaration_is_refused_with_metric_and_column(
         evaluate(Task(5000), tmp_path / "run")
 
 
-def test_a_row_metric_gets_its_columns_only(tmp_path: Path) -> None:
-    class Greedy(Bits):
-        def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
-            return super().compute({"loss": columns["target"]})
-
-    class Task(TinyTask):
-        def metrics(self) -> list[Metric | RowMetric]:
-            return [Greedy("loss")]
-
-    with pytest.raises(UsageError, match="metric 'bits' reads column 'target', which is not among"):
-        evaluate(Task(20), tmp_path)
-
-
 @pytest.mark.parametrize("classes", [3, CLASSES, LARGEST_CONFUSION, LARGEST_CONFUSION + 1])
 def test_a_classifier_keeps_what_any_of_its_metrics_reads(classes: int) -> None:
     known = [*default_metrics(classes), "top2", *(set(BY_NAME) - {"confusion", "auroc"})]
@@ -263,7 +238,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return questions.save_tiny_bert(tmp_path_factory.mktemp("bert"))
 
 
-@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+@pytest.mark.parametrize("version", ["v2.0"])
 def test_question_answering(tmp_path: Path, bert: Path, version: str) -> None:
     """And the answers that it has given, scored as a file."""
     data = questions.write_questions(tmp_path / "data.json", unanswerable=version == "v2.0")
@@ -284,14 +259,6 @@ def test_question_answering(tmp_path: Path, bert: Path, version: str) -> None:
     assert again.metrics_digest == scored.metrics_digest
     [f1] = metrics_of_run(tmp_path / "scored/job.json", ["f1"])
     assert dualeval.rescore(tmp_path / "scored", metrics=[f1]).metrics["f1"] == scored.metrics["f1"]
-
-
-def test_metrics_of_answers_that_were_scored_without_odds(tmp_path: Path) -> None:
-    data = questions.write_questions(tmp_path / "data.json", unanswerable=True)
-    (tmp_path / "answers.json").write_text('{"empty": ""}')
-    evaluate(GivenAnswers(data=data, predictions=tmp_path / "answers.json"), tmp_path / "out")
-    with pytest.raises(UsageError, match=r"no metric 'best_thresholds' here.*answer_counts"):
-        metrics_of_run(tmp_path / "out/job.json", ["best_thresholds"])
 
 
 def test_a_task_of_ones_own_is_scored_from_python(tmp_path: Path) -> None:
@@ -338,20 +305,11 @@ def test_job_files_that_say_nothing(tmp_path: Path, content: str, said: str) -> 
         metrics_of_run(tmp_path / "job.json")
 
 
-@pytest.mark.parametrize("task", ["json.Gone", "dualeval.tasks.gone.Gone", "dualeval.tasks.own_model.Gone"])
+@pytest.mark.parametrize("task", ["json.Gone", "dualeval.tasks.gone.Gone"])
 def test_runs_whose_metrics_only_other_code_knows(tmp_path: Path, task: str) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"task_class": task}))
     with pytest.raises(UsageError, match=f"a run of the task {task}, whose metrics only its own code knows"):
         metrics_of_run(tmp_path / "job.json")
-
-
-def test_what_job_json_says(tmp_path: Path) -> None:
-    """Names and number of classes are what the metrics are made of again, whatever else is there."""
-    evaluate(ImageClassification(metrics=["top1"]), tmp_path, limit=5)
-    content = json.loads((tmp_path / "job.json").read_text())
-    assert content["metrics"] == ["top1"]
-    assert content["job"]["task_options"]["num_classes"] == 10
-    assert content["job"]["columns"] == list(ImageClassification.rows)
 
 
 def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
@@ -377,16 +335,3 @@ def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
     job.write_text(job.read_text().replace(spelled, "MeanAbsoluteError"))
     with pytest.raises(dualeval.UsageError, match="'MeanAbsoluteError' of TorchMetrics"):
         metrics_of_run(job)
-
-
-def test_warnings_about_intervals_are_of_the_metrics_that_were_asked_for(tmp_path: Path) -> None:
-    metrics = [classification_metric(name, 10) for name in ("loss", "top1")]
-    evaluate(TinyTask(12), tmp_path, batch_size=4)
-    of_loss = "the interval of loss is of 12 samples"
-    assert any(said.startswith(of_loss) for said in dualeval.rescore(tmp_path, metrics=metrics).warnings)
-    assert not any(of_loss in said for said in dualeval.rescore(tmp_path, metrics=metrics[1:]).warnings)
-
-
-def test_a_folder_whose_name_is_too_long_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"there is no folder a{256}\. Give the output folder"):
-        check_finished(Path("a" * 256))

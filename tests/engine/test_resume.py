@@ -215,15 +215,6 @@ def test_a_damaged_job_is_named_and_written_anew(tmp_path: Path, wanted: str) ->
     assert json.loads((tmp_path / "out/job.json").read_text())["fingerprint"] == result.fingerprint
 
 
-def test_a_damaged_job_beside_another_jobs_result_is_refused(tmp_path: Path) -> None:
-    go_on(tmp_path / "out")
-    (tmp_path / "out/job.json").write_text("{")
-    before = (tmp_path / "out/result.json").read_bytes()
-    with pytest.raises(UsageError, match=r"holds the result of another job\. Give another --out, or --fresh"):
-        evaluate(TinyTask(SAMPLES), tmp_path / "out", batch_size=BATCH + 1)
-    assert (tmp_path / "out/result.json").read_bytes() == before
-
-
 def test_a_finished_run_is_returned(tmp_path: Path, wanted: str) -> None:
     first = go_on(tmp_path / "out")
     task, notes = TinyTask(SAMPLES), list[str]()
@@ -414,23 +405,6 @@ def test_memory_that_is_not_there_is_explained(tmp_path: Path, error: Exception 
     assert len(list((tmp_path / "journal").glob("*.journal"))) == 3
 
 
-def test_one_sample_that_has_no_room_is_not_told_to_be_one() -> None:
-    class Greedy(TinyTask):
-        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            return torch.empty(1 << 55, dtype=torch.uint8)
-
-    for precision, tries in (
-        (
-            "fp32",
-            "--precision amp-bf16 on a GPU; on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks; a ",
-        ),
-        ("amp-bf16", "on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks; a "),
-    ):
-        with pytest.raises(DualevalError) as caught:
-            evaluate(Greedy(4), None, batch_size=1, precision=precision)
-        assert f". Try {tries}device with more memory." in str(caught.value)
-
-
 def test_metrics_that_break_in_the_midst_count_nothing_twice(
     tmp_path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,18 +423,6 @@ def test_metrics_that_break_in_the_midst_count_nothing_twice(
     result = go_on(tmp_path / "out")
     assert result.metrics_digest == wanted
     assert result.chunks["resumed"] > 0
-
-
-def test_a_folder_that_has_gone_is_said_so(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    class Gone(TinyTask):
-        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            shutil.rmtree(out, ignore_errors=True)
-            return super().forward(model, batch)
-
-    with pytest.raises(DualevalError, match=r"out is gone: .*type the same command again"):
-        evaluate(Gone(SAMPLES), out, batch_size=BATCH)
 
 
 def acting(act: Callable[[], object]) -> TinyTask:

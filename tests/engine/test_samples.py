@@ -7,7 +7,6 @@ from datetime import date, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import UUID
 
 import datasets
 import numpy as np
@@ -107,21 +106,15 @@ def of(data: Any, **options: Any) -> str:
         ([1, 2, 3], [1, 2, 4]),
         (["a", "b"], ["a", "ä"]),
         (torch.zeros(3), torch.ones(3)),
-        (np.zeros(3), np.zeros(3, np.float32)),
         (TensorDataset(torch.zeros(3)), TensorDataset(torch.ones(3))),
         ([{"x": torch.zeros(2)}] * 2, [{"x": torch.ones(2)}] * 2),
         (rows(), rows().rename_column("x", "z")),
-        (rows(), rows().with_format("torch")),
         (["/a"], ["/b"]),
         (["see /usr/a now"], ["see /usr/b now"]),
-        (["cpu"], ["cuda:0"]),
         ([Path("/a/1.png")], [Path("/a/2.png")]),
         ([date(2020, 1, 1)], [date(2020, 1, 2)]),
-        ([datetime(2020, 1, 1, 1)], [datetime(2020, 1, 1, 2)]),
-        ([UUID(int=1)], [UUID(int=2)]),
         ([SimpleNamespace(rank=1)], [SimpleNamespace(rank=2)]),
         (Held(1), Held(2)),
-        (Held(torch.zeros(2)), Held(torch.ones(2))),
     ],
 )
 def test_other_contents_have_another_fingerprint(one: Any, other: Any) -> None:
@@ -325,26 +318,6 @@ def test_who_collates_gets_samples(tmp_path: Path) -> None:
     assert {type(sample) for sample in seen} == {tuple}
     found = dualeval.evaluate(model=model, data=data, metrics=["loss"], batch_size=4)
     assert found.metrics_digest == by_hand.metrics_digest
-
-
-def test_a_forward_that_writes_into_its_input_leaves_the_data_alone() -> None:
-    inputs = torch.rand(10, 4)
-    before = inputs.clone()
-    data = TensorDataset(inputs, torch.arange(10) % 3)
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        return model(batch[0].sub_(0.5).relu_())
-
-    dualeval.evaluate(
-        model=nn.Linear(4, 3).eval(), data=data, forward=forward, metrics=["loss"], batch_size=4
-    )
-    assert torch.equal(inputs, before)
-
-
-def test_a_sample_beyond_the_rows_is_named() -> None:
-    data = Subset(TensorDataset(torch.rand(4, 4), torch.arange(4) % 3), [0, 1, 7])
-    with pytest.raises(UsageError, match=r"sample 2 \(index 2\) cannot be read: IndexError"):
-        dualeval.evaluate(model=nn.Linear(4, 3).eval(), data=data, metrics=["loss"], batch_size=4)
 
 
 def test_a_data_set_derived_from_one_of_tensors_gives_its_own_samples() -> None:

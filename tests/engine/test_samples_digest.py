@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 import dualeval
-from dualeval.backends.single import SingleBackend
-from dualeval.engine import samples_digest
 from dualeval.engine.samples import wrap
-from dualeval.engine.samples_digest import blocks_of, check_ids, digest_of, hashes_of_ids, joined
+from dualeval.engine.samples_digest import blocks_of, digest_of, hashes_of_ids, joined
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.result import Result
@@ -66,7 +64,7 @@ def by_hand(ids: Sequence[str]) -> str:
     return hashed([len(ids), *map(hashed, blocks)])
 
 
-@pytest.mark.parametrize("count", [1, 2, 64, 65, 130, 70_000])
+@pytest.mark.parametrize("count", [1, 64, 65, 130])
 def test_it_is_what_the_docs_say_at_any_number_of_ranks(count: int) -> None:
     data = Named([f"é {index}" for index in range(count)])
     samples = wrap(data, ids=data.names)
@@ -89,10 +87,6 @@ def test_other_samples_have_other_digests_of_equal_metrics() -> None:
     assert len({result.metrics_digest for result in found}) == 1
     assert len({result.samples_digest for result in found}) == 4
     assert of_names("abc").samples_digest == found[0].samples_digest == by_hand("abc")
-
-
-def test_a_name_that_is_no_text_in_unicode() -> None:
-    assert of_names(["a", "b\udcff"]).samples_digest != of_names(["a", "b\udcfe"]).samples_digest
 
 
 def test_it_is_the_same_with_a_folder_and_without_of_a_part_and_shown_again(tmp_path: Path) -> None:
@@ -134,47 +128,3 @@ def test_two_samples_of_one_id_are_refused_before_anything_is_evaluated(ids: Any
     # Each of those that are evaluated has its own.
     first = dualeval.evaluate(model=model, data=wrap(held, ids=ids), limit=3, **options)
     assert first.samples["evaluated"] == 3
-
-
-class Ranks(SingleBackend):
-    """Rank 0 of several, of which the others have sent these hashes; notes how many come at a time."""
-
-    def __init__(self, others: Sequence[Any]) -> None:
-        super().__init__(World.alone())
-        self.others = others
-        self.at_once = list[int]()
-
-    def gather(self, tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor]:
-        low, high = (part * 2**64 // 4 for part in (len(self.at_once), len(self.at_once) + 1))
-        found = [each[(each >= low) & (each < high)].view("int64") for each in self.others]
-        self.at_once.append(len(tensor) + sum(map(len, found)))
-        return [tensor, *map(torch.from_numpy, found)]
-
-
-def test_all_ids_are_compared_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples_digest, "_AT_ONCE", 1000)
-    names = [f"n{index}" for index in range(4000)]
-    worlds = [replace(World.alone(), rank=rank, size=3) for rank in range(3)]
-    for again in (None, 3999):
-        if again is not None:
-            names[again] = names[0]
-        data = wrap(Named(names), ids=lambda index: names[index])
-        own, *others = (hashes_of_ids(data, 4000, world, lambda: None)[1] for world in worlds)
-        backend = Ranks(others)
-        if again is None:
-            check_ids(data, 4000, own, backend)
-        else:
-            with pytest.raises(UsageError, match="2 samples have the id 'n0'"):
-                check_ids(data, 4000, own, backend)
-        assert sum(backend.at_once) == 4000 and max(backend.at_once) < 1200
-
-
-@pytest.mark.parametrize("data", [wrap(Named("aa")), wrap(Named("aa"), ids="name")])
-def test_ids_that_are_indices_or_cost_readings_are_not_hashed_one_by_one(data: Any) -> None:
-    assert len(hashes_of_ids(data, 2, World.alone(), lambda: None)[1]) == 0
-
-
-def test_ids_of_one_hash_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples_digest, "_hash", len)
-    data = wrap([1, 2, 3], ids=lambda index: "abc"[index])
-    check_ids(data, 3, hashes_of_ids(data, 3, World.alone(), lambda: None)[1], SingleBackend(World.alone()))

@@ -101,23 +101,6 @@ def test_every_size(
 
 
 @pytest.mark.long
-def test_without_a_launcher(evaluate: Callable[..., Finished], whole: Run, job: Job, tmp_path: Path) -> None:
-    evaluate(job, *SHARD).ok()
-    check(json.loads((tmp_path / "out/result.json").read_text()), whole(job), 1, job.samples)
-
-
-def test_a_dynamic_schedule_is_refused(
-    evaluate: Callable[..., Finished], pictures: Job, tmp_path: Path
-) -> None:
-    done = evaluate(pictures, *SHARD, "--schedule", "dynamic")
-    assert done.returncode == 2, done.stderr
-    [line] = [line for line in done.stderr.splitlines() if "error" in line]
-    assert "dynamic" in line, line
-    assert "each forward waits for all ranks" in line, line
-    assert not (tmp_path / "out/result.json").exists()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [

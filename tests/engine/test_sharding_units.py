@@ -86,8 +86,3 @@ def test_parts_that_read_their_childrens_parameters_are_not_divided() -> None:
     assert names_of(Parts(nested=nested)) == ["nested", ""]
     # A layer by itself would have hooks, and compute in another way.
     assert names_of(Parts(plain=plain)) == ["plain", ""]
-
-
-def test_a_model_of_one_layer_is_its_own_unit() -> None:
-    assert names_of(square(4)) == [""]
-    assert names_of(Parts(nothing=nn.ReLU(), only=square(4))) == ["only", ""]

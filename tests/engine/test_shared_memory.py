@@ -108,11 +108,6 @@ def test_torchs_collate_that_finds_no_room(launch: Launch) -> None:
 
 
 @pytest.mark.needs("mounts")
-def test_with_room_nothing_is_said(launch: Launch) -> None:
-    assert read_with(launch, "64m") == ["20", "20"]
-
-
-@pytest.mark.needs("mounts")
 def test_a_memory_without_room_for_a_lock(launch: Launch) -> None:
     for line in read_with(launch, "16k"):
         assert line.startswith("/dev/shm on ") and "no room for the locks of reading processes." in line

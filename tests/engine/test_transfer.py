@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections import UserDict, deque, namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow.parquet
@@ -15,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils import _pytree as pytree
 
 from dualeval.engine import accelerator, looks
 from dualeval.engine.compute import Compute, usable_threads
@@ -23,7 +20,6 @@ from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.options import RunOptions
 from dualeval.engine.transfer import Uploads, start_download
-from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.world import World
@@ -153,23 +149,6 @@ def test_a_batch_is_launched_before_the_next_is_waited_for(play: Play) -> None:
     assert device.log[: len(batch)] == batch
 
 
-def test_stages_are_said_on_a_device_only(play: Play) -> None:
-    task = TinyTask(4)
-
-    def stages(*, transfers: bool) -> list[str]:
-        found: list[str] = []
-        feed = Feed(
-            Reader(task.dataset(), task), [range(2), range(2, 4)], workers=0, device=CPU, step=found.append
-        )
-        assert len(list(feed)) == 2
-        assert (feed.transfer_s > 0) == transfers
-        return found
-
-    assert stages(transfers=False) == []
-    play(Played())
-    assert stages(transfers=True) == ["transfer", "transfer"]
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -177,20 +156,6 @@ def test_a_column_of_an_earlier_batch_stays() -> None:
     device = Played(["computing"])
     pending = [start_download(device, {"x": torch.full((5,), number)}) for number in range(8)]
     assert [wait()["x"].tolist() for wait in pending] == [[number] * 5 for number in range(8)]
-
-
-def test_a_batch_leaves_nothing_on_the_device() -> None:
-    device = Played()
-    uploads = Uploads(device)
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(3):
-            batch = uploads.start({"x": [torch.ones(3), (torch.ones(4),)], "y": Scan(torch.ones(2), 1.0)})
-            del batch
-            assert device.held == 0
-    finally:
-        gc.enable()
 
 
 TENSORS = {
@@ -220,11 +185,6 @@ def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
 
 
 # -- one walk for every device ---------------------------------------------------------------------
-
-
-class Registered:
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
 
 
 class Encoded(UserDict[str, Any]):
@@ -264,8 +224,6 @@ NESTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "namedtuple": (Boxes((1, ONES)), lambda nest: nest.corners[1]),
     "dataclass": ([Scan(ONES, 1.0)], lambda nest: nest[0].pixels),
     "user dict": (UserDict(a=ONES), lambda nest: nest.data["a"]),
-    "deque": (deque([{"a": ONES}]), lambda nest: nest[0]["a"]),
-    "registered": (Registered({"a": Boxes(ONES)}), lambda nest: nest.inner["a"].corners),
     "mapping that moves itself": ({"b": ENCODED}, lambda nest: nest["b"]["a"]),
     "object that moves itself": ([Graph(ONES)], lambda nest: nest[0].nodes),
     "sequences": (pack_sequence([ONES]), lambda nest: nest.data),
@@ -274,18 +232,8 @@ NESTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.fixture
-def registered() -> Any:
-    pytree.register_pytree_node(
-        Registered, lambda nest: ([nest.inner], None), lambda values, _: Registered(*values)
-    )
-    yield
-    pytree.SUPPORTED_NODES.pop(Registered)
-
-
 @pytest.mark.parametrize("device", [accelerator.Host(CPU), Played(["copying"])], ids=["cpu", "played"])
 @pytest.mark.parametrize("name", NESTS)
-@pytest.mark.usefixtures("registered")
 def test_every_kind_of_nest_gets_there(name: str, device: accelerator.Accelerator) -> None:
     nest, tensor_of = NESTS[name]
     found = Uploads(device).start(nest)
@@ -320,100 +268,7 @@ def test_a_tensor_that_is_there_twice_is_copied_once(play: Play) -> None:
 # -- columns ---------------------------------------------------------------------------------------
 
 
-class Odd(TinyTask):
-    def __init__(self, columns: Any) -> None:
-        super().__init__(8)
-        self._columns = columns
-
-    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Any:
-        columns = super().observe(outputs, batch)
-        return self._columns if not isinstance(self._columns, dict) else {**columns, **self._columns}
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (["loss"], "returned a list, expected a dict of columns"),
-        ({"loss": [1.0]}, "the column 'loss' is a list of float, expected a tensor"),
-        ({"loss": torch.tensor(1.0)}, "the column 'loss' is one number"),
-        ({"loss": torch.ones(8).to_sparse()}, "the column 'loss' has layout torch.sparse_coo"),
-    ],
-)
-def test_odd_columns_are_refused_alike(tmp_path: Path, play: Play, columns: Any, message: str) -> None:
-    for name in ("cpu", "played"):
-        if name == "played":
-            play(Played(SPEEDS[-1]))
-        with pytest.raises(UsageError, match=message):
-            evaluate(Odd(columns), tmp_path / name, batch_size=8)
-
-
-class Elsewhere(Tensor):
-    """A column of a class of its own, which only its own ``cpu`` brings to the host."""
-
-    def cpu(self, *arguments: Any, **options: Any) -> Tensor:
-        return self.as_subclass(Tensor) + 1
-
-
-def test_columns_of_another_kind_are_brought_to_the_host_as_well() -> None:
-    columns = start_download(Played(), {"x": ONES, "y": ONES.as_subclass(Elsewhere), "z": ONES})()
-    assert list(columns) == ["x", "y", "z"]
-    assert [columns[name].tolist() for name in columns] == [[1, 1], [2, 2], [1, 1]]
-
-
 def test_a_device_orders_its_batches_by_itself(play: Play) -> None:
     assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 4
     play(Played())
     assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 1
-
-
-class Scaled(dict[str, Any]):
-    """A batch with something beside its items, and a default that looks like it."""
-
-    def __init__(self, *items: Any, scale: float = 1.0) -> None:
-        super().__init__(*items)
-        self.scale = scale
-        self.mask: Tensor | None = None
-
-
-class ScaledUser(UserDict[str, Any]):
-    scale = 1.0
-    mask: Tensor | None = None
-
-
-class Pair(NamedTuple):
-    first: Tensor
-    second: int
-
-
-class ScaledPair(Pair):
-    scale = 1.0
-    mask: Tensor | None = None
-
-
-@dataclass
-class Masked:
-    x: Tensor
-
-    def __post_init__(self) -> None:
-        self.scale = 1.0
-        self.mask: Tensor | None = None
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        Scaled({"x": torch.ones(2)}),
-        ScaledUser({"x": torch.ones(2)}),
-        ScaledPair(torch.ones(2), 3),
-        Masked(torch.ones(2)),
-    ],
-    ids=lambda batch: type(batch).__name__,
-)
-def test_what_a_batch_has_beside_its_items_goes_along(play: Play, batch: Any) -> None:
-    """A class made anew from its items alone would silently have its defaults."""
-    batch.scale, batch.mask = 2.0, torch.zeros(2)
-    found = Uploads(play(Played())).start(batch)
-    assert type(found) is type(batch)
-    assert found.scale == 2.0
-    assert found.mask is not batch.mask, "it is the device's"
-    assert batch.mask is not None

@@ -1,9 +1,8 @@
 """One rank of a script that evaluates: ``session_worker.py OUT [MODE ...]``; prints a JSON line a rank.
 
 Modes: torch, horovod, spawned (the script has a group of its own, and the session is a guest); twice; what
-rank ``BAD`` (1, or 0 where it is alone) does in its twelfth batch: exit, interrupt, error, surrogate and mute
-(errors whose text cannot be written, or made), hang, computes, term (it sends itself SIGTERM); stop (``stop``
-says so).
+rank ``BAD`` (1, or 0 where it is alone) does in its twelfth batch: exit, interrupt, error, surrogate (an
+error whose text cannot be written), hang, term (it sends itself SIGTERM); stop (``stop`` says so).
 """
 
 from __future__ import annotations
@@ -24,13 +23,6 @@ from tests.tiny import TinyTask
 BATCH = 10
 SAMPLES = 400
 TIMEOUT_S = 3.0
-
-
-class MuteError(RuntimeError):
-    """An error that has no text."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
 
 
 class Odd(TinyTask):
@@ -63,8 +55,6 @@ class Odd(TinyTask):
             raise ValueError("twelve")
         if "surrogate" in self._modes:
             raise RuntimeError("bad \udcff name")
-        if "mute" in self._modes:
-            raise MuteError
         if "term" in self._modes:
             os.kill(os.getpid(), signal.SIGTERM)
             sleep(1)
