@@ -26,10 +26,11 @@ _PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
 _STOPPABLE = ("run", "score")
 # By file of launch/launchers, where that launcher says which rank a process is. They are asked in this order,
-# the innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an allocation
-# that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open MPI's. In a job
-# of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is whoever sets such names,
-# so launchers that have names of their own are asked before. "none" stays last: it always answers.
+# the innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an
+# allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open
+# MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is
+# whoever sets such names, so launchers that have names of their own are asked before. "none" stays last: it
+# always answers.
 RANK_VARIABLES = {
     "torchrun": "RANK",
     "horovodrun": "HOROVOD_RANK",

@@ -196,7 +196,5 @@ def _exit_code(failed: Mapping[int, int], ranks: Sequence[subprocess.Popen[bytes
     rank, first = next(iter(failed.items()))
     if code == EXIT_FAILED and first < 0:
         # It could not speak for itself.
-        raise DualevalError(
-            f"rank {rank} (pid {ranks[rank].pid}) was ended by {signal.Signals(-first).name}"
-        )
+        raise DualevalError(f"rank {rank} (pid {ranks[rank].pid}) was ended by {signal.Signals(-first).name}")
     return code
