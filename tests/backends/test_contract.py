@@ -62,7 +62,7 @@ class Outcome:
 
 
 def _ways(backend: str) -> list[str]:
-    """How its ranks can be started on this machine, but for --nproc, which has no command of another program."""
+    """How its ranks can be started on this machine, by other programs than this one."""
     here = [way for way in WAYS.values() if way.program != "srun" and way.name != "nproc"]
     return [way.name for way in here if backend in way.backends]
 
