@@ -28,7 +28,7 @@ def test_single_is_the_default_without_a_launcher() -> None:
 
 def world_of(launcher: str) -> World:
     size = 1 if launcher == "none" else 2
-    return world_at(launcher, 0, size, 0, size, mpi=launcher in ("openmpi", "mpich", "srun"))
+    return world_at(launcher, 0, size, 0, size, mpi="mpi" in LAUNCHERS[launcher].backends)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
