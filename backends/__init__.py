@@ -16,52 +16,30 @@ import sys
 
 from dualeval.backends.base import Backend, no_mesh
 from dualeval.errors import LaunchError, UsageError
-from dualeval.launch.launchers import LAUNCHERS, Launcher
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
 from dualeval.wording import did_you_mean
 from dualeval.world import World
 
-__all__ = ["Backend", "check_mesh", "choose_backend", "connect", "group_of_caller", "world_of_caller"]
-
-
-# The module and class of each, which is imported when it is chosen, and what to type to run it.
-_BACKENDS = {
-    "single": ("single", "SingleBackend", "'dualeval run'"),
-    "torch": (
-        *("torch_distributed", "TorchBackend"),
-        "'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
-    ),
-    "horovod": (
-        *("horovod", "HorovodBackend"),
-        "'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
-    ),
-    "mpi": ("mpi", "MpiBackend", "'mpirun -np N dualeval run --backend mpi'"),
-}
+__all__ = [
+    *("Backend", "check_mesh", "choose_backend", "class_of", "connect", "group_of_caller", "world_of_caller"),
+]
 
 
 def connect(name: str | None, world: World) -> Backend:
-    """Join the ranks of a world and return the backend over which they talk. It needs no GPU.
-
-    Args:
-        name: "single", "torch", "horovod" or "mpi"; None takes the launcher's own: without a launcher single,
-            torchrun, srun, Flux and plain variables torch, horovodrun horovod, mpirun horovod where that is
-            built with MPI and else mpi.
-        world: this process's place, from ``dualeval.launch.detect``.
-
-    Raises:
-        UsageError: there is no such backend.
-        LaunchError: this backend cannot run under this launcher, or its library is missing or broken; or this
-            process may not open enough files.
-        BackendError: the group could not be joined.
-    """
-    module, class_name, _ = _BACKENDS[choose_backend(name, world)]
+    """Join the ranks of a world over the backend of a name, or the launcher's own. It needs no GPU."""
+    implementation = class_of(choose_backend(name, world))
     if world.size > 1:
         from dualeval.world.store import JOINING, allow_connections
 
         allow_connections(JOINING * world.size, f"rank {world.rank}")
-    implementation: type[Backend] = getattr(
-        importlib.import_module(f"dualeval.backends.{module}"), class_name
-    )
     return implementation(world)
+
+
+def class_of(name: str) -> type[Backend]:
+    """``NameBackend`` of the module of that name, which is imported when it is chosen."""
+    module = importlib.import_module(f"dualeval.backends.{name}")
+    found: type[Backend] = getattr(module, f"{name.capitalize()}Backend")
+    return found
 
 
 def choose_backend(name: str | None, world: World) -> str:
@@ -69,13 +47,13 @@ def choose_backend(name: str | None, world: World) -> str:
     launcher = _launcher_of(world)
     if name is None:
         return _default(launcher)
-    if name not in _BACKENDS:
-        hint = did_you_mean(name, _BACKENDS, most=3, cutoff=0.5)
+    if name not in BACKENDS:
+        hint = did_you_mean(name, BACKENDS, most=3, cutoff=0.5)
         raise UsageError(
-            f"There is no backend {name!r}.{hint} --backend takes one of: {', '.join(_BACKENDS)}."
+            f"There is no backend {name!r}.{hint} --backend takes one of: {', '.join(BACKENDS)}."
         )
     if name not in launcher.backends:
-        started_by, start = launcher.title or launcher.name, _BACKENDS[name][-1]
+        started_by, start = launcher.title or launcher.name, class_of(name).start
         raise LaunchError(
             f"--backend {name} cannot run with world size {world.size}, started by {started_by}. Start it "
             f"with {start}, or leave --backend out to take {_default(launcher)}."

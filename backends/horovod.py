@@ -25,8 +25,8 @@ from dualeval.backends.rendezvous import (
 from dualeval.errors import BackendError, LaunchError, LibraryError
 from dualeval.launch.launchers import LAUNCHERS
 from dualeval.world import World
-from dualeval.world.meetings.horovodrun import AtHorovodrun, missing_at_horovods
-from dualeval.world.network import LATE_S, LOOPBACK, at
+from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.network import LATE_S, LOOPBACK
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
 
 # Horovod takes its settings from variables alone. Those that the user has set stay.
@@ -72,6 +72,11 @@ class HorovodBackend(Backend):
     """
 
     name = "horovod"
+    start = "'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'"
+    transports = (
+        "gloo, or MPI if the ranks meet over MPI",
+        "NCCL if Horovod is built with it, else through host memory",
+    )
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -104,25 +109,9 @@ class HorovodBackend(Backend):
             self._met() as variables,
             self._translated("joining the group"),
             variables_set(variables),
-            self._spoken_of(variables),
+            waiting(self.world, "all ranks to join Horovod", f"{STARTED} {CONNECTED}"),
         ):
             self._hvd.init()
-
-    @contextmanager
-    def _spoken_of(self, variables: Mapping[str, str]) -> Iterator[None]:
-        """Have a wait for the other ranks say which of them Horovod waits for, as far as it tells."""
-        meeting = self.world.meeting
-        place = meeting.address if isinstance(meeting, AtHorovodrun) else None
-        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
-            host, port = (variables[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
-            place = host, int(port)
-
-        def known() -> str:
-            return missing_at_horovods(place, self.world.size) if place and self.world.is_main else ""
-
-        where = f" at its rendezvous, {at(*place)}" if place else ""
-        with waiting(self.world, f"all ranks to join Horovod{where}", f"{STARTED} {CONNECTED}", known=known):
-            yield
 
     @contextmanager
     def _met(self) -> Iterator[Mapping[str, str]]:

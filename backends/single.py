@@ -19,6 +19,8 @@ class SingleBackend(Backend):
     """A world of one process."""
 
     name = "single"
+    start = "'dualeval run'"
+    transports = ("nothing is sent", "nothing is sent")
 
     def carrier(self, device: torch.device) -> torch.device:
         return device

@@ -1,4 +1,4 @@
-"""Write the tables of docs/launchers.md from ``dualeval.launch.launchers``. ``make tables`` calls this."""
+"""Write the tables of docs/launchers.md from launchers and backends. ``make tables`` calls this."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
+from dualeval.backends import class_of
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
 
 PAGE = Path(__file__).resolve().parent / "launchers.md"
@@ -18,6 +19,10 @@ def tables() -> dict[str, str]:
         "backends": _table(
             ("`--launcher`", "started by", *(f"`{name}`" for name in BACKENDS)),
             ((_page(each), f"`{each.start}`", *(_backend(each, name) for name in BACKENDS)) for each in rows),
+        ),
+        "transports": _table(
+            ("backend", "a tensor in host memory", "a CUDA tensor"),
+            ((f"`{name}`", *class_of(name).transports) for name in BACKENDS),
         ),
         "exit codes": _table(
             ("", "bad input", "SIGTERM, SIGINT", "SIGUSR2", "anything else"),
@@ -41,7 +46,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _page(launcher: Launcher) -> str:
-    return f"[`{launcher.name}`](launchers/{launcher.page}.md)"
+    name = f"`{launcher.name}`"
+    return f"[{name}](launchers/{launcher.page}.md)" if launcher.page else name
 
 
 def _backend(launcher: Launcher, name: str) -> str:

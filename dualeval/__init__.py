@@ -42,38 +42,37 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Backend": "dualeval.backends.base",
-    "BackendError": "dualeval.errors",
-    "Dataset": "dualeval.tasks",
-    "DualevalError": "dualeval.errors",
-    "EarlyStopping": "dualeval.early_stopping",
-    "ExactlyOnceError": "dualeval.errors",
-    "Job": "dualeval.options.job",
-    "LaunchError": "dualeval.errors",
-    "Measured": "dualeval.metrics",
-    "Metric": "dualeval.metrics",
-    "ModelTask": "dualeval.tasks.own_model",
-    "NEW_FOLDER": "dualeval.engine.options",
-    "PeerError": "dualeval.errors",
-    "Ragged": "dualeval.columns",
-    "Result": "dualeval.result",
-    "RowMetric": "dualeval.metrics",
-    "Session": "dualeval.engine.session",
-    "Stopped": "dualeval.errors",
-    "Task": "dualeval.tasks",
-    "Text": "dualeval.columns",
-    "UsageError": "dualeval.errors",
-    "World": "dualeval.world",
-    "compare": "dualeval.comparison.compared",
-    "connect": "dualeval.world.devices",
-    "detect": "dualeval.launch",
-    "evaluate": "dualeval.door",
-    "export": "dualeval.door",
-    "late_model": "dualeval.models.own_checkpoint",
-    "rescore": "dualeval.engine.rescoring",
-    "wrap": "dualeval.engine.samples",
+# The public names by their modules.
+_NAMES = {
+    "dualeval.backends.base": ("Backend",),
+    "dualeval.columns": ("Ragged", "Text"),
+    "dualeval.comparison.compared": ("compare",),
+    "dualeval.door": ("evaluate", "export"),
+    "dualeval.early_stopping": ("EarlyStopping",),
+    "dualeval.engine.options": ("NEW_FOLDER",),
+    "dualeval.engine.rescoring": ("rescore",),
+    "dualeval.engine.samples": ("wrap",),
+    "dualeval.engine.session": ("Session",),
+    "dualeval.errors": (
+        "BackendError",
+        "DualevalError",
+        "ExactlyOnceError",
+        "LaunchError",
+        "PeerError",
+        "Stopped",
+        "UsageError",
+    ),
+    "dualeval.launch": ("detect",),
+    "dualeval.metrics": ("Measured", "Metric", "RowMetric"),
+    "dualeval.models.own_checkpoint": ("late_model",),
+    "dualeval.options.job": ("Job",),
+    "dualeval.result": ("Result",),
+    "dualeval.tasks": ("Dataset", "Task"),
+    "dualeval.tasks.own_model": ("ModelTask",),
+    "dualeval.world": ("World",),
+    "dualeval.world.devices": ("connect",),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_HOME)]
 

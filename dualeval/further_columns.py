@@ -88,14 +88,10 @@ class WithColumns:
 
 
 class FurtherColumns:
-    """Takes the columns of a table that are no task's, while its rows are read once.
+    """Takes the columns of a table that are no task's (``own``), while its rows are read once.
 
-    Args:
-        names: the columns that there are.
-        own: those that the task reads.
-        keep: names; none for all small ones that are not ``own``, ``("none",)`` for none at all.
-        cells: all values are texts, of which some are numbers.
-        unfit: by name, why a column cannot be kept.
+    Without names to ``keep`` all small ones are taken, and none by ``("none",)``. ``cells`` are all texts, of
+    which some are numbers; ``unfit`` says of columns why they cannot be kept.
     """
 
     def __init__(

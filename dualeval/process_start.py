@@ -25,8 +25,22 @@ _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
 _STOPPABLE = ("run", "score")
-# Where launchers say which rank a process is. Only who prints depends on them here.
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "SLURM_PROCID", "FLUX_TASK_RANK")
+# By file of launch/launchers, where that launcher says which rank a process is. They are asked in this order,
+# the innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an
+# allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open
+# MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is
+# whoever sets such names, so launchers that have names of their own are asked before. "none" stays last: it
+# always answers.
+RANK_VARIABLES = {
+    "torchrun": "RANK",
+    "horovodrun": "HOROVOD_RANK",
+    "flux": "FLUX_TASK_RANK",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mpich": "PMI_RANK",
+    "slurm": "SLURM_PROCID",
+    "env": "RANK",
+    "none": "",
+}
 
 
 def prepare(words: Sequence[str]) -> None:
@@ -85,7 +99,7 @@ def say_if_ended(sentence: str) -> None:
 
 def may_print(environ: Mapping[str, str]) -> bool:
     """Whether this process is one to print what all ranks would: no launcher says that it is a later one."""
-    return all(environ.get(name, "0") == "0" for name in _RANKS)
+    return all(environ.get(name, "0") == "0" for name in RANK_VARIABLES.values() if name)
 
 
 _process = 0

@@ -1,4 +1,4 @@
-"""Slurm's short forms: lists of hosts, of tasks on each node, and of the nodes' addresses."""
+"""Slurm's short forms: lists of hosts, and of tasks on each node."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import itertools
 import re
 from collections.abc import Mapping
 
-# Of nodes in a cloud: name, address (IPv6 in brackets) and host name, as ec0:[fd00::1]:foo.
-_ALIAS = re.compile(r"([^:,]+):(\[[^\]]*\]|[^:,]*)(?::([^,]*))?")
 # Text outside brackets, then perhaps a bracket: rack[1-2]n[3-4].
 _PIECE = re.compile(r"([^\[\],]*)(?:\[([0-9,-]+)\])?")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -48,22 +46,6 @@ def _component(environ: Mapping[str, str], number: int) -> str:
     # Both names up to Slurm 22.05, where srun alone sets the older; the newer one since.
     names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{number}" for kind in ("HET", "PACK"))
     return next((environ[name] for name in names if name in environ), "")
-
-
-def node_addresses(environ: Mapping[str, str], node: str) -> tuple[str, ...]:
-    """Find the addresses at which a step's first node may be, beside what its name leads to.
-
-    Slurm knows every node's address, and hands on that of a node in a cloud, whose name nobody may know; and
-    that of the host where srun was typed, which inside a batch script is the first node itself.
-    """
-    found = [
-        part.strip("[]")
-        for name, address, host in _ALIAS.findall(environ.get("SLURM_NODE_ALIASES", ""))
-        if name == node
-        for part in (address, host)
-    ]
-    found.append(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-    return tuple(dict.fromkeys(part for part in found if part and part != node))
 
 
 def _names(text: str) -> list[str]:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Mount:
-    """A part of a tree of cgroups: ``root`` is which group one finds at ``point``."""
-
-    kind: str
-    root: str
-    point: str
+# Where the trees of cgroups are mounted: the second version's, and of the first the one for CPUs.
+_SECOND = ("sys/fs/cgroup",)
+_FIRST = ("sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpu")
 
 
 def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
@@ -36,43 +28,20 @@ def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
 
 def _groups(root: Path) -> Iterator[Path]:
     """The folders of this process's cgroups that may limit CPUs, with those around them, as far as seen."""
-    mounts = list(_mounts(_text(root / "proc/self/mountinfo")))
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
-        kind = "cgroup" if "cpu" in controllers.split(",") else "" if controllers else "cgroup2"
-        own = [mount for mount in mounts if mount.kind == kind]
-        if not own:
+        places = _FIRST if "cpu" in controllers.split(",") else () if controllers else _SECOND
+        top = next((root / place for place in places if (root / place).is_dir()), None)
+        if top is None:
             continue
-        # A container may see a part of the tree alone: what the process is in, or something around that.
-        mount = next((mount for mount in own if _is_within(path, mount.root)), None)
-        below = PurePosixPath(path).relative_to(mount.root) if mount else PurePosixPath()
-        top = root / (mount or own[-1]).point.lstrip("/")
-        folder = top / below
+        folder = top / path.lstrip("/")
+        if ".." in path or not folder.is_dir():
+            # A container may see its own part of the tree alone, and be told its name in the whole.
+            folder = top
         yield folder
         while folder != top:
             folder = folder.parent
             yield folder
-
-
-def _is_within(path: str, root: str) -> bool:
-    # With '..' the namespace's own root is below the mount's, under a name that is not told.
-    return ".." not in f"{path}{root}" and PurePosixPath(path).is_relative_to(root)
-
-
-def _mounts(mountinfo: str) -> Iterator[_Mount]:
-    """The mounted trees of cgroups: the second version's, and of the first the one for CPUs."""
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, options = (*after.split(" ", 2), "", "")[:3]
-        if kind == "cgroup2" or (kind == "cgroup" and "cpu" in options.split(",")):
-            words = before.split(" ")
-            if len(words) > 4:
-                yield _Mount(kind=kind, root=_unescaped(words[3]), point=_unescaped(words[4]))
-
-
-def _unescaped(name: str) -> str:
-    """A name without mountinfo's octal numbers for blanks and the like."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name)
 
 
 def _quota_of(group: Path) -> float | None:
@@ -90,6 +59,5 @@ def _quota_of(group: Path) -> float | None:
 def _text(file: Path) -> str:
     # Not every group has every file (the outermost has none), and not every kernel has cgroups.
     with suppress(OSError):
-        # A mount point may have a name in any encoding.
-        return os.fsdecode(file.read_bytes())
+        return file.read_text("utf-8", "replace")
     return ""

@@ -31,8 +31,8 @@ from dualeval.vision_library import torchvision
 _LOADED = (
     *("dualeval.cli.run", "dualeval.engine.run", "dualeval.engine.own_loop", "dualeval.engine.session"),
     *("dualeval.tasks.image_classification", "dualeval.models.classifiers"),
-    *("dualeval.backends.torch_distributed", "pyarrow.parquet", "rich.progress", "torch._dynamo"),
-    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
+    *("dualeval.backends.torch", "pyarrow.parquet", "rich.progress", "torch._dynamo"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp"),
 )
 
 

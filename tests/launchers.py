@@ -35,7 +35,7 @@ def needs(launcher: str, backend: str) -> list[pytest.MarkDecorator]:
     names = set()
     if backend == "horovod" or launcher.startswith("horovodrun"):
         names.add("horovod")
-    if backend == "mpi" or launcher in ("mpirun", "horovodrun --mpi"):
+    if backend == "mpi" or launcher in ("mpirun", "horovodrun --mpi", "horovodrun-mpi"):
         names.add("mpi")
     if launcher.endswith("wheel"):
         names.add("mpi-wheels")

@@ -43,6 +43,19 @@ _IN_PYTHON = {
     "model_arg": "give model_arguments={...}",
     "download": "type 'dualeval run --download', or give the path of the weights",
 }
+# What a field's metadata say beside its help.
+_SAID = (
+    "group",
+    "least",
+    "choices",
+    "is_path",
+    "resolve",
+    "shown",
+    "is_repeated",
+    "fits",
+    "expected",
+    "also",
+)
 _Options = TypeVar("_Options")
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Attributes):\s*$")
 _ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: *\([^)]*\))?: *(.*)$")
@@ -107,17 +120,17 @@ class OptionField:
     is_required: bool
     # As for `option`.
     help: str
-    group: str | None
-    least: int | None
-    choices: tuple[str, ...]
-    is_path: Callable[[str], bool] | None
-    resolve: Callable[[str, Path], str] | None
-    shown: str | None
     metavar: str
-    is_repeated: bool
-    fits: Callable[[object], bool] | None
-    expected: str
-    also: Callable[[str, Any], object] | None
+    group: str | None = None
+    least: int | None = None
+    choices: Sequence[str] = ()
+    is_path: Callable[[str], bool] | None = None
+    resolve: Callable[[str, Path], str] | None = None
+    shown: str | None = None
+    is_repeated: bool = False
+    fits: Callable[[object], bool] | None = None
+    expected: str = ""
+    also: Callable[[str, Any], object] | None = None
 
     @property
     def flag(self) -> str:
@@ -210,17 +223,8 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
                 default=default,
                 is_required=required,
                 help=said.get("help") or helps.get(field.name, ""),
-                group=said.get("group"),
-                least=said.get("least"),
-                choices=tuple(said.get("choices", ())),
-                is_path=said.get("is_path"),
-                resolve=said.get("resolve"),
-                shown=said.get("shown"),
                 metavar=said.get("metavar") or _metavar(hints[field.name]),
-                is_repeated=said.get("is_repeated", False),
-                fits=said.get("fits"),
-                expected=said.get("expected", ""),
-                also=said.get("also"),
+                **{name: said[name] for name in _SAID if name in said},
             )
         )
     return tuple(found)

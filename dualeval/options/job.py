@@ -115,16 +115,7 @@ class Job(EvaluationOptions):
     def read(cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Job:
         """Make a job of a TOML file and flags; a flag that is given (not None, not empty; ``Given``) wins.
 
-        Paths in the file count from the file's folder.
-
-        Args:
-            path: the file; None for none.
-            flags: values by name, ``task`` among them.
-            texts: the task's options as ``-T name=text`` gives them.
-
-        Raises:
-            UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type; or
-                as ``of``.
+        Paths in the file count from the file's folder; ``texts`` are the task's options of ``-T name=text``.
         """
         name, job = cls.read_all(path, flags, texts)[0]
         if name is not None:
@@ -137,14 +128,11 @@ class Job(EvaluationOptions):
     def read_all(
         cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None
     ) -> list[tuple[str | None, Job]]:
-        """As ``read``, of a file that may have several models, each in a table ``[[models]]``.
+        """As ``read``, of a file that may have several models, each in a table ``[[models]]``: name and job.
 
         A table has any options of the task, and those of every run that decide a number. It wins over what
         stands above the tables. A flag counts for all models, so that no table may have what a flag gives.
-
-        Returns:
-            The name of each model and its job; without such tables one job, whose name is None. A model
-            without a name has "".
+        Without such tables there is one job, whose name is None; a model without a name has "".
         """
         given = {
             name: value.value if isinstance(value, Given) else value
@@ -174,14 +162,7 @@ class Job(EvaluationOptions):
         return found
 
     def make_task(self, cache: DataCache | None = None) -> Task:
-        """The task that is evaluated.
-
-        Args:
-            cache: as for ``made_task``.
-
-        Raises:
-            UsageError: its options do not make a job, or what was made is no task.
-        """
+        """The task that is evaluated; models of one run share what is read in the ``cache``."""
         task = made_task(self.kind, self.options, cache)
         if self.kind.origin != BUILT_IN:
             # Before the user's own attributes of that name.

@@ -1,4 +1,4 @@
-"""The launchers, one file each; a further one is a file beside these and a name in ``_FILES``."""
+"""The launchers, one file each; a further one is a file beside these and a line in ``RANK_VARIABLES``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from dualeval.launch.launchers.base import Launcher, Way
+from dualeval.process_start import RANK_VARIABLES
 
 __all__ = ["BACKENDS", "LAUNCHERS", "WAYS", "Launcher", "Way"]
 
-# In the order in which they are asked, innermost launcher first: torchrun may run inside a task of any other,
-# and horovodrun inside an allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and
-# may set a part of Open MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process
-# a node. "env" is whoever sets such names, so launchers that have names of their own are asked before. "none"
-# stays last: it always answers.
-_FILES = ("torchrun", "horovodrun", "flux", "openmpi", "mpich", "slurm", "env", "none")
-_ALL: list[Launcher] = [import_module(f"{__name__}.{file}").LAUNCHER for file in _FILES]
+_ALL: list[Launcher] = [import_module(f"{__name__}.{file}").LAUNCHER for file in RANK_VARIABLES]
 LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in _ALL}
 # One process first: it is what the others are compared with.
 _ONE_FIRST = (_ALL[-1], *_ALL)

@@ -174,8 +174,8 @@ class Launcher:
 
     # What ``--launcher`` takes.
     name: str
-    # Its page in ``docs/launchers``.
-    page: str
+    # Its page in ``docs/launchers``, which several may share; empty where it has none.
+    page: str = ""
     # Its name in sentences to people, where that is another.
     title: str = ""
     # Variables with this process's number and the other three; empty where it tells none.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses, order_by_component
+from dualeval.launch.hostlist import expand_hosts, expand_tasks, order_by_component
 from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher, Way
 from dualeval.launch.site import Site
 from dualeval.world import World
@@ -66,7 +66,6 @@ def _read(environment: Environment) -> World | None:
         meeting=AtAddress(
             host=hosts[0],
             port=_FIRST_PORT + (131 * job + number) % _PORTS,
-            others=node_addresses(environ, hosts[0]),
             run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restarts}",
             restarts=restarts,
         ),

@@ -13,8 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dualeval.backends import Backend
-from dualeval.backends.base import Op
+from dualeval.backends.base import Backend, Op
 from dualeval.errors import BackendError
 
 SHAPES: dict[str, tuple[int, ...]] = {

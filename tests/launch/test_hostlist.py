@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses
+from dualeval.launch.hostlist import expand_hosts, expand_tasks
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,3 @@ def test_any_text_is_hosts_or_a_value_error(text: str) -> None:
         return
     assert hosts
     assert not any(set("[],") & set(host) for host in hosts)
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, ()),
-        ({"SLURM_NODE_ALIASES": "(null)", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}, ("10.0.0.9",)),
-        ({"SLURM_NODE_ALIASES": "n0:10.0.0.1:foo,n1:10.0.0.2:bar"}, ("10.0.0.2", "bar")),
-        ({"SLURM_NODE_ALIASES": "n0:[fd00::1]:n0,n1:[fd00::2]:n1"}, ("fd00::2",)),
-        (
-            {"SLURM_NODE_ALIASES": "n1:10.0.0.2:n1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.2"},
-            ("10.0.0.2",),
-        ),
-        ({"SLURM_NODE_ALIASES": "n10:10.0.0.2:n10", "SLURM_LAUNCH_NODE_IPADDR": ""}, ()),
-    ],
-)
-def test_addresses_of_the_first_node(variables: dict[str, str], expected: tuple[str, ...]) -> None:
-    assert node_addresses(variables, "n1") == expected

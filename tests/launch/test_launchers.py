@@ -33,35 +33,9 @@ def make(num_classes):
 WAYS = {
     "dualeval run --nproc 2 --backend horovod": ("horovodrun", "horovod"),
     "horovodrun --gloo -np 2 dualeval run": ("horovodrun", "horovod"),
-    "mpirun -np 2 dualeval run --backend horovod": ("mpirun", "horovod"),
     "mpirun -np 2 dualeval run --backend mpi": ("mpirun", "mpi"),
-    "mpirun -np 2 dualeval run --backend torch": ("mpirun", "torch"),
 }
-# Each launcher, and each backend, is in another one of the ways, too.
-DOUBLES = (
-    "dualeval run --nproc 2 --backend horovod",
-    "mpirun -np 2 dualeval run --backend horovod",
-    "mpirun -np 2 dualeval run --backend torch",
-)
-# What is the same whoever starts the ranks.
-ONE_WAY = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            way, marks=[*needs(*names), *([] if way.startswith("horovodrun") else [pytest.mark.long])]
-        )
-        for way, names in WAYS.items()
-    ],
-)
-EVERY_WAY = pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, marks=[*needs(*names), *([pytest.mark.long] if way in DOUBLES else [])])
-        for way, names in WAYS.items()
-    ],
-)
-
-
+EVERY_WAY = pytest.mark.parametrize("way", [pytest.param(way, marks=needs(*WAYS[way])) for way in WAYS])
 OVER_MPI = "horovodrun --mpi -np 2 dualeval run"
 SAID_ONCE = ("horovodrun --gloo -np 2 dualeval run", "mpirun -np 2 dualeval run --backend mpi")
 
@@ -81,14 +55,6 @@ def test_bad_input_is_said_once(way: str, launch: Launch, tmp_path: Path) -> Non
     assert (done.stdout + done.stderr).count("dualeval: error: ") == 1
     assert "none.pt" in done.stdout + done.stderr
     assert not out.exists()
-
-
-@ONE_WAY
-def test_a_pair_that_cannot_be_is_said_once(way: str, launch: Launch, tmp_path: Path) -> None:
-    words = [word for word in way.split() if word not in ("--backend", "horovod", "mpi", "torch")]
-    done = launch([*words, "--backend", "single", "--out", tmp_path / "out"])
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("--backend single cannot run with world size 2") == 1
 
 
 def start_slowly(way: str, folder: Path) -> tuple[list[str | Path], dict[str, str]]:
@@ -145,7 +111,7 @@ def test_a_killed_rank_ends_all(way: str, launch: Launch, tmp_path: Path) -> Non
             assert "was ended by SIGKILL" in process.stderr.read()
 
 
-@ONE_WAY
+@EVERY_WAY
 def test_a_failure_in_the_loop_is_said_once(way: str, launch: Launch, tmp_path: Path) -> None:
     command, variables = start_slowly(way, tmp_path)
     done = launch(command, variables={**variables, "FAIL": "1"}, timeout=60)

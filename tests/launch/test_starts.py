@@ -209,16 +209,3 @@ def test_every_backend_is_tried_once() -> None:
     tests = [(trial.launcher, trial.backend, trial.ranks) for trial in trials if trial.is_self_test]
     assert len(tests) == len(set(tests)) == 11
     assert {ranks for _, _, ranks in tests} == {8}
-
-
-def test_whole_commands() -> None:
-    run, test = (
-        plan_trials(HERE, ["cpu"], ["nproc", "mpirun"], [2])[1],
-        plan_trials(HERE, ["cpu"], ["mpirun"], [2])[2],
-    )
-    assert shlex.join(run.command(HERE, 1, ["dualeval"], "--limit", "9")) == (
-        "dualeval run --nproc 2 --backend torch --device cpu --limit 9"
-    )
-    assert shlex.join(test.command(HERE, 1, ["dualeval"])) == (
-        "mpirun -np 2 --oversubscribe dualeval doctor --json --backend torch --device cpu"
-    )

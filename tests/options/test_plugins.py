@@ -319,12 +319,6 @@ def test_a_task_of_a_package(package: Path) -> None:
         task_kind("broken")
 
 
-def test_list_alone_shows_its_help() -> None:
-    done = CliRunner().invoke(dualeval, ["list"])
-    assert done.exit_code == 0 and "dualeval list tasks" in done.stdout
-    assert "error" not in done.output
-
-
 def test_lists_name_what_is_broken_and_go_on(package: Path) -> None:
     done = CliRunner().invoke(dualeval, ["list", "tasks"])
     assert done.exit_code == 0
@@ -432,10 +426,3 @@ def test_a_built_in_task_has_a_page(name: str) -> None:
 def test_runs_of_a_built_in_task_can_be_scored(options: str) -> None:
     module, _, _ = options.partition("_options:")
     assert callable(importlib.import_module(module).stored_metrics)
-
-
-def test_models_are_listed() -> None:
-    done = CliRunner().invoke(dualeval, ["list", "models"])
-    assert done.exit_code == 0
-    assert "\nresnet50 " in done.stdout
-    assert "fashion-cnn" in done.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import monotonic, sleep
@@ -24,12 +24,6 @@ _ANSWER_S = 5.0
 _LONGEST_ANSWER = 2**20  # bytes
 # A host that cannot even be reached is told sooner.
 _UNREACHABLE_S = 60.0
-# Where its name leads nowhere, but another address of the launcher's answers, that one has so long to be it.
-_UNRESOLVED_S = 30.0
-# Other addresses than the launcher's first word may be anybody's: they are asked when that does not answer,
-# or when rank 0 is late there.
-_OTHERS_AFTER_S = 10.0
-_OTHERS_REACH_S = 3.0
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 
@@ -42,8 +36,6 @@ class AtAddress(MeetingAtStore):
     host: str
     # The first port at which to meet there.
     port: int
-    # Other addresses at which that host may be, where its name leads nowhere.
-    others: tuple[str, ...] = ()
     # What tells this run from all others that might be met there.
     run_id: str
 
@@ -54,7 +46,7 @@ class AtAddress(MeetingAtStore):
     def _pass_on(self, world: World, offer: Any, purpose: str) -> AbstractContextManager[Any]:
         if world.is_main:
             return meeting(self.port, self.run_id, offer, purpose)
-        return nullcontext(come_to_meeting((self.host, *self.others), self.port, self.run_id, world, purpose))
+        return nullcontext(come_to_meeting(self.host, self.port, self.run_id, world, purpose))
 
 
 @contextmanager
@@ -91,23 +83,44 @@ def meeting(port: int, run_id: str, payload: Any, purpose: str = "") -> Iterator
         server.close()
 
 
-def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World, purpose: str = "") -> Any:
+def come_to_meeting(host: str, port: int, run_id: str, world: World, purpose: str = "") -> Any:
     """Wait until rank 0 holds its meeting, and return its payload."""
-    search = _Search(hosts, port, run_id, purpose)
+    ports = f"ports {port} to {port + _PORTS_TRIED - 1}"
+    answer = _Answer()
+    start = last_reached = monotonic()
+    pause = _PAUSE_S
     with waiting(
         world,
-        f"rank 0 at {hosts[0]}, {search.ports}",
-        f"Check that rank 0 has been started and what it says, that 'getent hosts {hosts[0]}' prints its "
+        f"rank 0 at {host}, {ports}",
+        f"Check that rank 0 has been started and what it says, that 'getent hosts {host}' prints its "
         f"address on this node, and that these ports are open between the nodes.",
-        known=search.outcome,
+        known=lambda: f"{host}: {answer.problem}",
         each_node=True,
     ):
-        return search.payload()
+        while True:
+            answer = _ask_ports(host, port, run_id, purpose)
+            if answer.payload is not None:
+                return answer.payload[0]
+            now = monotonic()
+            if answer.reached:
+                last_reached = now
+            elif (answer.unknown and last_reached == start) or now - last_reached >= _UNREACHABLE_S:
+                raise BackendError(
+                    f"rank 0's host cannot be reached: {host}, {ports} ({host}: {answer.problem}). Its "
+                    f"name has to lead to it from {socket.gethostname()}, in DNS or in /etc/hosts ('getent "
+                    f"hosts {host}' shows where it leads), and these ports must be open between the nodes."
+                )
+            if now - start > LATE_S:
+                raise BackendError(
+                    f"rank 0 has not come to {host}, {ports}, within {LATE_S / 60:.0f} minutes."
+                )
+            sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
 
 @dataclass
 class _Answer:
-    """What came of asking one host."""
+    """What came of asking rank 0's host."""
 
     # That of the meeting, in a tuple; None where there is none.
     payload: tuple[Any] | None = None
@@ -119,64 +132,12 @@ class _Answer:
     problem: str = "not asked yet"
 
 
-class _Search:
-    """A rank on its way to rank 0's meeting."""
-
-    def __init__(self, hosts: Sequence[str], port: int, run_id: str, purpose: str) -> None:
-        self.ports = f"ports {port} to {port + _PORTS_TRIED - 1}"
-        self._port = port
-        self._run_id = run_id
-        self._purpose = purpose
-        self._host, *self._others = dict.fromkeys(hosts)
-        self._answers = {self._host: _Answer()}
-
-    def payload(self) -> Any:
-        """Ask until the payload is there; raises as ``come_to_meeting``."""
-        start = last_reached = monotonic()
-        pause = _PAUSE_S
-        while True:
-            first = self._ask(self._host, REACH_S)
-            others = []
-            if not first.reached or monotonic() - start > _OTHERS_AFTER_S:
-                others = [self._ask(host, _OTHERS_REACH_S) for host in self._others if first.payload is None]
-            for answer in (first, *others):
-                if answer.payload is not None:
-                    return answer.payload[0]
-            now = monotonic()
-            limit = _UNREACHABLE_S
-            if first.unknown and last_reached == start:
-                limit = _UNRESOLVED_S if any(other.reached for other in others) else 0.0
-            if first.reached:
-                last_reached = now
-            elif now - last_reached >= limit:
-                raise BackendError(
-                    f"rank 0's host cannot be reached: {self._host}, {self.ports} ({self.outcome()}). Its "
-                    f"name has to lead to it from {socket.gethostname()}, in DNS or in /etc/hosts ('getent "
-                    f"hosts {self._host}' shows where it leads), and these ports must be open between the "
-                    f"nodes."
-                )
-            if now - start > LATE_S:
-                raise BackendError(
-                    f"rank 0 has not come to {self._host}, {self.ports}, within {LATE_S / 60:.0f} minutes."
-                )
-            sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
-
-    def outcome(self) -> str:
-        """What came of it so far, for a message."""
-        return "; ".join(f"{host}: {answer.problem}" for host, answer in list(self._answers.items()))
-
-    def _ask(self, host: str, reach_s: float) -> _Answer:
-        answer = self._answers[host] = _ask_ports(host, self._port, self._run_id, self._purpose, reach_s)
-        return answer
-
-
-def _ask_ports(host: str, port: int, run_id: str, purpose: str, reach_s: float) -> _Answer:
+def _ask_ports(host: str, port: int, run_id: str, purpose: str) -> _Answer:
     """Ask a host for the payload of a run's meeting, at each port where that may be held."""
     answer = _Answer(problem="it answers, but no meeting of this run is held there yet")
     for number in range(port, port + _PORTS_TRIED):
         try:
-            said = _ask(host, number, run_id, reach_s)
+            said = _ask(host, number, run_id)
         except ConnectionRefusedError:
             # The host is there; whoever had this port may have left since the meeting took a later one.
             answer.reached = True
@@ -228,9 +189,9 @@ def _first_free(port: int, run_id: str, purpose: str) -> socket.socket:
     )
 
 
-def _ask(host: str, port: int, run_id: str, reach_s: float = REACH_S) -> dict[str, Any] | None:
+def _ask(host: str, port: int, run_id: str) -> dict[str, Any] | None:
     """What a run's meeting tells; None where something else listens on this port."""
-    with socket.create_connection((host, port), timeout=reach_s) as connection:
+    with socket.create_connection((host, port), timeout=REACH_S) as connection:
         # One limit for all of it: another program may well send without end.
         end = monotonic() + _ANSWER_S
         text = b""

@@ -15,7 +15,7 @@ from dualeval.errors import BackendError
 from dualeval.world import World
 from dualeval.world.meetings import MeetingAtStore
 from dualeval.world.network import LATE_S, at
-from dualeval.world.waiting import STARTED, not_come, waiting
+from dualeval.world.waiting import STARTED, waiting
 
 _ANSWER_S = 10.0
 _PAUSE_S = 0.05
@@ -50,26 +50,11 @@ class AtHorovodrun(MeetingAtStore):
         raise BackendError(f"rank 0 has left no message at {where}")
 
 
-def missing_at_horovods(address: tuple[str, int], size: int) -> str:
-    """Name the ranks that have not come to Horovod's rendezvous; empty where none is missing.
-
-    Horovod's gloo leaves there, under each rank's number, at what addresses it is.
-    """
-    try:
-        come = [_ask(address, "GET", path=f"/global/{rank}")[0] == HTTPStatus.OK for rank in range(size)]
-    except BackendError as error:
-        return str(error)
-    # When all have met, Horovod clears it away.
-    return not_come(rank for rank in range(size) if not come[rank]) if any(come) else ""
-
-
-def _ask(
-    address: tuple[str, int], method: str, body: bytes | None = None, path: str = "/dualeval/payload"
-) -> tuple[int, bytes]:
+def _ask(address: tuple[str, int], method: str, body: bytes | None = None) -> tuple[int, bytes]:
     # Not urllib: that would go through the proxy that a user's variables name.
     connection = HTTPConnection(*address, timeout=_ANSWER_S)
     try:
-        connection.request(method, path, body)
+        connection.request(method, "/dualeval/payload", body)
         answer = connection.getresponse()
         return answer.status, answer.read()
     except (OSError, HTTPException) as error:
