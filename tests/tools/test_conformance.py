@@ -21,7 +21,7 @@ from dualeval.cli import dualeval
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.site import Node, Site
 from dualeval.report.anonymous import Names
-from dualeval.tools.conformance.command import _last_lines, _Runs
+from dualeval.tools.conformance.command import _Runs
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
 from dualeval.tools.supervise import Ended, Interrupts
@@ -45,8 +45,6 @@ def found(digest: str = "aa" * 32, loss: float = 0.19, size: int = 1, **changes:
         "world": {"size": size, "nodes": 1, "launcher": "none", "backend": backend},
         "homogeneous": True,
         "machines": [MACHINE],
-        "samples_per_s": 7000.0,
-        "total_s": 2.0,
         **changes,
     }
 
@@ -140,7 +138,6 @@ def report(*runs: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "cores": 64,
         "gpus": [{"model": "H100", "memory_gib": 79.6}] * 4,
         "driver": "570.1",
-        "network": {"interface": "ib0", "mb_s": 200_000},
     }
     return {
         "schema_version": 1,
@@ -185,9 +182,10 @@ def test_the_page() -> None:
     assert "| launcher | backend | device | 2 ranks | 8 ranks |" in text
     assert "| torchrun | torch | cpu | ok, 3.2 s | ok, 3.2 s |" in text
     assert "| mpirun | torch | cpu | **failed**, 3.2 s | - |" in text
-    assert "### failed: mpirun, torch, 2 ranks, cpu (run)\n\nexit code 3\n\n```\nno | slots\n'''\n```" in text
+    assert "### failed: mpirun, torch, 2 ranks, cpu (run)\n\nexit code 3\n\n`mpirun -np 2 dua" in text
+    assert "\n\n```\nno | slots\n'''\n```" in text
     assert "- horovodrun (torch; 2 ranks): Horovod is built without MPI." in text
-    assert "| node2 | Xeon (AVX512) | 64 | 4 x H100, 80 GiB | 570.1 | ib0, 200,000 Mb/s |" in text
+    assert "| node2 | Xeon (AVX512) | 64 | 4 x H100, 80 GiB | 570.1 |" in text
     assert "| NCCL of torch | 2.27.5 |" in text
     assert "mpi4py" not in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -199,10 +197,9 @@ def test_the_page() -> None:
 def test_the_speed_of_several_devices_is_shown() -> None:
     """Self-tests on host and device tensors are timed apart."""
     speed = {"latency_us": 12.0, "bandwidth_gb_s": 1.5}
-    test = {**row("ok"), "operations": {"gather": True}, "problems": ["2 ranks would take 9 threads"]}
+    test = {**row("ok"), "operations": {"gather": True}}
     text = page(report(row("ok"), self_tests=[{**test, "speed": {"cpu": speed, "cuda": speed}}]))
     assert "| 1 right | cpu: 12 us for 8 bytes, 1.50 GB/s at 64 MiB; cuda: 12 us" in text
-    assert "\n- 2 ranks would take 9 threads (torchrun torch)\n" in text
 
 
 def test_the_summary_of_nothing() -> None:
@@ -214,7 +211,7 @@ def test_the_summary_of_nothing() -> None:
 
 
 def test_the_summary_of_one_that_failed() -> None:
-    test = row("failed", operations={}, problems=[], speed=None)
+    test = row("failed", operations={}, speed=None)
     assert summary(report(BROKEN, self_tests=[test], interrupted=True)) == (
         "Interrupted. Nothing was compared. 0 of 1 runs have the bits of one process; 1 failed. "
         "0 of 1 self-tests of backends are right."
@@ -311,11 +308,6 @@ def test_names_are_taken_out(text: str, cleaned: str) -> None:
     assert NAMES.clean(text) == cleaned
 
 
-def test_hosts_stay_where_that_is_wanted() -> None:
-    names = Names(folders={}, hosts=None)
-    assert names.clean("gpu01 at 10.1.2.3") == "gpu01 at 10.1.2.3"
-
-
 def shared(folder: Path) -> dict[str, Any]:
     """The report; it, and its page, name nobody."""
     texts = [(folder / f"conformance.{kind}").read_text("utf-8") for kind in ("json", "md")]
@@ -367,12 +359,11 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
         f"echo no route to {socket.gethostname()}, {ROOT}/a.py >&2; exit 3\n"
     )
     stub.chmod(0o755)
-    words = ["--launchers", "mpirun,srun", "--ranks", "1", "--limit", "64", "--json", "--out", "report"]
+    words = ["--launchers", "mpirun,srun", "--ranks", "1", "--limit", "64", "--out", "report"]
     path = f"{stub.parent}{os.pathsep}{os.environ['PATH']}"
     done = launch([*CONFORMANCE, *words], cwd=tmp_path, variables={"PATH": path})
     assert done.returncode == 1
     content = shared(tmp_path / "report")
-    assert json.loads(done.stdout) == content
     broken = [run for run in content["runs"] if run["launcher"] == "mpirun" and run["backend"] == "mpi"]
     assert [(run["outcome"], run["reason"]) for run in broken] == [("failed", "exit code 3")]
     assert broken[0]["last_lines"] == ["no route to node1, DUALEVAL/a.py"]
@@ -413,10 +404,9 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
             environ=os.environ,
             interrupts=interrupts,
             timeout_s=60,
-            to_error=False,
             limit=64,
             site=site,
-            names=Names(folders={}, hosts=None),
+            names=Names(folders={}, hosts={}),
             header=header,
         )
         content = runs.run([replace(Trial.on(site, "none", "single", 1, "cpu"), is_reference=True)])
@@ -426,9 +416,9 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
 
 
 def test_commands_alone(launch: Launch, tmp_path: Path) -> None:
-    words = ["--dry-run", "--launchers", "torchrun", "--ranks", "2", "--no-self-tests"]
+    words = ["--dry-run", "--launchers", "torchrun", "--ranks", "2"]
     done = launch([*CONFORMANCE, *words], cwd=tmp_path).ok()
-    assert done.stdout.splitlines() == [
+    assert done.stdout.splitlines()[:2] == [
         "dualeval run --launcher none --device cpu --limit 2000 --out OUT/runs/000",
         "torchrun --standalone --nproc-per-node=2 --no-python dualeval run --backend torch --device cpu "
         "--limit 2000 --out OUT/runs/001",
@@ -479,7 +469,7 @@ def test_a_folder_that_cannot_be_made(out: str, said: str, tmp_path: Path) -> No
 @pytest.mark.long
 def test_a_pod_of_one_replica_starts_launchers(launch: Launch, tmp_path: Path) -> None:
     """They would find another launcher's word beside its variables."""
-    words = ["--launchers", "mpirun", "--ranks", "2", "--limit", "64", "--no-self-tests", "--out", "report"]
+    words = ["--launchers", "mpirun", "--ranks", "2", "--limit", "64", "--out", "report"]
     pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PET_NNODES": "1"}
     done = launch([*CONFORMANCE, *words], cwd=tmp_path, variables=pod)
     said = {row[1]: row[3] for row in outcomes(shared(tmp_path / "report"))}
@@ -492,26 +482,6 @@ def test_a_heterogeneous_job(size: str) -> None:
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "7", size: "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"}
     with pytest.raises(LaunchError, match=r"this is a heterogeneous Slurm job of 2 components.*without ':'"):
         _nodes_of_job(environ)
-
-
-SELF_TEST_ENDS = [
-    ("no MPI here\n", ["no MPI here"]),
-    # Reports have variables, and where each rank took itself for the only one there are several.
-    ('warning\n{\n  "a": 1\n}\n{\n  "b": 2\n}\nended by 9\n', ["warning", "ended by 9"]),
-    ('{\n  "a": {\n    "HOME": "x"\n', []),
-]
-
-
-@pytest.mark.parametrize(("printed", "lines"), SELF_TEST_ENDS)
-def test_last_lines_of_a_self_test_that_spoke_on_stdout(
-    tmp_path: Path, printed: str, lines: list[str]
-) -> None:
-    out, err = tmp_path / "out", tmp_path / "err"
-    out.write_text(printed)
-    err.write_text("\n")
-    assert _last_lines(err, out, True) == lines
-    err.write_text("why\n")
-    assert _last_lines(err, out, True) == ["why"]
 
 
 @pytest.mark.long

@@ -77,7 +77,6 @@ def prepare(
         interrupts=interrupts,
         command=[*OWN_COMMAND, *words],
         timeout_s=options.timeout_s,
-        to_error=options.as_json,
         header={
             "schema_version": SCHEMA_VERSION,
             "when": when,
@@ -216,7 +215,7 @@ class Cells(Trials):
             # Not tried again: it would fail in each round.
             cell["outcome"], cell["reason"] = FAILED, _why(ended, err)
             said = f"failed: {cell['reason']}"
-        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}", err=self.to_error)
+        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}")
 
 
 def _why(ended: Ended, err: Path) -> str:

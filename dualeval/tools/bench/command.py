@@ -18,11 +18,10 @@ from dualeval.options.choices import CAST, PRECISIONS
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.job import COMMON, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
-from dualeval.result import json_text
 from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
 from dualeval.tools.bench.cells import prepare
 from dualeval.tools.bench.figures import MEASURED
-from dualeval.tools.bench.page import csv_text, page
+from dualeval.tools.bench.page import page
 from dualeval.tools.bench.plan import MODES, BenchOptions, CellStart
 from dualeval.tools.bench.plots import check_plots, draw
 from dualeval.tools.supervise import Interrupted, Interrupts
@@ -34,7 +33,7 @@ _measured = partial(grouped, group=_MEASURE)
 _WORDS: dict[str, Any] = {"callback": words_of, "metavar": "WORDS"}
 _COUNTS: dict[str, Any] = {"callback": counts_of, "metavar": "N,N"}
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
-_PAGE, _CSV = "bench.md", "bench.csv"
+_PAGE = "bench.md"
 # Flags that decide nothing with --train.
 _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layout", "optimize")
 
@@ -72,7 +71,6 @@ _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layou
 @grouped(
     "--out", group=RUN, type=PATH, metavar="DIR", help="A new or empty folder.  [default: runs/bench-TIME]"
 )
-@grouped("--json", "as_json", group=RUN, is_flag=True, help="Print bench.json, and nothing else.")
 @grouped("--dry-run", group=RUN, is_flag=True, help="Check the job, list the cells; measure nothing.")
 @click.option("--cell", hidden=True)
 @click.option("--launcher", hidden=True)
@@ -118,10 +116,6 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         _check_training(options, job, flags)
     for precision in options.precision or [job.precision]:
         replace(job, precision=precision)  # checks what goes with it
-    if flags["dry_run"] and flags["as_json"]:
-        raise UsageError(
-            "--json prints what was measured, and --dry-run measures nothing: leave out one of them."
-        )
     folder, when = new_folder(flags["out"], "bench")
     with Interrupts() as interrupts:
         try:
@@ -163,11 +157,7 @@ def _finish(report: Mapping[str, Any], folder: Path, options: BenchOptions) -> i
     pictures = draw(report, folder) if options.plots else []
     text = page(report, pictures)
     write_text(folder / _PAGE, text)
-    write_text(folder / _CSV, csv_text(report))
-    if options.as_json:
-        click.echo(json_text(report), nl=False)
-    else:
-        click.echo(f"\n{text}\n{folder / _PAGE}")
+    click.echo(f"\n{text}\n{folder / _PAGE}")
     if report["interrupted"]:
         return EXIT_STOPPED
     outcomes = {cell["outcome"] for cell in report["cells"]}

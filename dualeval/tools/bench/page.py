@@ -1,9 +1,7 @@
-"""The report of ``dualeval bench`` as Markdown and CSV; pure functions."""
+"""The report of ``dualeval bench`` as Markdown; pure functions."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +13,6 @@ SCHEMA_VERSION = 1
 _MIB = 2**20
 _SHOWN_OF_DIGEST = 16
 _CELL = ("mode", "processes", "precision", "batch_size", "outcome", "reason")
-_SPREADS = ("images_per_s", "seconds_per_batch", "speed_up", "startup_s")
-_NUMBERS = ("efficiency", "peak_bytes", "peak_bytes_together", "peak_gpu_bytes", "rounds", "waits_for_data")
 
 
 def page(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
@@ -185,24 +181,6 @@ def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(words: Sequence[str]) -> str:
     return f"| {' | '.join(words)} |"
-
-
-def csv_text(report: Mapping[str, Any]) -> str:
-    """The cells as CSV: one row each, measured or not, in plain units (seconds, bytes, fractions)."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    ranged = [f"{name}{suffix}" for name in _SPREADS for suffix in ("", "_low", "_high")]
-    writer.writerow([*_CELL, *ranged, *_NUMBERS, *(f"share_{stage}" for stage in STAGES)])
-    for cell in report["cells"]:
-        figures = cell["figures"] or {}
-        row = [cell[name] for name in _CELL]
-        for name in _SPREADS:
-            spread = figures.get(name) or {}
-            row += [spread.get(key) for key in ("median", "low", "high")]
-        row += [figures.get(name) for name in _NUMBERS]
-        row += [figures.get("stages", {}).get(stage) for stage in STAGES]
-        writer.writerow(row)
-    return file.getvalue()
 
 
 def progress_line(cell: Mapping[str, Any]) -> str:

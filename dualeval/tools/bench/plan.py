@@ -33,7 +33,6 @@ class BenchOptions:
     timeout_s: float
     train: bool
     plots: bool
-    as_json: bool
 
     def __post_init__(self) -> None:
         for mode in self.mode or ():

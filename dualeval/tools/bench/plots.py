@@ -1,4 +1,4 @@
-"""Plots of a report, as PNG and SVG; needs matplotlib."""
+"""Plots of a report; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -138,5 +138,4 @@ def _title(report: Mapping[str, Any]) -> str:
 
 def _save(figure: Any, folder: Path, name: str) -> str:
     figure.savefig(folder / f"{name}.png", dpi=_DPI)
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return f"{name}.png"
