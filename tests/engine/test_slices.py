@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.engine.rescoring import rescore
-from dualeval.engine.slices import groups_of, keys_by_id
+from dualeval.engine.slices import groups_of
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
-from dualeval.further_columns import KeptColumns
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.result import Result, read_result
 from dualeval.tasks.image_classification import ImageClassification
@@ -360,18 +359,6 @@ def test_bins_cut_a_cross() -> None:
     assert groups_of("a*b", keys, (1,)).labels == ["<1 * <1", "1 or more * 1 or more"]
 
 
-def test_rows_that_a_table_lacks() -> None:
-    kept = KeptColumns(
-        values={"old": np.array([True, False]), "id": np.array([2**53 + 1, 2**53]), "age": np.array([4, 5])}
-    )
-    places = np.array([1, 0, -1])
-    found = keys_by_id(kept, places)
-    assert found["old"] == ["false", "true", None]
-    assert found["id"] == ["9007199254740992", "9007199254740993", None]
-    assert repr(found["age"].tolist()) == "[5.0, 4.0, nan]"  # type: ignore[union-attr]
-    assert keys_by_id(kept, places[:2])["id"].tolist() == [2**53, 2**53 + 1]  # type: ignore[union-attr]
-
-
 # -- metrics by group ----------------------------------------------------------------------------------
 
 
@@ -532,8 +519,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(drawn.integers(0, 255, (28, 28), dtype=np.uint8)).save(folder / f"{name}.png")
         lines.append(f"{name}.png,{at % 10},{'ABC'[at % 3]},{at},{'x' * 200},{at}")
     (folder / "val.csv").write_text("\n".join(lines) + "\n")
-    sites = [f"{line.partition(',')[0]},{'NS'[at % 2]}\n" for at, line in enumerate(lines[1:101])]
-    (folder / "sites.csv").write_text("id,site\n" + "".join(sites))
     return folder
 
 
@@ -597,22 +582,11 @@ def command() -> Callable[..., tuple[int, str, str]]:
     return run
 
 
-def test_the_command_slices_by_columns_and_tables(
-    command: Callable[..., tuple[int, str, str]], images: Path, run_of_images: Path
+def test_the_command_slices_by_columns(
+    command: Callable[..., tuple[int, str, str]], run_of_images: Path
 ) -> None:
     code, out, _ = command(run_of_images, "--by", "scanner", "--by", "age", "--json")
     assert code == 0 and json.loads(out)["slices"] == read_result(run_of_images / "result.json").slices
-    code, out, err = command(run_of_images, "--by", "site", "--table", images / "sites.csv", "--json")
-    groups = json.loads(out)["slices"]["site"]
-    assert [(group["label"], group["samples"]) for group in groups] == [
-        ("N", 50),
-        ("S", 50),
-        ("(missing)", 20),
-    ]
-    assert f"note: --table {images / 'sites.csv'} has no row for 20 of 120 samples" in err
-    found = rows(run_of_images)
-    of_north = [found["loss"][at] for at in range(0, 100, 2)]
-    assert groups[0]["metrics"]["loss"] == math.fsum(of_north) / 50
     code, out, _ = command(run_of_images, "--by", "age*scanner", "--bins", "60", "--metric", "top1")
     assert "│ <60 * A" in out and "│ 60 or more * C │ 20 (few) │" in out and "loss" not in out
 
@@ -622,7 +596,7 @@ def test_the_command_slices_by_columns_and_tables(
     [
         ((), "--by is missing: name a column"),
         (("--by", "site"), "--by site: "),
-        (("--by", "scaner"), " takes those of a file. Did you mean scanner?"),
+        (("--by", "scaner"), " that --keep names. Did you mean scanner?"),
         (("--by", "scanner", "--cluster", "scaner"), ", age. A run keeps the column that its own --cluster "),
         (("--by", "scanner", "--cluster", "scaner"), " Did you mean scanner?"),
         (("--by", "top"), "--by top: it has several values a sample"),
@@ -630,28 +604,13 @@ def test_the_command_slices_by_columns_and_tables(
         (("--by", "scanner", "--bins", "3,1.5"), "--bins 3,1.5: expected numbers that ascend"),
         (("--by", "age*"), "--by 'age*': a column's name is missing"),
         (("--by", "scanner", "--bins", "40,60"), "--bins 40,60 cuts columns of numbers, and none is named: "),
-        (("--by", "site", "--table", "no.csv"), "--table no.csv does not exist"),
-        (("--by", "x", "--table", "{images}/sites.csv"), "has the columns id, site: --by names none of them"),
-        (("--by", "x", "--table", "{images}/val.csv"), "expected id and others"),
-        (("--by", "site", "--table", "{images}/headings.csv"), "headings.csv holds no row: expected"),
-        (
-            ("--by", "site", "--table", "{images}/lists.jsonl"),
-            "--by site: samples cannot be grouped by this column of",
-        ),
-        (("--by", "site", "--table", "{images}/twice.csv"), "line 3 has the id of line 2, a.png"),
-        (("--by", "site", "--table", "{images}/other.csv"), "none of its 1 ids is in"),
     ],
 )
 def test_wrong_usage_of_the_command(
     command: Callable[..., tuple[int, str, str]],
-    images: Path,
     run_of_images: Path,
     words: Sequence[str],
     says: str,
 ) -> None:
-    (images / "twice.csv").write_text("id,site\na.png,N\na.png,S\n")
-    (images / "headings.csv").write_text("id,site\n")
-    (images / "lists.jsonl").write_text('{"id": "a.png", "site": ["N"]}\n')
-    (images / "other.csv").write_text("id,site\nz.png,N\n")
-    code, out, err = command(run_of_images, *(word.format(images=images) for word in words))
+    code, out, err = command(run_of_images, *words)
     assert (code, out) == (2, "") and says in err
