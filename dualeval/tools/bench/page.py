@@ -152,31 +152,12 @@ def _missing(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
     settings = report["settings"]
-    rounds = settings["rounds"]
-    yield "## How to read it\n"
     yield (
-        f"{counted(rounds, 'round')}; each round starts each cell once, in another order. "
-        "Figures are medians over the rounds, in brackets the lowest and the highest. A start is measured "
-        f"for at least {settings['min_seconds']:g} s, after a warm-up of {settings['warmup']} batches per "
-        f"process. Each process has {counted(settings['cores'], 'core')} of its own, also where it is the "
-        "only one. Speed-up is relative to mode single (without it to one process of the same mode) in the "
-        "same round; efficiency is speed-up divided by processes. Peak memory is that of the largest "
-        "process. Start-up is the time from the command to the first batch; no other figure contains it.\n"
+        f"Figures are medians over {counted(settings['rounds'], 'round')}, in brackets the lowest and the "
+        f"highest, of starts that are measured for at least {settings['min_seconds']:g} s after a warm-up of "
+        f"{settings['warmup']} batches per process. Each process has {counted(settings['cores'], 'core')} of "
+        "its own. docs/bench.md says what each figure means."
     )
-    if settings["train"]:
-        yield (
-            "Steps run on batches that are in memory already: reading is not included. Every process has its "
-            "own batch of this size. The stages of a step follow each other. The gradients are summed as one "
-            "tensor after the backward, and this contains the wait for slower processes; "
-            "DistributedDataParallel and hvd.DistributedOptimizer overlap it with the backward."
-        )
-    else:
-        yield (
-            "A pass is a whole evaluation loop: reading, forward, metrics, and the sum over all processes. "
-            "Files are in the page cache where they fit. The work is the same for any number of processes. "
-            "'Waits for data' is the part of the loop in which a process had no batch to compute. Nothing is "
-            "written to a disk."
-        )
 
 
 def _row(words: Sequence[str]) -> str:
