@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from torch import nn
 from dualeval import Session, UsageError
 from dualeval.cli import dualeval
 from dualeval.options.job import Job
-from dualeval.tools.bench.cells import Cells
 from dualeval.tools.bench.evaluation import measure_evaluation, split_batches
 from dualeval.tools.bench.figures import MEASURED, with_figures
 from dualeval.tools.bench.page import page
@@ -37,8 +35,8 @@ from dualeval.tools.bench.plan import (
 )
 from dualeval.tools.bench.plots import draw
 from dualeval.tools.bench.training import measure_training
-from dualeval.tools.supervise import Ended, Interrupted, Interrupts, run_supervised
-from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
+from dualeval.tools.supervise import Interrupted
+from dualeval.tools.trials import FAILED, NOT_HERE
 from tests.conftest import BIN, Launch
 from tests.engine.test_endings import await_that
 from tests.tiny import TinyTask
@@ -233,17 +231,6 @@ def test_refusals(words: list[str], expected: str, tmp_path: Path) -> None:
     assert expected in str(done.exception)
 
 
-@pytest.mark.parametrize(
-    ("out", "expected"), [("file", "this is no folder"), ("file/new", "file is no folder"), ("/proc/new", "")]
-)
-def test_a_folder_that_cannot_be_made(out: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    words = ["bench", "--no-plots", "--mode", "single", "--rounds", "1", "--out", str(tmp_path / out)]
-    done = CliRunner().invoke(dualeval, words, obj=words)
-    assert isinstance(done.exception, UsageError)
-    assert expected in str(done.exception)
-
-
 def test_a_signal_before_the_first_start_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*parts: object) -> None:
         raise Interrupted("SIGINT")
@@ -256,25 +243,10 @@ def test_a_signal_before_the_first_start_is_no_error(monkeypatch: pytest.MonkeyP
     assert "interrupted by SIGINT; nothing was measured" in done.output
 
 
-def test_counts_are_whole_numbers() -> None:
-    done = CliRunner().invoke(dualeval, ["bench", "--processes", "1,two"], obj=[])
-    assert done.exit_code == 2
-    assert "expected whole numbers of at least 1 with commas between" in done.output
-
-
 def test_without_matplotlib_the_plots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualeval.tools.bench.plots.find_spec", lambda name: None)
     done = CliRunner().invoke(dualeval, ["bench"], obj=[])
     assert "pip install 'dualeval[plots]'; or give --no-plots" in str(done.exception)
-
-
-def test_a_rank_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    variables |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(dualeval, ["bench", "--no-plots"], obj=[])
-    assert "starts its processes itself" in str(done.exception)
 
 
 # -- measuring -----------------------------------------------------------------------------------------
@@ -441,28 +413,3 @@ def test_a_cell_that_fails_is_listed_and_the_others_go_on(launch: Launch, tmp_pa
     # Its output stays; it was started once.
     assert [file.name for file in (tmp_path / "out/logs").glob("*.err")] == ["single-1-fp32-64-1.err"]
     assert not (tmp_path / "out/speedup.png").exists()
-
-
-def test_a_signal_as_the_last_cell_ends_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ends_with_a_signal(*words: Any, **options: Any) -> Ended:
-        ended = run_supervised(*words, **options)
-        os.kill(os.getpid(), signal.SIGINT)
-        return ended
-
-    monkeypatch.setattr("dualeval.tools.trials.run_supervised", ends_with_a_signal)
-    cell = {"mode": "single", "processes": 1, "precision": "fp32", "batch_size": 64, "label": "single"}
-    with Interrupts() as interrupts:
-        cells = Cells(
-            folder=tmp_path / "out",
-            environ=os.environ,
-            interrupts=interrupts,
-            command=["bash", "-c", "exit 3"],
-            timeout_s=60,
-            header={"settings": {"rounds": 1, "cores": 1, "min_seconds": 1, "warmup": 1, "train": False}},
-            cells=[{**cell, "outcome": NOT_RUN, "reason": None, "measurements": [], "figures": None}],
-        )
-        assert cells.run()["interrupted"]
-    assert "interrupted by SIGINT" in capsys.readouterr().err
-    assert json.loads((tmp_path / "out" / "bench.json").read_text())["interrupted"]
