@@ -56,10 +56,6 @@ def test_setup_and_container_stand_where_they_act() -> None:
     assert ".venv" not in text and "type -P dualeval" not in text
 
 
-def test_no_other_script_is_shipped() -> None:
-    assert {file.name for file in (ROOT / "slurm").iterdir()} == set(SHIPPED.values())
-
-
 @pytest.mark.parametrize(
     ("asked", "tasks"),
     [({}, 1), ({"gpus_per_node": 8}, 8), ({"gpus_per_node": 8, "ntasks_per_node": 2}, 2)],
@@ -355,15 +351,12 @@ WARNED = stopped("SIGUSR2", 3)
 EARLY = "a signal came before anything was finished"
 ENDS = {
     "done": End(code=0, status=Status(state="done", exit_code=0)),
-    "done before": End(code=0, before=Status(state="done", exit_code=0)),
     "another command": End(code=0),
     "wrong words": End(code=2),
-    "wrong words after a warning": End(code=2, before=WARNED),
     "failed": End(code=1, status=Status(state="failed", exit_code=1, reason="broke")),
     "failed after a warning": End(code=1, before=WARNED, status=Status(state="failed", exit_code=1)),
     "killed": End(code=137, before=WARNED, status=Status(state="running")),
     "warned": End(code=75, status=WARNED, comes_back=True, says="asked to queue job 7 again", exit_code=75),
-    "warned again": End(code=75, before=WARNED, status=WARNED, comes_back=True, exit_code=75),
     "warned, and a rank killed": End(code=137, status=WARNED, comes_back=True, exit_code=75),
     "warned with ten chunks": End(code=75, status=stopped("SIGUSR2", 10), comes_back=True),
     "warned with nothing": End(code=75, status=stopped("SIGUSR2", 0), says=EARLY),
@@ -371,7 +364,6 @@ ENDS = {
     "warned before the folder": End(code=75, before=WARNED, says=EARLY),
     "warned before Python": End(code=140, before=WARNED, says=EARLY),
     "cancelled": End(code=75, status=stopped("SIGTERM", 3)),
-    "interrupted": End(code=75, status=stopped("SIGINT", 3)),
 }
 
 

@@ -139,12 +139,6 @@ def test_dry_run_prints_the_script_and_submits_nothing(
     assert not sbatch.was_called
 
 
-def test_dry_run_needs_no_slurm(sbatch: Sbatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (sbatch.folder / "sbatch").unlink()
-    call("--dry-run")
-    assert capsys.readouterr().out == sbatch_text(SlurmJob())
-
-
 REFUSED = {
     "no node": (["--nodes", "0"], UsageError, ["--nodes 0", "at least 1"]),
     "sbatch's option of submit": (["--sbatch-option=nodes=2"], UsageError, ["sets --nodes itself"]),
