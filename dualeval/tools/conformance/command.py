@@ -242,7 +242,8 @@ class _Runs(Trials):
             "seconds": None,
             "command": None,
         }
-        row |= {"operations": {}, "speed": None} if trial.is_self_test else {"found": None}
+        own: dict[str, Any] = {"operations": {}, "speed": None} if trial.is_self_test else {"found": None}
+        row |= own
         if trial.reason is not None:
             return row
         same = [one for one in references if one["device"] == trial.device and one["outcome"] == judging.OK]

@@ -66,7 +66,7 @@ def _word(default: str | None, help: str, shown: str | None = None) -> Any:
         "one word that sbatch takes as it stands, without white space, control characters, quotes, \\ and #"
     )
     return option(
-        default, help, shown=shown, fits=lambda word: word is None or _is_plain(word), expected=expected
+        default, help, shown=shown, fits=lambda word: word is None or _is_plain(str(word)), expected=expected
     )
 
 
