@@ -313,8 +313,9 @@ def conformance(trial: Trial) -> None:
 
     def judge() -> Verdict:
         with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
-            given = ["--json", "--ranks", "1", "--device", trial.device, "--out", f"{folder}/out"]
-            said = json.loads(trial.run([sys.executable, "-m", "dualeval", "conformance", *given], _LONG_S))
+            given = ["--ranks", "1", "--device", trial.device, "--out", folder]
+            trial.run([sys.executable, "-m", "dualeval", "conformance", *given], _LONG_S)
+            said = json.loads(Path(folder, "conformance.json").read_text("utf-8"))
         outcomes = Counter(run["outcome"] for run in said["runs"])
         return PASSED, ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
 

@@ -52,7 +52,7 @@ COMMANDS = {
     "bench": "dualeval.tools.bench.command:bench",
     "conformance": "dualeval.tools.conformance.command:conformance",
     "doctor": "dualeval.tools.doctor.command:doctor",
-    "setup-horovod": "dualeval.tools.horovod.command:setup_horovod",
+    "setup-horovod": "dualeval.tools.horovod.setup:setup_horovod",
     "submit": "dualeval.tools.submit.command:submit",
 }
 

@@ -25,7 +25,6 @@ from dualeval.engine.measured import fields_of_result, plain
 from dualeval.engine.rescoring import check_column_of_clusters
 from dualeval.engine.stored_rows import RowSource
 from dualeval.errors import UsageError, text_of
-from dualeval.further_columns import MOST_EXACT, KeptColumns, Texts, Values
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.scores import score_from
 from dualeval.options.choices import columns_of_groups, shown_bins
@@ -235,15 +234,13 @@ class Slicing:
     # Called with every window and group.
     step: Callable[[], None] = lambda: None
 
-    def of_rows(self, result: Result, rows: RowSource, table: Mapping[str, Keys] | None = None) -> Result:
-        """The result with its slices; ``table`` has values that the rows have not, an entry a row."""
+    def of_rows(self, result: Result, rows: RowSource) -> Result:
+        """The result with its slices."""
         if self.cluster is not None:
             check_column_of_clusters(rows, self.cluster)
-        of_table, names = table or {}, columns_of_groups(self.by)
-        texts: dict[str, list[str | None]] = {
-            name: [] for name in names if name not in rows.names and name not in of_table
-        }
-        wanted = self._wanted(result, rows.names, of_table)
+        names = columns_of_groups(self.by)
+        texts: dict[str, list[str | None]] = {name: [] for name in names if name not in rows.names}
+        wanted = self._wanted(result, rows.names)
         there = []
         with MappedColumns(None) as mapped:
             for window in rows.windows(None if texts else wanted or rows.names[:1]):
@@ -257,13 +254,9 @@ class Slicing:
             columns = mapped.columns()
         if self.cluster is not None:
             check_cluster(self.cluster, {self.cluster: to_column(copied(columns[self.cluster][:1]))})
-        is_there = np.concatenate(there)
         keys: dict[str, Keys] = {
-            name: values[is_there] if isinstance(values, np.ndarray) else [*compress(values, is_there)]
-            for name, values in of_table.items()
+            name: texts[name] if name in texts else _keys(name, columns[name]) for name in names
         }
-        keys |= texts
-        keys |= {name: _keys(name, columns[name]) for name in names if name not in keys}
         kinds = {name: kind_of_keys(values) for name, values in keys.items()}
         if (unused := bins_without_use(self.by, self.bins, kinds)) is not None:
             raise UsageError(unused)
@@ -281,17 +274,17 @@ class Slicing:
     def _not_there(name: str, known: Sequence[str], path: Path) -> UsageError:
         return UsageError(
             f"--by {name}: {path} has no such column. The columns are {', '.join(known)}. A run keeps those "
-            "of its data that --keep names; --table FILE.csv takes those of a file."
+            "of its data that --keep names."
             f"{did_you_mean(name, known)}"
         )
 
-    def _wanted(self, result: Result, kept: Sequence[str], keys: Mapping[str, Keys]) -> list[str]:
+    def _wanted(self, result: Result, kept: Sequence[str]) -> list[str]:
         """The columns that slices are computed from."""
         scores = [score_from(score) for score in result.scores.values()]
         wanted = [name for metric in self._sliced for name in metric.columns]
         wanted += [name for score in scores for name in score.columns]
         wanted += [*columns_of_groups(self.by), *filter(None, [self.cluster])]
-        return [name for name in dict.fromkeys(wanted) if name in kept and name not in keys]
+        return [name for name in dict.fromkeys(wanted) if name in kept]
 
     @property
     def _sliced(self) -> list[Metric | RowMetric]:
@@ -344,24 +337,6 @@ def slicing_of(evaluation: Evaluation, step: Callable[[], None]) -> Slicing | No
     return Slicing(
         by=options.by, bins=options.bins, metrics=evaluation.measures, cluster=evaluation.cluster, step=step
     )
-
-
-def keys_by_id(columns: KeptColumns, places: npt.NDArray[np.int64]) -> dict[str, Keys]:
-    """Columns of a table, taken at these places of it; a missing value where that is negative."""
-    return {name: _taken(values, places) for name, values in columns.values.items()}
-
-
-def _taken(values: Values, places: npt.NDArray[np.int64]) -> Keys:
-    is_there = places >= 0
-    if isinstance(values, Texts):
-        numbers = np.where(is_there, values.places[places], -1)
-        return [None if number < 0 else values.distinct[number] for number in numbers.tolist()]
-    if is_there.all():
-        return values[places]
-    if values.dtype.kind == "f" or (values.dtype.kind == "i" and np.abs(values).max() <= MOST_EXACT):
-        return np.where(is_there, values[places], np.nan)
-    # float64, which has a missing value, has no place for all of them.
-    return [None if place < 0 else str(values[place]).lower() for place in places.tolist()]
 
 
 def _keys(name: str, rows: Rows) -> Keys:

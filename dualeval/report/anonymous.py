@@ -49,8 +49,8 @@ class Names:
     folders: Mapping[str, str]
     # Folders of persons; of a path below one its last part alone is kept.
     homes: Sequence[str] = ()
-    # Names of hosts and what stands for each; None leaves hosts and addresses as they are.
-    hosts: Mapping[str, str] | None
+    # Names of hosts and what stands for each.
+    hosts: Mapping[str, str]
     users: Sequence[str] = ()
 
     def clean(self, text: str) -> str:
@@ -64,11 +64,10 @@ class Names:
         homes = "|".join(self._homes())
         text = re.sub(_QUOTED.format(homes), lambda found: f"{found[1]}{_short(found[2])}{found[1]}", text)
         text = re.sub(_BARE.format(homes), lambda found: _short(found[1]), text)
-        if self.hosts is not None:
-            text = _without_hosts(text, self.hosts)
-            text = _HARDWARE.sub(ADDRESS, text)
-            text = _IPV6.sub(_without_ipv6, text)
-            text = _IPV4.sub(_without_ipv4, text)
+        text = _without_hosts(text, self.hosts)
+        text = _HARDWARE.sub(ADDRESS, text)
+        text = _IPV6.sub(_without_ipv6, text)
+        text = _IPV4.sub(_without_ipv4, text)
         for user in self.users:
             if user not in _NOBODY:
                 text = re.sub(f"{_START}{re.escape(user)}{_END}", "USER", text)

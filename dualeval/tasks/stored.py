@@ -12,9 +12,7 @@ from typing import Any
 from torch import nn
 
 from dualeval import tasks
-from dualeval.data.table import SUFFIXES, is_table, open_table
 from dualeval.errors import DualevalError, UsageError, text_of
-from dualeval.further_columns import NOT_NAMED, KeptColumns
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
 from dualeval.metrics.classification import SCORES
@@ -81,33 +79,6 @@ def _of_no_task(texts: Sequence[str], content: Mapping[str, Any]) -> list[Metric
     # Of a classifier also what it could have made: ``check_columns`` says how.
     of_scores = SCORES if "rank" in columns else ()
     return [named(text, (), {*columns, *of_scores}) for text in texts]
-
-
-def table_of_ids(path: Path, wanted: Sequence[str]) -> tuple[list[str], KeptColumns]:
-    """The ids of a table's rows, and those of the wanted columns that it has."""
-    if not path.is_file() or not is_table(path):
-        found = "does not exist" if not path.exists() else "is no table"
-        raise UsageError(f"--table {path} {found}. Expected a file {', '.join(SUFFIXES)}.")
-
-    def choose(found: Sequence[str]) -> tuple[str]:
-        if "id" not in found:
-            raise UsageError(f"--table {path} has the columns {', '.join(found)}: expected id and others.")
-        if not {*wanted} & {*found}:
-            raise UsageError(f"--table {path} has the columns {', '.join(found)}: --by names none of them.")
-        return ("id",)
-
-    table = open_table(path, choose, {"id": "a.jpg", wanted[0]: "A"}, keep=tuple(wanted))
-    first: dict[str, int] = {}
-    for number, name in table.rows:
-        if (there := first.setdefault(str(name), number)) != number:
-            raise UsageError(f"{table.where(number)} has the id of {table.unit} {there}, {name}")
-    if not first:
-        raise UsageError(f"--table {path} holds no row: expected one for each sample of the run.")
-    kept = table.further.kept()
-    for name in wanted:
-        if (why := kept.left_out.get(name, NOT_NAMED)) != NOT_NAMED:
-            raise UsageError(f"--by {name}: samples cannot be grouped by this column of {path}: {why}.")
-    return list(first), kept
 
 
 _IMAGES = next(iter(tasks.TASKS))

@@ -22,7 +22,6 @@ from dualeval.launch.launchers import WAYS
 from dualeval.launch.launchers.slurm import is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
 from dualeval.tools.supervise import ask
-from dualeval.world.network import interface_towards
 
 # Those of all ways to start ranks, and that by which some reach other nodes.
 _PROGRAMS = (*sorted({way.program for way in WAYS.values() if way.program}), "ssh")
@@ -59,7 +58,6 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "cores": usable_cores(),
         "gpus": [],
         "driver": nvidia_driver(),
-        "network": _network(environ),
         "horovod_built": [],
         "no_horovod": None,
         "no_mpi": None,
@@ -103,23 +101,6 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
 def _system() -> str | None:
     with suppress(OSError):
         return platform.freedesktop_os_release().get("PRETTY_NAME")
-    return None
-
-
-def _network(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The interface on the way to another node of this step; None where there is none."""
-    own = environ.get("SLURMD_NODENAME", "")
-    hosts = environ.get("SLURM_STEP_NODELIST")
-    others = [host for host in expand_hosts(hosts) if host != own] if hosts else []
-    interface = interface_towards(others[0]) if others else None
-    return {"interface": interface, "mb_s": _mb_s(interface)} if interface else None
-
-
-def _mb_s(interface: str) -> int | None:
-    """Speed of an interface in 1e6 bits a second, where its driver says so."""
-    with suppress(OSError, ValueError):
-        speed = int(Path(f"/sys/class/net/{interface}/speed").read_text())
-        return speed if speed > 0 else None
     return None
 
 

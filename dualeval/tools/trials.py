@@ -137,8 +137,6 @@ class Trials:
     environ: Mapping[str, str]
     interrupts: Interrupts
     timeout_s: float
-    # Standard output has the report alone, and what is said of each trial goes to standard error.
-    to_error: bool
 
     def log(self, name: str, kind: str) -> Path:
         """The file for a trial's output of this kind."""

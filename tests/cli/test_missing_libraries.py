@@ -68,14 +68,6 @@ def test_horovod_is_missing(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.needs("horovod")
-def test_horovod_is_broken(launch: Launch, broken_horovod: dict[str, str]) -> None:
-    command = [*RUN, "--nproc", "2", "--backend", "horovod"]
-    words = ("Horovod is installed but cannot be loaded", "file too short", "setup-horovod")
-    check_error(launch, command, broken_horovod, *words)
-
-
-@pytest.mark.long
 @pytest.mark.needs("horovod", "mpi")
 def test_a_broken_horovod_is_not_passed_over(launch: Launch, broken_horovod: dict[str, str]) -> None:
     """What mpirun takes by itself must not depend on a node's Horovod being whole; another can be named."""

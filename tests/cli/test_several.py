@@ -518,13 +518,6 @@ def test_two_runs_do_not_share_a_folder(launch: Launch, tmp_path: Path) -> None:
     assert process.returncode == EXIT_STOPPED
 
 
-@pytest.mark.long
-def test_results_are_logged_under_their_names(pictures: Path, run: Run) -> None:
-    assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "all", "--logger", "jsonl:lines.jsonl")) == 0
-    lines = [json.loads(line) for line in (pictures / "lines.jsonl").read_text().splitlines()]
-    assert [Path(line["folder"]).name for line in lines] == ["epoch1", "epoch2", "epoch10"]
-
-
 def _wait_for(happens: Callable[[], bool], process: Any) -> None:
     limit = time.monotonic() + 100
     while not happens():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.tools.horovod.command import setup_horovod
+from dualeval.tools.horovod.setup import setup_horovod
 from tests.conftest import BIN, ROOT, Launch
 from tests.options.test_manifests import options
 

@@ -454,8 +454,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(drawn.integers(0, 255, (28, 28), dtype=np.uint8)).save(folder / f"{name}.png")
         lines.append(f"{name}.png,{at % 10},{'ABC'[at % 3]},{at},{'x' * 200},{at}")
     (folder / "val.csv").write_text("\n".join(lines) + "\n")
-    sites = [f"{line.partition(',')[0]},{'NS'[at % 2]}\n" for at, line in enumerate(lines[1:101])]
-    (folder / "sites.csv").write_text("id,site\n" + "".join(sites))
     return folder
 
 
@@ -508,22 +506,11 @@ def command() -> Callable[..., tuple[int, str, str]]:
     return run
 
 
-def test_the_command_slices_by_columns_and_tables(
-    command: Callable[..., tuple[int, str, str]], images: Path, run_of_images: Path
+def test_the_command_slices_by_columns(
+    command: Callable[..., tuple[int, str, str]], run_of_images: Path
 ) -> None:
     code, out, _ = command(run_of_images, "--by", "scanner", "--by", "age", "--json")
     assert code == 0 and json.loads(out)["slices"] == read_result(run_of_images / "result.json").slices
-    code, out, err = command(run_of_images, "--by", "site", "--table", images / "sites.csv", "--json")
-    groups = json.loads(out)["slices"]["site"]
-    assert [(group["label"], group["samples"]) for group in groups] == [
-        ("N", 50),
-        ("S", 50),
-        ("(missing)", 20),
-    ]
-    assert f"note: --table {images / 'sites.csv'} has no row for 20 of 120 samples" in err
-    found = rows(run_of_images)
-    of_north = [found["loss"][at] for at in range(0, 100, 2)]
-    assert groups[0]["metrics"]["loss"] == math.fsum(of_north) / 50
     code, out, _ = command(run_of_images, "--by", "age*scanner", "--bins", "60", "--metric", "top1")
     assert "│ <60 * A" in out and "│ 60 or more * C │ 20 (few) │" in out and "loss" not in out
 
@@ -533,30 +520,18 @@ def test_the_command_slices_by_columns_and_tables(
     [
         ((), "--by is missing: name a column"),
         (("--by", "site"), "--by site: "),
-        (("--by", "scaner"), " takes those of a file. Did you mean scanner?"),
+        (("--by", "scaner"), " that --keep names. Did you mean scanner?"),
         (("--by", "scanner", "--cluster", "scaner"), ", age. A run keeps the column that its own --cluster "),
         (("--by", "top"), "--by top: it has several values a sample"),
         (("--by", "scanner", "--bins", "3,1"), "--bins 3,1: expected numbers that ascend"),
         (("--by", "scanner", "--bins", "40,60"), "--bins 40,60 cuts columns of numbers, and none is named: "),
-        (("--by", "site", "--table", "no.csv"), "--table no.csv does not exist"),
-        (("--by", "x", "--table", "{images}/sites.csv"), "has the columns id, site: --by names none of them"),
-        (
-            ("--by", "site", "--table", "{images}/lists.jsonl"),
-            "--by site: samples cannot be grouped by this column of",
-        ),
-        (("--by", "site", "--table", "{images}/twice.csv"), "line 3 has the id of line 2, a.png"),
-        (("--by", "site", "--table", "{images}/other.csv"), "none of its 1 ids is in"),
     ],
 )
 def test_wrong_usage_of_the_command(
     command: Callable[..., tuple[int, str, str]],
-    images: Path,
     run_of_images: Path,
     words: Sequence[str],
     says: str,
 ) -> None:
-    (images / "twice.csv").write_text("id,site\na.png,N\na.png,S\n")
-    (images / "lists.jsonl").write_text('{"id": "a.png", "site": ["N"]}\n')
-    (images / "other.csv").write_text("id,site\nz.png,N\n")
-    code, out, err = command(run_of_images, *(word.format(images=images) for word in words))
+    code, out, err = command(run_of_images, *words)
     assert (code, out) == (2, "") and says in err

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,10 +21,9 @@ from torch import nn
 from dualeval import Session, UsageError
 from dualeval.cli import dualeval
 from dualeval.options.job import Job
-from dualeval.tools.bench.cells import Cells
 from dualeval.tools.bench.evaluation import measure_evaluation, split_batches
 from dualeval.tools.bench.figures import MEASURED, with_figures
-from dualeval.tools.bench.page import csv_text, page
+from dualeval.tools.bench.page import page
 from dualeval.tools.bench.plan import (
     STAGES,
     Cell,
@@ -39,8 +35,8 @@ from dualeval.tools.bench.plan import (
 )
 from dualeval.tools.bench.plots import draw
 from dualeval.tools.bench.training import measure_training
-from dualeval.tools.supervise import Ended, Interrupted, Interrupts, run_supervised
-from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
+from dualeval.tools.supervise import Interrupted
+from dualeval.tools.trials import FAILED, NOT_HERE
 from tests.conftest import BIN, Launch
 from tests.engine.test_endings import await_that
 from tests.tiny import TinyTask
@@ -154,7 +150,6 @@ def test_speed_up_is_the_median_of_the_rounds() -> None:
     # 12 batches of two processes in 12.5 s: each had 6 of them.
     assert two["figures"]["seconds_per_batch"]["median"] == 12.5 * 2 / 12
     assert two["figures"]["peak_bytes"] == 120 << 20
-    assert two["figures"]["peak_bytes_together"] == 220 << 20
     assert two["figures"]["startup_s"]["median"] == 3.0
     assert two["figures"]["waits_for_data"] == 0.25
     assert absent["figures"] is None
@@ -199,13 +194,6 @@ def test_other_bits_and_too_little_data_are_said() -> None:
     assert "Measured for less than 3 s in some start, as the data set is small: dataparallel x 2." in text
 
 
-def test_the_csv_has_every_cell() -> None:
-    rows = list(csv.DictReader(io.StringIO(csv_text(report(ALONE, TWO, ABSENT)))))
-    assert [row["outcome"] for row in rows] == [MEASURED, MEASURED, NOT_HERE]
-    assert (rows[1]["speed_up"], rows[1]["speed_up_low"], rows[1]["efficiency"]) == ("2.0", "1.6", "1.0")
-    assert (rows[2]["reason"], rows[2]["images_per_s"]) == ("Horovod is not installed", "")
-
-
 def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
     times = {"forward": 2.0, "backward": 5.0, "all_reduce": 2.0, "optimiser": 1.0}
     slower = {**times, "forward": 6.0, "backward": 1.0}
@@ -214,10 +202,8 @@ def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
     found = report(alone, trained, ABSENT, train=True)
     assert found["cells"][1]["figures"]["stages"] == dict(zip(STAGES, (0.4, 0.3, 0.2, 0.1), strict=True))
     assert "| 40.0% | 30.0% | 20.0% | 10.0% |" in page(found)
-    assert draw(found, tmp_path) == ["speedup.png", "stages.png"]
-    for name in ("speedup", "stages"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
-        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    assert draw(found, tmp_path) == ["speedup.png"]
+    assert (tmp_path / "speedup.png").read_bytes().startswith(PNG)
     assert draw(report(ABSENT), tmp_path / "nowhere") == []
 
 
@@ -231,12 +217,8 @@ def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
         (["--precision", "fp8"], "--precision 'fp8': expected one of fp32, tf32, amp-fp16, amp-bf16"),
         (["--train", "--task", "tests.tiny:TinyTask", "-T", "count=9"], "--train times --task image-cl"),
         (["--train", "--metric", "top1", "--on-error", "skip"], "--metric, --on-error: no meaning with --tr"),
-        (["--dry-run", "--json"], "--json prints what was measured"),
         (["--device", "tpu", "--mode", "single"], "--device 'tpu' is not a device"),
         (["--model", "resnet"], "resnet"),
-        (["--no-plots", "--min-seconds", "nan"], "--min-seconds nan: expected a number of seconds"),
-        (["--no-plots", "--min-seconds", "inf"], "--min-seconds inf: expected a number of seconds"),
-        (["--no-plots", "--timeout-s", "nan"], "--timeout-s nan: expected a number of seconds"),
         (["--no-plots", "--mode", "dataparallel", "--processes", "1"], "there is nothing to measure"),
         (["--processes", "2"], "this folder is not empty"),
     ],
@@ -245,17 +227,6 @@ def test_refusals(words: list[str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     out = [] if "empty" not in expected else ["--out", str(tmp_path)]
     done = CliRunner().invoke(dualeval, ["bench", *words, *out], obj=[])
-    assert isinstance(done.exception, UsageError)
-    assert expected in str(done.exception)
-
-
-@pytest.mark.parametrize(
-    ("out", "expected"), [("file", "this is no folder"), ("file/new", "file is no folder"), ("/proc/new", "")]
-)
-def test_a_folder_that_cannot_be_made(out: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    words = ["bench", "--no-plots", "--mode", "single", "--rounds", "1", "--out", str(tmp_path / out)]
-    done = CliRunner().invoke(dualeval, words, obj=words)
     assert isinstance(done.exception, UsageError)
     assert expected in str(done.exception)
 
@@ -272,25 +243,10 @@ def test_a_signal_before_the_first_start_is_no_error(monkeypatch: pytest.MonkeyP
     assert "interrupted by SIGINT; nothing was measured" in done.output
 
 
-def test_counts_are_whole_numbers() -> None:
-    done = CliRunner().invoke(dualeval, ["bench", "--processes", "1,two"], obj=[])
-    assert done.exit_code == 2
-    assert "expected whole numbers of at least 1 with commas between" in done.output
-
-
 def test_without_matplotlib_the_plots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualeval.tools.bench.plots.find_spec", lambda name: None)
     done = CliRunner().invoke(dualeval, ["bench"], obj=[])
     assert "pip install 'dualeval[plots]'; or give --no-plots" in str(done.exception)
-
-
-def test_a_rank_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    variables |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(dualeval, ["bench", "--no-plots"], obj=[])
-    assert "starts its processes itself" in str(done.exception)
 
 
 # -- measuring -----------------------------------------------------------------------------------------
@@ -378,7 +334,7 @@ def test_what_was_measured_until_ctrl_c_is_kept(launch: Launch, tmp_path: Path) 
     assert first_one["ranks"][0]["cores"] == found["settings"]["cores"]
     assert "the first 128 of 10,000 samples" in (out / "bench.md").read_text()
     assert "**Interrupted**" in rest
-    assert {file.name for file in out.iterdir()} >= {"bench.csv", "bench.md", "speedup.png", "speedup.svg"}
+    assert {file.name for file in out.iterdir()} >= {"bench.md", "speedup.png"}
 
 
 @pytest.mark.long
@@ -406,10 +362,10 @@ def test_a_killed_bench_leaves_no_cell_running(launch: Launch, tmp_path: Path) -
 def test_one_and_two_processes(launch: Launch, tmp_path: Path, train: bool) -> None:
     words = ["--limit", "256", "--rounds", "1", "--min-seconds", "1e-6", "--processes", "1,2,1000"]
     precision = "amp-bf16" if train else "fp32"
-    words += ["--precision", f"{precision},tf32", "--cores-per-process", "1", "--device", "cpu", "--json"]
+    words += ["--precision", f"{precision},tf32", "--cores-per-process", "1", "--device", "cpu"]
     words += ["--out", str(tmp_path / "out"), *(["--train"] if train else [])]
-    done = launch([*BENCH, *words], timeout=280, cwd=tmp_path).ok()
-    found = json.loads(done.stdout)
+    launch([*BENCH, *words], timeout=280, cwd=tmp_path).ok()
+    found = json.loads((tmp_path / "out/bench.json").read_text())
     cells = {(cell["mode"], cell["processes"], cell["precision"]): cell for cell in found["cells"]}
     for mode, processes in [("single", 1), *itertools.product(("torch", "horovod"), (1, 2))]:
         cell = cells[mode, processes, precision]
@@ -457,29 +413,3 @@ def test_a_cell_that_fails_is_listed_and_the_others_go_on(launch: Launch, tmp_pa
     # Its output stays; it was started once.
     assert [file.name for file in (tmp_path / "out/logs").glob("*.err")] == ["single-1-fp32-64-1.err"]
     assert not (tmp_path / "out/speedup.png").exists()
-
-
-def test_a_signal_as_the_last_cell_ends_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ends_with_a_signal(*words: Any, **options: Any) -> Ended:
-        ended = run_supervised(*words, **options)
-        os.kill(os.getpid(), signal.SIGINT)
-        return ended
-
-    monkeypatch.setattr("dualeval.tools.trials.run_supervised", ends_with_a_signal)
-    cell = {"mode": "single", "processes": 1, "precision": "fp32", "batch_size": 64, "label": "single"}
-    with Interrupts() as interrupts:
-        cells = Cells(
-            folder=tmp_path / "out",
-            environ=os.environ,
-            interrupts=interrupts,
-            command=["bash", "-c", "exit 3"],
-            timeout_s=60,
-            to_error=False,
-            header={"settings": {"rounds": 1, "cores": 1, "min_seconds": 1, "warmup": 1, "train": False}},
-            cells=[{**cell, "outcome": NOT_RUN, "reason": None, "measurements": [], "figures": None}],
-        )
-        assert cells.run()["interrupted"]
-    assert "interrupted by SIGINT" in capsys.readouterr().err
-    assert json.loads((tmp_path / "out" / "bench.json").read_text())["interrupted"]

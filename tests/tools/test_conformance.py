@@ -21,7 +21,7 @@ from dualeval.cli import dualeval
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.site import Node, Site
 from dualeval.report.anonymous import Names
-from dualeval.tools.conformance.command import _last_lines, _Runs
+from dualeval.tools.conformance.command import _Runs
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
 from dualeval.tools.supervise import Ended, Interrupts
@@ -45,8 +45,6 @@ def found(digest: str = "aa" * 32, loss: float = 0.19, size: int = 1, **changes:
         "world": {"size": size, "nodes": 1, "launcher": "none", "backend": backend},
         "homogeneous": True,
         "machines": [MACHINE],
-        "samples_per_s": 7000.0,
-        "total_s": 2.0,
         **changes,
     }
 
@@ -140,7 +138,6 @@ def report(*runs: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "cores": 64,
         "gpus": [{"model": "H100", "memory_gib": 79.6}] * 4,
         "driver": "570.1",
-        "network": {"interface": "ib0", "mb_s": 200_000},
     }
     return {
         "schema_version": 1,
@@ -185,9 +182,10 @@ def test_the_page() -> None:
     assert "| launcher | backend | device | 2 ranks | 8 ranks |" in text
     assert "| torchrun | torch | cpu | ok, 3.2 s | ok, 3.2 s |" in text
     assert "| mpirun | torch | cpu | **failed**, 3.2 s | - |" in text
-    assert "### failed: mpirun, torch, 2 ranks, cpu (run)\n\nexit code 3\n\n```\nno | slots\n'''\n```" in text
+    assert "### failed: mpirun, torch, 2 ranks, cpu (run)\n\nexit code 3\n\n`mpirun -np 2 dua" in text
+    assert "\n\n```\nno | slots\n'''\n```" in text
     assert "- horovodrun (torch; 2 ranks): Horovod is built without MPI." in text
-    assert "| node2 | Xeon (AVX512) | 64 | 4 x H100, 80 GiB | 570.1 | ib0, 200,000 Mb/s |" in text
+    assert "| node2 | Xeon (AVX512) | 64 | 4 x H100, 80 GiB | 570.1 |" in text
     assert "| NCCL of torch | 2.27.5 |" in text
     assert "mpi4py" not in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -199,10 +197,9 @@ def test_the_page() -> None:
 def test_the_speed_of_several_devices_is_shown() -> None:
     """Self-tests on host and device tensors are timed apart."""
     speed = {"latency_us": 12.0, "bandwidth_gb_s": 1.5}
-    test = {**row("ok"), "operations": {"gather": True}, "problems": ["2 ranks would take 9 threads"]}
+    test = {**row("ok"), "operations": {"gather": True}}
     text = page(report(row("ok"), self_tests=[{**test, "speed": {"cpu": speed, "cuda": speed}}]))
     assert "| 1 right | cpu: 12 us for 8 bytes, 1.50 GB/s at 64 MiB; cuda: 12 us" in text
-    assert "\n- 2 ranks would take 9 threads (torchrun torch)\n" in text
 
 
 def test_the_summary_of_nothing() -> None:
@@ -213,25 +210,8 @@ def test_the_summary_of_nothing() -> None:
     assert not agrees(report())
 
 
-def test_the_summary_of_one_that_failed() -> None:
-    test = row("failed", operations={}, problems=[], speed=None)
-    assert summary(report(BROKEN, self_tests=[test], interrupted=True)) == (
-        "Interrupted. Nothing was compared. 0 of 1 runs have the bits of one process; 1 failed. "
-        "0 of 1 self-tests of backends are right."
-    )
-    assert summary(report(row("digest differs"))).startswith("0 of 1 runs have the bits of one process; 1 ")
-
-
 NAMES = Names(
     folders={"/scratch/ada/runs/c1": "OUT", "/home/ada/env": "ENV"},
-    homes=("/users/ada",),
-    hosts={"gpu01.site.org": "node1", "gpu01": "node1", "vm": "node2"},
-    users=("ada",),
-)
-
-
-OF_A_CLUSTER = Names(
-    folders={},
     homes=("/users/ada",),
     hosts={"gpu01.site.org": "node1", "gpu01": "node1", "gpu-a100-02": "node2", "h0": "node3", "vm": "node4"},
     users=("ada",),
@@ -241,40 +221,37 @@ OF_A_CLUSTER = Names(
 @pytest.mark.parametrize(
     ("text", "cleaned"),
     [
-        # Hosts of the run: beside other names, in other case, with any domain.
+        # Hosts of the run, in any case, with any domain, beside other words; and others of the same cluster.
         ("slurmstepd-h0: error: *** STEP 2.2 ON gpu01", "slurmstepd-node3: error: *** STEP 2.2 ON node1"),
-        ("gpu01-ib0 gpu01_x x_gpu01", "node1-ib0 node1_x x_node1"),
         ("GPU01, Gpu01.Site.Org, gpu01.other.org.", "node1, node1, node1."),
         ("at h0:\\ngpu01\\r \x1b[31mh0\x1b[0m", "at node3:\\nnode1\\r node3"),
-        # Others of the same cluster.
-        ("gpu02, gpu02.site.org, gpu-a100-17, vm3", "another-host, another-host, another-host, another-host"),
-        ("license.site.org and site.org", "another-host and another-host"),
+        ("gpu02, gpu-a100-17, license.site.org", "another-host, another-host, another-host"),
         ("nodes gpu[01-02,07],h[0-1] and gpu-a100-[01", "nodes HOSTS,HOSTS and HOSTS"),
+        ("-H gpu01:2,vm:2", "-H node1:2,node4:2"),
         # No hosts.
-        (
-            "Open MPI 4.1.4, torch 2.13.0+cpu, hdf5, vmlinux",
-            "Open MPI 4.1.4, torch 2.13.0+cpu, hdf5, vmlinux",
-        ),
-        ("digest 9f0ch07e1 eccb6c44204111a5", "digest 9f0ch07e1 eccb6c44204111a5"),
-        ("dualeval run --vm x", "dualeval run --vm x"),
-        # Addresses.
+        ("Open MPI 4.1.4, torch 2.13.0+cpu, hdf5, vmlinux, run --vm x", None),
+        ("digest 9f0ch07e1 eccb6c44204111a5 at 12:30:05, std::runtime_error", None),
+        # Addresses, but those of this machine.
         ("connect to 10.77.0.11. From fd77::11.", "connect to ADDRESS. From ADDRESS."),
         ("peer:10.77.0.11 peer:fd77::11: refused", "peer:ADDRESS peer:ADDRESS: refused"),
         ("[::ffff:10.77.0.11]:29500 ::ffff:127.0.0.1", "[ADDRESS]:29500 ::ffff:127.0.0.1"),
         ("10.77.0.11_x 10.77.0.11.29500 10.77.0.11/24", "ADDRESS_x ADDRESS.29500 ADDRESS/24"),
         ("port 02:42:ac:11:00:02 is down", "port ADDRESS is down"),
-        ("::1 0.0.0.0 c10::Error std::fd::add 12:30:05", "::1 0.0.0.0 c10::Error std::fd::add 12:30:05"),
-        # Homes.
-        ("/home/bob/x y/z", "~/.../z"),
+        ("::1 0.0.0.0 127.0.0.1 c10::Error std::fd::add", None),
+        # Folders and persons.
+        ("in /scratch/ada/runs/c1/logs/003.err", "in OUT/logs/003.err"),
+        ("/home/ada/env/bin/torchrun: not found", "ENV/bin/torchrun: not found"),
+        ("/home/ada/env2/bin", "~/.../bin"),
+        ('File "/users/ada/secret project/a.py", line 3', 'File "~/.../a.py", line 3'),
         ("/home/bob smith/a, b/c: denied", "~/.../c: denied"),
-        ("'/users/bob/my dir/secret/x y' is not /tmp/a", "'~/.../x y' is not /tmp/a"),
         ("/export/home/bob/secret/x in /Users/ada/x", "~/.../x in ~/.../x"),
         ("/users/ada/bin/mpirun --out runs/1", "~/.../mpirun --out runs/1"),
-        ("/scratch/ada_1/x of user ada.", "/scratch/USER_1/x of user USER."),
+        ("cd /root; ls /rootfs", "cd ~; ls /rootfs"),
+        ("ada@gpu01: /scratch/ada_1/x, adagrad", "USER@node1: /scratch/USER_1/x, adagrad"),
     ],
 )
-def test_rather_too_much_is_taken_out(text: str, cleaned: str) -> None:
-    assert OF_A_CLUSTER.clean(text) == cleaned
+def test_names_are_taken_out(text: str, cleaned: str | None) -> None:
+    assert NAMES.clean(text) == (text if cleaned is None else cleaned)
 
 
 def test_hosts_that_are_named_as_the_report_names_them() -> None:
@@ -286,34 +263,6 @@ def test_hosts_that_are_named_as_the_report_names_them() -> None:
 def test_an_address_as_a_name_takes_no_number_out(address: str) -> None:
     names = Names(folders={}, hosts={address: "node1", address.partition(".")[0]: "node1"})
     assert names.clean(f"10 ranks at {address}") == "10 ranks at ADDRESS"
-
-
-@pytest.mark.parametrize(
-    ("text", "cleaned"),
-    [
-        ("in /scratch/ada/runs/c1/logs/003.err", "in OUT/logs/003.err"),
-        ("/home/ada/env/bin/torchrun: not found", "ENV/bin/torchrun: not found"),
-        ("/home/ada/env2/bin", "~/.../bin"),
-        ('File "/users/ada/secret project/a.py", line 3', 'File "~/.../a.py", line 3'),
-        ("see /users/ada/thesis/model.py:12", "see ~/.../model.py:12"),
-        ("/home/bob/x: Permission denied", "~/.../x: Permission denied"),
-        ("cd /root; ls /rootfs", "cd ~; ls /rootfs"),
-        ("rank 1 on gpu01.site.org (gpu01) and vm", "rank 1 on node1 (node1) and node2"),
-        ("gpu012 and vmlinux and nvm", "another-host and vmlinux and nvm"),
-        ("-H gpu01:2,vm:2", "-H node1:2,node2:2"),
-        ("ada@gpu01: /scratch/ada/x, adagrad", "USER@node1: /scratch/USER/x, adagrad"),
-        ("connect to 10.1.2.3:29500 and 127.0.0.1 refused", "connect to ADDRESS:29500 and 127.0.0.1 refused"),
-        ("[fe80::1%eth0]:29500", "[ADDRESS%eth0]:29500"),
-        ("at 12:30:05, torch 2.13.0, std::runtime_error", "at 12:30:05, torch 2.13.0, std::runtime_error"),
-    ],
-)
-def test_names_are_taken_out(text: str, cleaned: str) -> None:
-    assert NAMES.clean(text) == cleaned
-
-
-def test_hosts_stay_where_that_is_wanted() -> None:
-    names = Names(folders={}, hosts=None)
-    assert names.clean("gpu01 at 10.1.2.3") == "gpu01 at 10.1.2.3"
 
 
 def shared(folder: Path) -> dict[str, Any]:
@@ -367,12 +316,11 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
         f"echo no route to {socket.gethostname()}, {ROOT}/a.py >&2; exit 3\n"
     )
     stub.chmod(0o755)
-    words = ["--launchers", "mpirun,srun", "--ranks", "1", "--limit", "64", "--json", "--out", "report"]
+    words = ["--launchers", "mpirun,srun", "--ranks", "1", "--limit", "64", "--out", "report"]
     path = f"{stub.parent}{os.pathsep}{os.environ['PATH']}"
     done = launch([*CONFORMANCE, *words], cwd=tmp_path, variables={"PATH": path})
     assert done.returncode == 1
     content = shared(tmp_path / "report")
-    assert json.loads(done.stdout) == content
     broken = [run for run in content["runs"] if run["launcher"] == "mpirun" and run["backend"] == "mpi"]
     assert [(run["outcome"], run["reason"]) for run in broken] == [("failed", "exit code 3")]
     assert broken[0]["last_lines"] == ["no route to node1, DUALEVAL/a.py"]
@@ -413,10 +361,9 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
             environ=os.environ,
             interrupts=interrupts,
             timeout_s=60,
-            to_error=False,
             limit=64,
             site=site,
-            names=Names(folders={}, hosts=None),
+            names=Names(folders={}, hosts={}),
             header=header,
         )
         content = runs.run([replace(Trial.on(site, "none", "single", 1, "cpu"), is_reference=True)])
@@ -426,9 +373,9 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
 
 
 def test_commands_alone(launch: Launch, tmp_path: Path) -> None:
-    words = ["--dry-run", "--launchers", "torchrun", "--ranks", "2", "--no-self-tests"]
+    words = ["--dry-run", "--launchers", "torchrun", "--ranks", "2"]
     done = launch([*CONFORMANCE, *words], cwd=tmp_path).ok()
-    assert done.stdout.splitlines() == [
+    assert done.stdout.splitlines()[:2] == [
         "dualeval run --launcher none --device cpu --limit 2000 --out OUT/runs/000",
         "torchrun --standalone --nproc-per-node=2 --no-python dualeval run --backend torch --device cpu "
         "--limit 2000 --out OUT/runs/001",
@@ -451,11 +398,6 @@ def test_commands_alone(launch: Launch, tmp_path: Path) -> None:
             },
             "openmpi started this process as rank 0 of 2, and 'dualeval conformance' starts all launchers",
         ),
-        (
-            [],
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "env started this process as rank 0 of 2",
-        ),
         # A job's shell, of which half is missing; srun is there or not.
         ([], {"RANK": "1"}, "torchrun's variables are half set"),
     ],
@@ -475,43 +417,12 @@ def test_a_folder_that_cannot_be_made(out: str, said: str, tmp_path: Path) -> No
     assert said in str(done.exception)
 
 
-@pytest.mark.needs("mpi")
-@pytest.mark.long
-def test_a_pod_of_one_replica_starts_launchers(launch: Launch, tmp_path: Path) -> None:
-    """They would find another launcher's word beside its variables."""
-    words = ["--launchers", "mpirun", "--ranks", "2", "--limit", "64", "--no-self-tests", "--out", "report"]
-    pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PET_NNODES": "1"}
-    done = launch([*CONFORMANCE, *words], cwd=tmp_path, variables=pod)
-    said = {row[1]: row[3] for row in outcomes(shared(tmp_path / "report"))}
-    assert said["torch"] == said["mpi"] == "ok", done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("size", ["SLURM_HET_SIZE", "SLURM_PACK_SIZE"])
 def test_a_heterogeneous_job(size: str) -> None:
     """salloc sets no SLURM_JOB_NODELIST there."""
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "7", size: "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"}
     with pytest.raises(LaunchError, match=r"this is a heterogeneous Slurm job of 2 components.*without ':'"):
         _nodes_of_job(environ)
-
-
-SELF_TEST_ENDS = [
-    ("no MPI here\n", ["no MPI here"]),
-    # Reports have variables, and where each rank took itself for the only one there are several.
-    ('warning\n{\n  "a": 1\n}\n{\n  "b": 2\n}\nended by 9\n', ["warning", "ended by 9"]),
-    ('{\n  "a": {\n    "HOME": "x"\n', []),
-]
-
-
-@pytest.mark.parametrize(("printed", "lines"), SELF_TEST_ENDS)
-def test_last_lines_of_a_self_test_that_spoke_on_stdout(
-    tmp_path: Path, printed: str, lines: list[str]
-) -> None:
-    out, err = tmp_path / "out", tmp_path / "err"
-    out.write_text(printed)
-    err.write_text("\n")
-    assert _last_lines(err, out, True) == lines
-    err.write_text("why\n")
-    assert _last_lines(err, out, True) == ["why"]
 
 
 @pytest.mark.long

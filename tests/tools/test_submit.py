@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
-from dualeval.tools.submit.command import submit
-from dualeval.tools.submit.sbatch import SlurmJob, directives, sbatch_text
+from dualeval.tools.submit.command import SlurmJob, directives, sbatch_text, submit
 from tests.conftest import BIN, Launch
 
 STUB = """\
@@ -138,12 +137,6 @@ def test_dry_run_prints_the_script_and_submits_nothing(
     options = " ".join(directives(JOB))
     assert printed.err == f"PATH={BIN}:$PATH sbatch --parsable --export=ALL {options} FILE --out 'a b'\n"
     assert not sbatch.was_called
-
-
-def test_dry_run_needs_no_slurm(sbatch: Sbatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (sbatch.folder / "sbatch").unlink()
-    call("--dry-run")
-    assert capsys.readouterr().out == sbatch_text(SlurmJob())
 
 
 REFUSED = {

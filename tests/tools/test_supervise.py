@@ -76,11 +76,3 @@ def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
 def test_an_answer() -> None:
     words = ["bash", "-c", "echo out; echo err >&2; exit 3"]
     assert ask(words, os.environ, 10) == (3, "out\n", "err\n")
-
-
-def test_a_signal_that_ended_it(tmp_path: Path) -> None:
-    command = ["bash", "-c", "kill -KILL $$"]
-    ended = run_supervised(
-        command, stdout=tmp_path / "out", stderr=tmp_path / "err", environ=os.environ, timeout_s=10
-    )
-    assert ended.code == -signal.SIGKILL

@@ -28,7 +28,6 @@ from dualeval.tools.bench.plan import (
     DATAPARALLEL,
     MODES,
     OF_RANKS,
-    BenchOptions,
     Cell,
     CellStart,
     cores_of_processes,
@@ -50,7 +49,7 @@ _RANK = re.compile(r"^(rank \d+) on .+? \(pid \d+\): ")
 
 
 def prepare(
-    options: BenchOptions, job: Job, folder: Path, when: str, interrupts: Interrupts, words: Sequence[str]
+    flags: Mapping[str, Any], job: Job, folder: Path, when: str, interrupts: Interrupts, words: Sequence[str]
 ) -> Cells:
     """Check the job, look at the machine, and list the cells."""
     from dualeval.world import World
@@ -62,13 +61,13 @@ def prepare(
     device = device_here(job.device, 1, World.alone())
     description = _described(job)
     site, [facts] = node_facts.find_site(environ, interrupts.check)
-    processes = options.processes or default_ranks(site, device.type)
-    cores = options.cores_per_process or cores_of_processes(processes, site.nodes[0].cores)
+    processes = flags["processes"] or default_ranks(site, device.type)
+    cores = flags["cores_per_process"] or cores_of_processes(processes, site.nodes[0].cores)
     cells = plan_cells(
-        options.mode or MODES,
+        flags["mode"] or MODES,
         processes,
-        options.precision or [job.precision],
-        options.batch_size or [job.batch_size],
+        flags["precision"] or [job.precision],
+        flags["batch_size"] or [job.batch_size],
         _reasons(job, site, device, cores),
     )
     return Cells(
@@ -76,14 +75,13 @@ def prepare(
         environ=environ,
         interrupts=interrupts,
         command=[*OWN_COMMAND, *words],
-        timeout_s=options.timeout_s,
-        to_error=options.as_json,
+        timeout_s=flags["timeout_s"],
         header={
             "schema_version": SCHEMA_VERSION,
             "when": when,
             "command": shlex.join(["dualeval", *words]),
             "settings": {
-                **{name: getattr(options, name) for name in ("train", "rounds", "min_seconds", "warmup")},
+                **{name: flags[name] for name in ("train", "rounds", "min_seconds", "warmup")},
                 "cores": cores,
                 "device": device.type,
             },
@@ -216,7 +214,7 @@ class Cells(Trials):
             # Not tried again: it would fail in each round.
             cell["outcome"], cell["reason"] = FAILED, _why(ended, err)
             said = f"failed: {cell['reason']}"
-        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}", err=self.to_error)
+        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}")
 
 
 def _why(ended: Ended, err: Path) -> str:

@@ -14,16 +14,15 @@ import click
 from dualeval.cli.grouped import PATH, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
-from dualeval.options.choices import CAST, PRECISIONS
+from dualeval.options.choices import CAST, PRECISIONS, check_choice
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.job import COMMON, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
-from dualeval.result import json_text
 from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
 from dualeval.tools.bench.cells import prepare
 from dualeval.tools.bench.figures import MEASURED
-from dualeval.tools.bench.page import csv_text, page
-from dualeval.tools.bench.plan import MODES, BenchOptions, CellStart
+from dualeval.tools.bench.page import page
+from dualeval.tools.bench.plan import DATAPARALLEL, MODES, CellStart
 from dualeval.tools.bench.plots import check_plots, draw
 from dualeval.tools.supervise import Interrupted, Interrupts
 from dualeval.tools.trials import FAILED, check_no_rank, counts_of, new_folder, words_of
@@ -34,7 +33,7 @@ _measured = partial(grouped, group=_MEASURE)
 _WORDS: dict[str, Any] = {"callback": words_of, "metavar": "WORDS"}
 _COUNTS: dict[str, Any] = {"callback": counts_of, "metavar": "N,N"}
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
-_PAGE, _CSV = "bench.md", "bench.csv"
+_PAGE = "bench.md"
 # Flags that decide nothing with --train.
 _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layout", "optimize")
 
@@ -72,7 +71,6 @@ _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layou
 @grouped(
     "--out", group=RUN, type=PATH, metavar="DIR", help="A new or empty folder.  [default: runs/bench-TIME]"
 )
-@grouped("--json", "as_json", group=RUN, is_flag=True, help="Print bench.json, and nothing else.")
 @grouped("--dry-run", group=RUN, is_flag=True, help="Check the job, list the cells; measure nothing.")
 @click.option("--cell", hidden=True)
 @click.option("--launcher", hidden=True)
@@ -101,8 +99,16 @@ def bench(context: click.Context, /, **flags: Any) -> None:
             "bench', which takes --out and --processes",
             err=True,
         )
-    options = BenchOptions(**{name: flags[name] for name in BenchOptions.__dataclass_fields__})
-    if options.plots:
+    for mode in flags["mode"] or ():
+        check_choice("--mode", mode, MODES)
+    for precision in flags["precision"] or ():
+        check_choice("--precision", precision, PRECISIONS)
+    if (flags["mode"], flags["processes"]) == ([DATAPARALLEL], [1]):
+        raise UsageError(
+            f"--mode {DATAPARALLEL} --processes 1: it splits a batch over several GPUs, so there is nothing "
+            "to measure. Give --processes 2 or more."
+        )
+    if flags["plots"]:
         check_plots()
     check_no_rank(
         flags["launcher"],
@@ -112,20 +118,16 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         {**flags, **{name: (flags[name] or [None])[0] for name in ("batch_size", "precision")}},
         "dualeval bench",
     )
-    for size in options.batch_size or ():
+    for size in flags["batch_size"] or ():
         COMMON["batch_size"].check(size)
-    if options.train:
-        _check_training(options, job, flags)
-    for precision in options.precision or [job.precision]:
+    if flags["train"]:
+        _check_training(job, flags)
+    for precision in flags["precision"] or [job.precision]:
         replace(job, precision=precision)  # checks what goes with it
-    if flags["dry_run"] and flags["as_json"]:
-        raise UsageError(
-            "--json prints what was measured, and --dry-run measures nothing: leave out one of them."
-        )
     folder, when = new_folder(flags["out"], "bench")
     with Interrupts() as interrupts:
         try:
-            cells = prepare(options, job, folder, when, interrupts, context.obj)
+            cells = prepare(flags, job, folder, when, interrupts, context.obj)
         except Interrupted as error:
             click.echo(f"dualeval: interrupted by {error}; nothing was measured", err=True)
             context.exit(EXIT_STOPPED)
@@ -134,10 +136,10 @@ def bench(context: click.Context, /, **flags: Any) -> None:
                 click.echo(f"{cell['label']}{'' if cell['reason'] is None else ': ' + cell['reason']}")
             return
         report = cells.run()
-    context.exit(_finish(report, folder, options))
+    context.exit(_finish(report, folder, plots=flags["plots"]))
 
 
-def _check_training(options: BenchOptions, job: Job, flags: Mapping[str, Any]) -> None:
+def _check_training(job: Job, flags: Mapping[str, Any]) -> None:
     """Check that the job is one whose training steps can be timed."""
     if job.task != DEFAULT_TASK:
         raise UsageError(
@@ -149,7 +151,7 @@ def _check_training(options: BenchOptions, job: Job, flags: Mapping[str, Any]) -
             f"{words}: no meaning with --train, which has no metrics, skips no sample and trains the model "
             "as it is built. Leave it out."
         )
-    for precision in options.precision or [job.precision]:
+    for precision in flags["precision"] or [job.precision]:
         if precision in CAST:
             raise UsageError(
                 f"--train --precision {precision}: a training keeps its weights in float32, as the steps of "
@@ -158,16 +160,12 @@ def _check_training(options: BenchOptions, job: Job, flags: Mapping[str, Any]) -
             )
 
 
-def _finish(report: Mapping[str, Any], folder: Path, options: BenchOptions) -> int:
+def _finish(report: Mapping[str, Any], folder: Path, *, plots: bool) -> int:
     """Write and show what was measured; returns the exit code."""
-    pictures = draw(report, folder) if options.plots else []
+    pictures = draw(report, folder) if plots else []
     text = page(report, pictures)
     write_text(folder / _PAGE, text)
-    write_text(folder / _CSV, csv_text(report))
-    if options.as_json:
-        click.echo(json_text(report), nl=False)
-    else:
-        click.echo(f"\n{text}\n{folder / _PAGE}")
+    click.echo(f"\n{text}\n{folder / _PAGE}")
     if report["interrupted"]:
         return EXIT_STOPPED
     outcomes = {cell["outcome"] for cell in report["cells"]}

@@ -49,7 +49,6 @@ def _figures(cell: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dic
         "efficiency": None,
         "startup_s": spread([one["startup_s"] for one in measured]),
         "peak_bytes": max(rank["peak_bytes"] for one in measured for rank in one["ranks"]),
-        "peak_bytes_together": max(sum(rank["peak_bytes"] for rank in one["ranks"]) for one in measured),
         "peak_gpu_bytes": max(
             (rank["peak_gpu_bytes"] or 0 for one in measured for rank in one["ranks"]), default=0
         )

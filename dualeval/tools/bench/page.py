@@ -1,9 +1,7 @@
-"""The report of ``dualeval bench`` as Markdown and CSV; pure functions."""
+"""The report of ``dualeval bench`` as Markdown; pure functions."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +13,6 @@ SCHEMA_VERSION = 1
 _MIB = 2**20
 _SHOWN_OF_DIGEST = 16
 _CELL = ("mode", "processes", "precision", "batch_size", "outcome", "reason")
-_SPREADS = ("images_per_s", "seconds_per_batch", "speed_up", "startup_s")
-_NUMBERS = ("efficiency", "peak_bytes", "peak_bytes_together", "peak_gpu_bytes", "rounds", "waits_for_data")
 
 
 def page(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
@@ -156,53 +152,16 @@ def _missing(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
     settings = report["settings"]
-    rounds = settings["rounds"]
-    yield "## How to read it\n"
     yield (
-        f"{counted(rounds, 'round')}; each round starts each cell once, in another order. "
-        "Figures are medians over the rounds, in brackets the lowest and the highest. A start is measured "
-        f"for at least {settings['min_seconds']:g} s, after a warm-up of {settings['warmup']} batches per "
-        f"process. Each process has {counted(settings['cores'], 'core')} of its own, also where it is the "
-        "only one. Speed-up is relative to mode single (without it to one process of the same mode) in the "
-        "same round; efficiency is speed-up divided by processes. Peak memory is that of the largest "
-        "process. Start-up is the time from the command to the first batch; no other figure contains it.\n"
+        f"Figures are medians over {counted(settings['rounds'], 'round')}, in brackets the lowest and the "
+        f"highest, of starts that are measured for at least {settings['min_seconds']:g} s after a warm-up of "
+        f"{settings['warmup']} batches per process. Each process has {counted(settings['cores'], 'core')} of "
+        "its own. docs/bench.md says what each figure means."
     )
-    if settings["train"]:
-        yield (
-            "Steps run on batches that are in memory already: reading is not included. Every process has its "
-            "own batch of this size. The stages of a step follow each other. The gradients are summed as one "
-            "tensor after the backward, and this contains the wait for slower processes; "
-            "DistributedDataParallel and hvd.DistributedOptimizer overlap it with the backward."
-        )
-    else:
-        yield (
-            "A pass is a whole evaluation loop: reading, forward, metrics, and the sum over all processes. "
-            "Files are in the page cache where they fit. The work is the same for any number of processes. "
-            "'Waits for data' is the part of the loop in which a process had no batch to compute. Nothing is "
-            "written to a disk."
-        )
 
 
 def _row(words: Sequence[str]) -> str:
     return f"| {' | '.join(words)} |"
-
-
-def csv_text(report: Mapping[str, Any]) -> str:
-    """The cells as CSV: one row each, measured or not, in plain units (seconds, bytes, fractions)."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    ranged = [f"{name}{suffix}" for name in _SPREADS for suffix in ("", "_low", "_high")]
-    writer.writerow([*_CELL, *ranged, *_NUMBERS, *(f"share_{stage}" for stage in STAGES)])
-    for cell in report["cells"]:
-        figures = cell["figures"] or {}
-        row = [cell[name] for name in _CELL]
-        for name in _SPREADS:
-            spread = figures.get(name) or {}
-            row += [spread.get(key) for key in ("median", "low", "high")]
-        row += [figures.get(name) for name in _NUMBERS]
-        row += [figures.get("stages", {}).get(stage) for stage in STAGES]
-        writer.writerow(row)
-    return file.getvalue()
 
 
 def progress_line(cell: Mapping[str, Any]) -> str:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-from dualeval.errors import UsageError
-from dualeval.options.choices import PRECISIONS, check_choice
 
 # One process, one process that splits its batches over several GPUs, and ranks over two backends.
 SINGLE, DATAPARALLEL, TORCH, HOROVOD = "single", "dataparallel", "torch", "horovod"
@@ -16,39 +12,6 @@ MODES = (SINGLE, DATAPARALLEL, TORCH, HOROVOD)
 OF_RANKS = (TORCH, HOROVOD)
 # Of a training step, in their order.
 STAGES = ("forward", "backward", "all_reduce", "optimiser")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """The options of ``dualeval bench`` beside those of the job, as docs/bench.md has them; None is open."""
-
-    mode: list[str] | None
-    processes: list[int] | None
-    precision: list[str] | None
-    batch_size: list[int] | None
-    rounds: int
-    min_seconds: float
-    warmup: int
-    cores_per_process: int | None
-    timeout_s: float
-    train: bool
-    plots: bool
-    as_json: bool
-
-    def __post_init__(self) -> None:
-        for mode in self.mode or ():
-            check_choice("--mode", mode, MODES)
-        for precision in self.precision or ():
-            check_choice("--precision", precision, PRECISIONS)
-        if not math.isfinite(self.min_seconds):
-            raise UsageError(f"--min-seconds {self.min_seconds:g}: expected a number of seconds")
-        if math.isnan(self.timeout_s):
-            raise UsageError(f"--timeout-s {self.timeout_s:g}: expected a number of seconds")
-        if self.mode == [DATAPARALLEL] and self.processes == [1]:
-            raise UsageError(
-                f"--mode {DATAPARALLEL} --processes 1: it splits a batch over several GPUs, so "
-                "there is nothing to measure. Give --processes 2 or more."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

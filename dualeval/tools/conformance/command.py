@@ -17,7 +17,6 @@ from typing import Any
 
 import click
 
-from dualeval.cli import options
 from dualeval.cli.grouped import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
 from dualeval.launch.launchers import WAYS
@@ -49,8 +48,6 @@ _LAST_LINES = 8
 _TAIL_BYTES = 65536
 # How horovodrun and mpirun --tag-output name the rank: before a line, and mpirun within one of many.
 _TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
-# What dualeval doctor has printed, of several ranks or cut off: it has variables, which are not for sharing.
-_REPORTS = re.compile(r"^\{.*^\}|^\{.*", re.DOTALL | re.MULTILINE)
 
 
 @click.command()
@@ -78,9 +75,6 @@ _REPORTS = re.compile(r"^\{.*^\}|^\{.*", re.DOTALL | re.MULTILINE)
     show_default=True,
     help="Time limit of each run, in seconds.",
 )
-@click.option("--self-tests/--no-self-tests", default=True, help="Also test every operation of each backend.")
-@click.option("--with-host-names", is_flag=True, help="Keep names and addresses of hosts in the report.")
-@options.ONLY_JSON
 @click.option("--dry-run", is_flag=True, help="Inspect the nodes and print the commands; run nothing.")
 @click.option("--facts", is_flag=True, hidden=True)
 @click.pass_context
@@ -117,17 +111,13 @@ def conformance(
             raise UsageError("--device cuda: torch sees no GPU on at least one node. Leave out --device.")
         devices = [flags["device"]] if flags["device"] else ["cuda", "cpu"] if has_gpus else ["cpu"]
         trials = plan_trials(runs.site, devices, launchers, flags["ranks"])
-        trials = [trial for trial in trials if flags["self_tests"] or not trial.is_self_test]
         if dry_run:
             for number, trial in enumerate(trials):
                 reason = runs.names.clean(trial.reason or "")
                 click.echo(f"# not here: {_label(trial)}: {reason}" if reason else runs.shown(trial, number))
             return
         report = runs.run(trials)
-    if flags["as_json"]:
-        click.echo(json_text(report), nl=False)
-    else:
-        click.echo(f"\n{judging.summary(report)}\n{folder / _PAGE}\n{folder / _JSON}")
+    click.echo(f"\n{judging.summary(report)}\n{folder / _PAGE}\n{folder / _JSON}")
     context.exit(EXIT_DONE if judging.agrees(report) else EXIT_FAILED)
 
 
@@ -148,10 +138,10 @@ def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interru
             str(Path(__file__).resolve().parents[3]): "DUALEVAL",
         },
         homes=tuple({str(Path.home()), str(Path.home().resolve())}),
-        hosts=None if flags["with_host_names"] else _host_names(facts),
+        hosts=_host_names(facts),
         users=(_user(),),
     )
-    shown = ("cpu", "cpu_capability", "cores", "gpus", "driver", "network")
+    shown = ("cpu", "cpu_capability", "cores", "gpus", "driver")
     scheduler = site.slurm or None
     versions = {**node_facts.versions_of(facts), "mpirun": site.mpirun or None, "Slurm": scheduler}
     return _Runs(
@@ -159,7 +149,6 @@ def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interru
         environ=environ,
         interrupts=interrupts,
         timeout_s=flags["timeout_s"],
-        to_error=flags["as_json"],
         limit=flags["limit"],
         site=site,
         names=names,
@@ -240,7 +229,7 @@ class _Runs(Trials):
                 text = (
                     f"{number + 1:>3}/{len(trials)}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}"
                 )
-                click.echo(text, err=self.to_error)
+                click.echo(text)
             yield
 
     def _try(self, trial: Trial, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -253,8 +242,8 @@ class _Runs(Trials):
             "seconds": None,
             "command": None,
         }
-        of_a_self_test: dict[str, Any] = {"operations": {}, "speed": None, "problems": []}
-        row |= of_a_self_test if trial.is_self_test else {"found": None}
+        own: dict[str, Any] = {"operations": {}, "speed": None} if trial.is_self_test else {"found": None}
+        row |= own
         if trial.reason is not None:
             return row
         same = [one for one in references if one["device"] == trial.device and one["outcome"] == judging.OK]
@@ -274,7 +263,9 @@ class _Runs(Trials):
             row |= self._result(ended, trial, self.folder / "runs" / name, same[0]["found"] if same else None)
         row["reason"] = row["reason"] and self.names.clean(row["reason"])
         if row["outcome"] in judging.BAD:
-            row["last_lines"] = [self.names.clean(line) for line in _last_lines(err, out, trial.is_self_test)]
+            # A self-test prints its report, which has variables: they are not for sharing.
+            lines = _lines_of(err) or ([] if trial.is_self_test else _lines_of(out))
+            row["last_lines"] = [self.names.clean(line) for line in _last_of(lines)]
         return row
 
     def _result(
@@ -314,22 +305,16 @@ class _Runs(Trials):
                 for name in next(iter(ranks))["operations"]
             },
             "speed": found["speed"],
-            "problems": [self.names.clean(problem) for problem in found["problems"]],
         }
 
 
-def _last_lines(err: Path, out: Path, is_self_test: bool) -> list[str]:
+def _last_of(lines: Sequence[str]) -> list[str]:
     """What was said at the end, and before it dualeval's own errors, which launchers bury."""
-    lines = _lines_of(err) or _lines_of(out, has_reports=is_self_test)
     errors = [line for line in lines if "dualeval: error:" in line]
     last = lines[-_LAST_LINES:]
     return [*(line for line in dict.fromkeys(errors) if line not in last), *last]
 
 
-def _lines_of(path: Path, *, has_reports: bool = False) -> list[str]:
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    text = _TAG.sub("", (data if has_reports else data[-_TAIL_BYTES:]).decode("utf-8", "replace"))
-    lines = [line.rstrip() for line in (_REPORTS.sub("", text) if has_reports else text).splitlines()]
-    return [line for line in lines if line]
+def _lines_of(path: Path) -> list[str]:
+    text = _TAG.sub("", path.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace"))
+    return [line.rstrip() for line in text.splitlines() if line.rstrip()]

@@ -21,7 +21,6 @@ BAD = (DIFFERS, FAR, FAILED, TIMED_OUT, NOT_RUN)
 # Between models of CPU or GPU last bits differ, and with them a near tie: 2 of 2,000 samples.
 TOLERANCE = 1e-3
 _COMPARED = ("loss", "top1", "top5")
-_SHOWN_OF_DIGEST = 16
 # Of a machine, what decides the bits of a forward.
 _MACHINE = ("device", "model", "cpu_capability", "bits", "versions")
 
@@ -37,8 +36,6 @@ def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
         "world": result["world"],
         "homogeneous": result["homogeneous"],
         "machines": [{name: machine[name] for name in _MACHINE} for machine in result["machines"]],
-        "samples_per_s": result["samples_per_s"],
-        "total_s": result["timing"]["total_s"],
     }
 
 
@@ -155,7 +152,6 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _failures([*report["references"], *report["runs"], *report["self_tests"]])
     yield from _absent(report["runs"])
     yield from _site(report)
-    yield from _commands([*report["references"], *report["runs"]])
 
 
 def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -222,23 +218,14 @@ def _self_tests(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             for row in rows
         ],
     )
-    said: dict[str, list[str]] = {}
-    for row in rows:
-        for problem in row["problems"]:
-            said.setdefault(problem, []).append(f"{row['launcher']} {row['backend']}")
-    yield from (f"- {problem} ({', '.join(where)})" for problem, where in said.items())
-    if said:
-        yield ""
 
 
 def _speed(speed: Mapping[str, Any] | None) -> str:
-    """The times of all_reduce; those of several devices one after the other."""
-    if not speed:
-        return "-"
-    if "latency_us" in speed:
-        return f"{speed['latency_us']:,.0f} us for 8 bytes, {speed['bandwidth_gb_s']:.2f} GB/s at 64 MiB"
-    inner = {name: value for name, value in speed.items() if isinstance(value, Mapping)}
-    return "; ".join(f"{name}: {_speed(value)}" for name, value in inner.items()) or "-"
+    """The times of all_reduce, by device."""
+    return "; ".join(
+        f"{device}: {one['latency_us']:,.0f} us for 8 bytes, {one['bandwidth_gb_s']:.2f} GB/s at 64 MiB"
+        for device, one in (speed or {}).items()
+    )
 
 
 def _failures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -252,8 +239,7 @@ def _failures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"### {row['outcome']}: {row['launcher']}, {row['backend']}, "
             f"{counted(row['ranks'], 'rank')}, {row['device']} ({what})\n"
         )
-        if row["reason"]:
-            yield f"{row['reason']}\n"
+        yield from (f"{text}\n" for text in (row["reason"], row["command"] and f"`{row['command']}`") if text)
         if row["last_lines"]:
             yield from ("```", *(line.replace("```", "'''") for line in row["last_lines"]), "```")
             yield ""
@@ -278,7 +264,7 @@ def _absent(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _site(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(
         "Machines",
-        ["node", "CPU", "cores", "GPUs", "driver", "network between nodes"],
+        ["node", "CPU", "cores", "GPUs", "driver"],
         [
             [
                 node["name"],
@@ -286,7 +272,6 @@ def _site(report: Mapping[str, Any]) -> Iterator[str]:
                 str(node["cores"]),
                 _gpus(node["gpus"]),
                 str(node["driver"] or "-"),
-                _network(node["network"]),
             ]
             for node in report["site"]["nodes"]
         ],
@@ -302,29 +287,6 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> str:
         name = f"{gpu['model']}, {gpu['memory_gib']:.0f} GiB"
         models[name] = models.get(name, 0) + 1
     return "; ".join(f"{number} x {name}" for name, number in models.items()) or "none"
-
-
-def _network(network: Mapping[str, Any] | None) -> str:
-    if network is None:
-        return "-"
-    speed = f", {network['mb_s']:,} Mb/s" if network["mb_s"] else ""
-    return f"{network['interface']}{speed}"
-
-
-def _commands(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield from _table(
-        "Commands",
-        ["command", "outcome", "metrics_digest"],
-        [
-            [
-                f"`{row['command']}`",
-                row["outcome"],
-                f"`{row['found']['metrics_digest'][:_SHOWN_OF_DIGEST]}`" if row["found"] else "-",
-            ]
-            for row in rows
-            if row["command"]
-        ],
-    )
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

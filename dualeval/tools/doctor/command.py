@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 _LIBRARIES = ("torchvision", "pillow", "transformers", "tokenizers")
 _PAUSE_S = 0.05
 _HEAD_START_S = 2.0
-# What torchrun's agent has open beside its store's connections: some 20, and pipes of its ranks.
-_FILES_OF_AGENT = 64
 _GO = "go"
 _STOP = "stop"
 
@@ -145,7 +142,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
             launcher: [asdict(variable) for variable in variables]
             for launcher, variables in detection.found.items()
         },
-        "notes": [*detection.notes, *_files_of_agent(world)],
+        "notes": list(detection.notes),
         "outer": list(detection.outer),
         "backend": None,
         "gpus": [gpu.name for gpu in sight.gpus],
@@ -178,26 +175,6 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         except DualevalError as error:
             errors.append(str(error))
     return facts
-
-
-def _files_of_agent(world: World) -> list[str]:
-    """What is wrong with the open files of torchrun's agent: on the first node it serves the ranks' store."""
-    agent = os.getppid()
-    if world.launcher != "torchrun" or world.node_rank != 0:
-        return []
-    try:
-        limits = Path(f"/proc/{agent}/limits").read_text()
-    except OSError:
-        return []  # another user's, or no /proc
-    found = re.search(r"^Max open files +(\d+) +(\w+)", limits, re.MULTILINE)
-    needed = world.size + _FILES_OF_AGENT
-    if found is None or int(found[1]) >= needed:
-        return []
-    return [
-        f"torchrun (pid {agent}) serves a store with a connection to each of {world.size} ranks, needs about "
-        f"{needed:,} open files for it, and may have {int(found[1]):,}: type 'ulimit -Sn {needed}' before "
-        f"torchrun (the hard limit is {found[2]})"
-    ]
 
 
 def _nccl() -> str:
@@ -298,7 +275,6 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
         facts["reached"] = own.host
         facts["interface"] = interface_towards(own.host)
         facts["shares_output"] = Path(offer["probe"]).exists() if offer["probe"] else None
-        own.add(f"doctor/claims/{world.rank}", 1)
         third = asked.limit_s / 3
         _tell(own, world, facts, "alone")
         if world.is_main:
@@ -359,9 +335,6 @@ def _collect(store: TCPStore, findings: _Findings, stage: str, limit_s: float) -
                 missing.remove(rank)
         if missing:
             sleep(_PAUSE_S)
-    for rank, facts in findings.ranks.items():
-        if (claims := store.add(f"doctor/claims/{rank}", 0)) > 1:
-            facts["errors"].append(f"{claims} processes say that they are rank {rank}")
     for rank in missing & set(findings.ranks):
         findings.ranks[rank]["errors"].append(f"it hung, or broke off: nothing more came in {limit_s:g} s")
 
@@ -408,7 +381,7 @@ def _report(findings: _Findings, asked: _Asked) -> dict[str, Any]:
         "speed": findings.speed,
         "ranks": findings.ranks,
     }
-    return {**report, "problems": problems(report)}
+    return {**report, "problems": list(problems(report))}
 
 
 def _share_cores(ranks: list[dict[str, Any]]) -> None:

@@ -39,12 +39,8 @@ def differences(ranks: Mapping[int, Mapping[str, Any]], names: Sequence[str] = t
     return found
 
 
-def problems(report: Mapping[str, Any]) -> list[str]:
+def problems(report: Mapping[str, Any]) -> Iterator[str]:
     """Everything in a report that has to be put right, or looked at, before a run."""
-    return [*_problems(report)]
-
-
-def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     ranks: Mapping[int, Mapping[str, Any]] = report["ranks"]
     absent = sorted(set(range(report["size"])) - set(ranks))
     if absent:
@@ -128,37 +124,23 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for text in speaker["outer"]:
         yield f"  {text}"
     yield ""
-    yield from _table(
-        [
-            "rank",
-            "host",
-            "pid",
-            "local",
-            "node",
-            "backend",
-            "GPUs seen",
-            "device",
-            "threads of cores",
-            "reaches rank 0 at",
-            "over",
-        ],
-        [
-            [
-                str(rank),
-                facts["host"],
-                str(facts["pid"]),
-                f"{facts['local_rank']} of {facts['local_size']}",
-                _or_dash(facts["node_rank"]),
-                _or_dash(facts["backend"]),
-                str(len(facts["gpus"])),
-                _or_dash(facts["device"]),
-                f"{_or_dash(facts['threads'])} of {_cores(facts)}",
-                _or_dash(facts["reached"]),
-                _or_dash(facts["interface"]),
-            ]
-            for rank, facts in sorted(ranks.items())
-        ],
-    )
+    rows = [
+        {
+            "rank": rank,
+            "host": facts["host"],
+            "pid": facts["pid"],
+            "local": f"{facts['local_rank']} of {facts['local_size']}",
+            "node": facts["node_rank"],
+            "backend": facts["backend"],
+            "GPUs seen": len(facts["gpus"]),
+            "device": facts["device"],
+            "threads of cores": f"{_or_dash(facts['threads'])} of {_cores(facts)}",
+            "reaches rank 0 at": facts["reached"],
+            "over": facts["interface"],
+        }
+        for rank, facts in sorted(ranks.items())
+    ]
+    yield from _table(rows)
     yield ""
     for name in _VERSIONS:
         yield f"{_SAME[name]:<16}{speaker[name]}"
@@ -183,10 +165,11 @@ def _cores(facts: Mapping[str, Any]) -> str:
     return str(number) if quota is None or quota >= number else f"{number}, quota {quota:g}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    cells = [list(rows[0]), *([_or_dash(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
 
 
 def _or_dash(value: Any) -> str:

@@ -301,21 +301,13 @@ def find_nccl(environ: Mapping[str, str], cuda: str | None) -> Nccl | str:
 
 
 def find_toolkit(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """(folder, version) of the first nvcc that works: by variables, on the PATH, in its usual place.
-
-    An nvcc may be a script or a link in a folder of programs: what it would do says where the true one lies.
-    Called through a link it looks beside the link and finds no settings (TOP), so what the link leads to is
-    asked next; but not first, for that may be a ccache, which goes by the name under which it is called.
-    """
-    homes = [environ.get("CUDA_HOME"), environ.get("CUDA_PATH")]
-    named = [f"{home}/bin/nvcc" for home in homes if home]
-    for nvcc in filter(None, [*named, _which(environ, "nvcc"), f"{USUAL_CUDA}/bin/nvcc"]):
-        for path in dict.fromkeys([nvcc, str(Path(nvcc).resolve())]):
-            said = _said([path, "--dryrun", "-x", "cu", "-c", "/dev/null"], environ)
-            home = re.search(r"^#\$ _HERE_=(/.*)/bin/?$", said, re.MULTILINE)
-            version = re.search(r"release (\d+\.\d+)", _said([path, "--version"], environ))
-            if home and version and "#$ TOP=" in said and Path(home[1], "bin/nvcc").is_file():
-                return home[1], version[1]
+    """(folder, version) of the first nvcc that works: by variables, on the PATH, in its usual place."""
+    found = _which(environ, "nvcc")
+    of_path = str(Path(found).resolve().parent.parent) if found else None
+    for home in filter(None, [environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), of_path, USUAL_CUDA]):
+        version = re.search(r"release (\d+\.\d+)", _said([f"{home}/bin/nvcc", "--version"], environ))
+        if version:
+            return home, version[1]
     return None
 
 
@@ -335,12 +327,9 @@ def edit(source: Path, build: Build) -> None:
 
 
 def makeflags(environ: Mapping[str, str], cores: int) -> str:
-    """The user's own MAKEFLAGS, else a job a core; called by a make, the number of jobs that it was given."""
-    flags = environ.get("MAKEFLAGS", "")
-    if flags and "MAKELEVEL" not in environ:
-        return flags
-    jobs = re.search(r"(?:^|\s)-j\s*(\d+)", flags)
-    return f"-j{jobs[1] if jobs else cores}"
+    """The user's own MAKEFLAGS, else a job a core; what a make that calls us has set is not for ours."""
+    own = "" if "MAKELEVEL" in environ else environ.get("MAKEFLAGS", "")
+    return own or f"-j{cores}"
 
 
 def is_installed(distribution: str) -> bool:

@@ -17,12 +17,14 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any
+
+import click
 
 from dualeval.errors import DualevalError, UsageError
 from dualeval.launch.cores import usable_cores
@@ -60,19 +62,27 @@ import horovod.torch as hvd
 print(f"gloo {bool(hvd.gloo_built())}, MPI {bool(hvd.mpi_built())}, NCCL {bool(hvd.nccl_built())}")
 """
 _ASK_TIMEOUT = 120.0
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=True)
 
-Say = Callable[[str], None]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """The options of ``dualeval setup-horovod``."""
-
-    with_mpi: bool | None = None
-    with_nccl: bool | None = None
-    cache: Path | None = None
-    rebuild: bool = False
-    constraint: Path | None = None
+@click.command("setup-horovod")
+@click.option("--with-mpi/--without-mpi", default=None, help="Build with MPI.  [default: if mpicxx is found]")
+@click.option(
+    "--with-nccl/--without-nccl",
+    default=None,
+    help="Build with NCCL.  [default: if torch has CUDA and nvcc is found]",
+)
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for built wheels.  [default: ~/.cache/dualeval/horovod]",
+)
+@click.option("--rebuild", is_flag=True, help="Build even if the cache has the wheel.")
+@click.option("--constraint", type=_FILE, help="Constraints file for pip.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; build nothing.")
+def setup_horovod(dry_run: bool, **wishes: Any) -> None:
+    """Build Horovod for the installed torch and install it; a cache keeps the wheel."""
+    (_show if dry_run else _set_up)(make_plan(os.environ, **wishes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +116,21 @@ class Plan:
         return [*_PIP, "install", "--no-deps", "--force-reinstall", *self.pins, str(wheel)]
 
 
-def make_plan(wishes: Wishes, environ: Mapping[str, str], say: Say) -> Plan:
+def make_plan(
+    environ: Mapping[str, str],
+    *,
+    with_mpi: bool | None,
+    with_nccl: bool | None,
+    cache: Path | None,
+    rebuild: bool,
+    constraint: Path | None,
+) -> Plan:
     """Look what is there, and decide what to do; changes nothing."""
     path = f"{Path(sys.executable).parent}:{environ.get('PATH', '/usr/bin:/bin')}"
     environ = {**environ, "PATH": path, "LC_ALL": "C"}
     torch = find_torch()
-    mpi = "--without-mpi" if wishes.with_mpi is False else find_mpi(environ)
-    nccl = "--without-nccl" if wishes.with_nccl is False else find_nccl(environ, torch.cuda)
+    mpi = "--without-mpi" if with_mpi is False else find_mpi(environ)
+    nccl = "--without-nccl" if with_nccl is False else find_nccl(environ, torch.cuda)
     build = Build(
         torch=torch,
         compiler=find_compiler(environ)[1],
@@ -120,12 +138,12 @@ def make_plan(wishes: Wishes, environ: Mapping[str, str], say: Say) -> Plan:
         nccl=nccl if isinstance(nccl, Nccl) else None,
         compiler_variables={name: environ[name] for name in COMPILER_VARIABLES if name in environ},
     )
-    folder = (wishes.cache or cache_folder(environ)).absolute() / build.name
-    wheel = None if wishes.rebuild else find(folder, say)
+    folder = (cache or cache_folder(environ)).absolute() / build.name
+    wheel = None if rebuild else next(folder.glob("*.whl"), None)
     missing = [] if wheel else list(missing_tools(environ, torch))
-    if wishes.with_mpi and isinstance(mpi, str):
+    if with_mpi and isinstance(mpi, str):
         missing.append(f"MPI, for --with-mpi: {mpi}")
-    if wishes.with_nccl and isinstance(nccl, str):
+    if with_nccl and isinstance(nccl, str):
         missing.append(f"NCCL, for --with-nccl: {nccl}")
     needed = [*REQUIREMENTS, *([MPI_REQUIREMENT] if build.mpi else [])]
     return Plan(
@@ -143,63 +161,60 @@ def make_plan(wishes: Wishes, environ: Mapping[str, str], say: Say) -> Plan:
             f"  NCCL   {f'no: {nccl}' if isinstance(nccl, str) else f'{nccl.version}, {nccl.home}'}",
             f"  cache  {folder}",
         ],
-        pins=[] if wishes.constraint is None else ["--constraint", str(wishes.constraint)],
+        pins=[] if constraint is None else ["--constraint", str(constraint)],
     )
 
 
-def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
+def _set_up(plan: Plan) -> None:
     """Install the Horovod that fits this machine, from the cache or built, where it is not installed yet.
 
-    Call it in the main thread of a process that ends with it: SIGTERM and SIGHUP interrupt as Ctrl-C does,
-    which leaves nothing behind.
+    SIGTERM and SIGHUP interrupt as Ctrl-C does, which leaves nothing behind.
     """
-    plan = make_plan(wishes, environ, say)
     build, folder, wheel = plan.build, plan.folder, plan.wheel
     if plan.installed and not (plan.absent or plan.missing) and difference(build, plan.environ) is None:
-        say(f"Nothing to do: Horovod {HOROVOD} is installed as wanted ({build.summary}).")
+        click.echo(f"Nothing to do: Horovod {HOROVOD} is installed as wanted ({build.summary}).")
         return
     _require(plan.missing)
     _make_cache(folder.parent)
     if wheel is None:
-        say("\n".join(plan.description))
+        click.echo("\n".join(plan.description))
         minutes = "3 to 20" if build.nccl else "1 to 9"
-        say(f"This takes {minutes} min, and more on a busy machine; from the cache it is seconds.")
+        click.echo(f"This takes {minutes} min, and more on a busy machine; from the cache it is seconds.")
     else:
-        say(f"Installing the wheel in {folder}.")
+        click.echo(f"Installing the wheel in {folder}.")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="dualeval-horovod-") as work:
         log = Path(work) / "build.log"
         if plan.absent:
-            say(f"Installing {', '.join(plan.absent)}.")
+            click.echo(f"Installing {', '.join(plan.absent)}.")
             _run("installing Horovod's requirements", plan.install_absent, plan.environ, log, folder)
         if wheel is None:
             started = monotonic()
             wheel = _build(build, folder, plan.environ, log)
-            say(f"Built in {monotonic() - started:.0f} s.")
+            click.echo(f"Built in {monotonic() - started:.0f} s.")
         _run("installing the wheel", plan.install(wheel), plan.environ, log, folder)
     wrong = difference(build, plan.environ)
     if wrong is not None:
         shutil.rmtree(folder, ignore_errors=True)
         raise DualevalError(f"Horovod was installed, but {wrong}\nIts wheel was taken out of the cache.")
-    say(f"Horovod {HOROVOD} is installed ({build.summary}).")
+    click.echo(f"Horovod {HOROVOD} is installed ({build.summary}).")
 
 
-def dry_run(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
-    """Say what ``set_up`` would do, and do nothing."""
-    plan = make_plan(wishes, environ, say)
-    say("\n".join(plan.description))
-    say(f"key: {plan.build.key}, of")
-    say(json.dumps(plan.build.components, indent=2, sort_keys=True))
-    say(f"in the cache: {'yes' if plan.wheel else 'no'}")
-    say(f"installed: {'yes' if plan.installed else 'no'}")
-    say("commands:")
+def _show(plan: Plan) -> None:
+    """Say what would be done, and do nothing."""
+    click.echo("\n".join(plan.description))
+    click.echo(f"key: {plan.build.key}, of")
+    click.echo(json.dumps(plan.build.components, indent=2, sort_keys=True))
+    click.echo(f"in the cache: {'yes' if plan.wheel else 'no'}")
+    click.echo(f"installed: {'yes' if plan.installed else 'no'}")
+    click.echo("commands:")
     commands = [plan.install_absent] if plan.absent else []
     commands += [] if plan.wheel else [_FETCH, _COMPILE]
     commands.append(plan.install(plan.wheel or plan.folder / f"horovod-{HOROVOD}-*.whl"))
     for command in commands:
-        say(f"  {' '.join(command)}")
+        click.echo(f"  {' '.join(command)}")
     _require(plan.missing)
 
 
@@ -226,20 +241,6 @@ def _make_cache(folder: Path) -> None:
         raise UsageError(
             f"The cache {folder} cannot be made or written to ({error}). Name another with --cache."
         ) from error
-
-
-def find(folder: Path, say: Say) -> Path | None:
-    """Find the wheel in its folder of the cache; None where there is none, or a damaged one."""
-    for wheel in folder.glob("*.whl"):
-        try:
-            with zipfile.ZipFile(wheel) as packed:
-                fault = packed.testzip()
-        except (OSError, zipfile.BadZipFile, zlib.error) as error:
-            fault = str(error)
-        if fault is None:
-            return wheel
-        say(f"The wheel in {folder} is damaged ({fault}); it is not used.")
-    return None
 
 
 def place(files: Sequence[Path], folder: Path) -> None:

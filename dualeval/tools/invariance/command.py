@@ -7,15 +7,12 @@ from typing import Any
 
 import click
 
-from dualeval.cli import options
 from dualeval.cli.grouped import grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
-from dualeval.errors import EXIT_DONE, LaunchError
+from dualeval.errors import LaunchError
 from dualeval.launch import examine
-from dualeval.options.choices import AUTO
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.job import COMMON
-from dualeval.result import json_text
 
 FLAG = "--invariance"
 
@@ -26,18 +23,16 @@ FLAG = "--invariance"
 @config_flag
 @job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
 @grouped(FLAG, group=RUN, is_flag=True, expose_value=False, help="This diagnosis.")
-@options.ONLY_JSON
 @job_flags("device")
-@click.pass_context
-def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> None:
+def invariance(**flags: Any) -> None:
     """Compute a job's first batch in other batch shapes: which rows get other bits, and which modules do it.
 
     \b
     dualeval doctor --invariance
     dualeval doctor --invariance --model resnet18 --weights ckpt.pt --data /data/imagenet/val
 
-    Type it with the job's options, as 'dualeval run' takes them. Every precision and layout of the device is
-    tried; with --precision or --layout only that one. One process. Exit code 0, whatever is found.
+    Type it with the job's options, as 'dualeval run' takes them; --precision and --layout show another way to
+    compute it. One process. Exit code 0, whatever is found.
     """
     found = examine(os.environ, None).place
     if found.size > 1:
@@ -58,15 +53,9 @@ def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> Non
         job.make_task(),
         RunOptions(**job.run_options),
         device,
-        precisions=() if flags["precision"] is None else (job.precision,),
-        layouts=() if flags["layout"] in (None, AUTO) else (job.layout,),
-        step=lambda said: click.echo(f"dualeval: note: {said}", err=True),
-    ).to_json()
-    if as_json:
-        click.echo(json_text(diagnosis), nl=False)
-    else:
-        print_invariance(diagnosis)
-    context.exit(EXIT_DONE)
+        lambda said: click.echo(f"dualeval: note: {said}", err=True),
+    )
+    print_invariance(diagnosis)
 
 
 class DoctorCommand(click.Command):

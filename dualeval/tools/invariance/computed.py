@@ -1,9 +1,8 @@
-"""A model in one setting: computes some of a job's samples in batches of any shape, compares their rows."""
+"""The job's model computes some of its samples in batches of any shape, and compares their rows."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns import Column, Ragged, Rows, each_part, kind_of, to_rows
-from dualeval.engine.compute import Compute
+from dualeval.engine.compute import Compute, copy_sharing_tensors
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.loop import unreadable
 from dualeval.engine.nests import tensors_in
@@ -23,47 +22,32 @@ from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.row_comparison import Difference, differing_rows
 from dualeval.tasks import Dataset, Task
-from dualeval.tools.invariance.findings import ColumnDifference, ShapeDiagnosis
-from dualeval.tools.invariance.settings import copy_if_possible
 
 _OUTPUT = "output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeDiagnosis:
+    """The rows in batches of one shape, beside the same rows in the job's batch."""
+
+    shape: int
+    # Number of rows that were compared, and how many of them have another bit in a column or an output.
+    rows: int
+    rows_differ: int
+    # The largest absolute difference of finite floats, for each column or output that differs; else None.
+    columns: Mapping[str, float | None]
+    # The kinds of the modules that cause it, by name: other outputs for the same inputs; in their order.
+    modules: Mapping[str, str] = field(default_factory=dict)
+    # Number of modules that differ as a consequence.
+    after: int = 0
+    # In words, where no module causes it; None where nothing differs.
+    cause: str | None = None
 
 
 def batches_of(shape: int, rows: int) -> list[range]:
     """Batches of one shape that have all rows; the last may begin among those of the one before."""
     found = [range(first, first + shape) for first in range(0, rows - shape + 1, shape)]
     return found if found[-1].stop == rows else [*found, range(rows - shape, rows)]
-
-
-class _HeldSamples:
-    """The first samples of a data set, read once; ready batches are read as they are asked for."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        self._samples: dict[int, Any] = {}
-        if hasattr(dataset, "placeholder"):
-            self.placeholder = dataset.placeholder
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def id(self, index: int) -> str:
-        return self._dataset.id(index)
-
-    def fingerprint(self, count: int) -> str:
-        return self._dataset.fingerprint(count)
-
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        if any(index not in self._samples for index in indices):
-            read = self._dataset.__getitems__(indices)
-            if not isinstance(read, list) or len(read) != len(indices):
-                return read
-            self._samples.update(zip(indices, read, strict=True))
-        # A collate may take entries out of its samples.
-        return [
-            copy.copy(sample) if isinstance(sample, dict | list) else sample
-            for sample in (self._samples[index] for index in indices)
-        ]
 
 
 class Batches:
@@ -76,7 +60,7 @@ class Batches:
         self.rows = rows
         self._device = device
         self._stops = options.on_error == "stop"
-        self._reader = Reader(_HeldSamples(dataset), task, fill=not self._stops)
+        self._reader = Reader(dataset, task, fill=not self._stops)
 
     def data(self, samples: range) -> Any:
         """Collate some of the samples, as the task does; None where none of them can be read."""
@@ -111,14 +95,13 @@ class _WithOutputs:
 
 
 class Computed:
-    """A model in one setting: computes batches, and compares their rows with those of the job's batch."""
+    """A copy of a model, prepared as the options say; compares rows with those of the job's batch."""
 
     def __init__(
         self, task: Task, model: nn.Module, batches: Batches, options: RunOptions, device: torch.device
     ) -> None:
         self.notes: list[str] = []
-        own = copy_if_possible(model)
-        self.model = prepare(model if own is None else own, options, device, note=self.notes.append)
+        self.model = prepare(copy_sharing_tensors(model), options, device, note=self.notes.append)
         self._task, self._batches = task, batches
         self._beside = _WithOutputs(task)
         self._compute = Compute(
@@ -158,7 +141,7 @@ class Computed:
             own_columns = self.columns(samples)
             compared[samples.start : samples.stop] |= bool(own_columns)
             for name, own in own_columns.items():
-                rows = columns.setdefault(name, ColumnRows.of(name)).add(own, self.job.get(name), samples)
+                rows = columns.setdefault(name, ColumnRows(name)).add(own, self.job.get(name), samples)
                 differing[rows] = True
                 wrong |= bool(len(rows))
             if wrong:
@@ -167,29 +150,18 @@ class Computed:
             shape=shape,
             rows=int(compared.sum()),
             rows_differ=int(differing.sum()),
-            columns={
-                name: column.difference(self._batches.dataset)
-                for name, column in columns.items()
-                if column.rows
-            },
+            columns={name: column.largest for name, column in columns.items() if column.differs},
         )
         return diagnosis, found
 
 
-@dataclass
 class ColumnRows:
     """The rows of one column, or output of the model, that differ from those of the job's batch."""
 
-    # Whether it is an output of the model, and no column that the task observes.
-    is_output: bool = False
-    rows: set[int] = field(default_factory=set)
-    # How far these are apart, at samples by their numbers.
-    apart: Difference | None = None
-
-    @classmethod
-    def of(cls, name: str) -> ColumnRows:
-        """Of a column of this name."""
-        return cls(is_output=_is_output(name))
+    def __init__(self, name: str) -> None:
+        self._is_output = _is_output(name)
+        self._apart: Difference | None = None
+        self.differs = False
 
     def add(self, own: Rows, job: Rows | None, samples: range) -> npt.NDArray[np.intp]:
         """Compare rows with the same ones of the job's batch; returns the numbers of those that differ.
@@ -202,22 +174,20 @@ class ColumnRows:
         if job is not None and kind_of(own) == kind_of(job):
             wrong = differing_rows(own, job[samples.start : samples.stop])
             there = wrong + samples.start
-            if self.is_output:
+            if self._is_output:
                 wrong, there = _missing(own, job, wrong)
-            self.apart = self.apart or Difference.of(own)
+            self._apart = self._apart or Difference.of(own)
             if len(wrong):
-                self.apart.measure(own[wrong], job[there], lambda row: str(samples[int(wrong[row])]))
-        elif job is not None and self.is_output:
+                self._apart.measure(own[wrong], job[there], str)
+        elif job is not None and self._is_output:
             wrong = wrong[:0]
-        found: npt.NDArray[np.intp] = wrong + samples.start
-        self.rows.update(found.tolist())
-        return found
+        self.differs |= bool(len(wrong))
+        return wrong + samples.start
 
-    def difference(self, dataset: Dataset) -> ColumnDifference:
-        if self.apart is None or self.apart.largest_at is None:
-            return ColumnDifference(rows_differ=len(self.rows))
-        at = dataset.id(int(self.apart.largest_at))
-        return ColumnDifference(rows_differ=len(self.rows), largest=self.apart.largest, largest_at=at)
+    @property
+    def largest(self) -> float | None:
+        """The largest absolute difference of finite floats; None where there is none."""
+        return None if self._apart is None or self._apart.largest_at is None else self._apart.largest
 
 
 def _missing(

@@ -7,7 +7,7 @@ version, and so the batch size stays in the job's identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,36 +28,45 @@ from dualeval.engine.row_comparison import differing_rows
 from dualeval.engine.samples import as_dataset
 from dualeval.errors import UsageError
 from dualeval.tasks import Task
-from dualeval.tools.invariance.computed import Batches, ColumnRows, Computed
-from dualeval.tools.invariance.findings import (
-    AFTER_MODEL,
-    IN_BATCH,
-    IN_MODULES,
-    NOT_SEEN,
-    ONE_PROGRAM,
-    Diagnosis,
-    SettingDiagnosis,
-    ShapeDiagnosis,
-)
-from dualeval.tools.invariance.settings import Setting, settings_of
-from dualeval.tools.invariance.watched_modules import Differences, ModuleDifference, Watch
+from dualeval.tools.invariance.computed import Batches, ColumnRows, Computed, ShapeDiagnosis
+from dualeval.tools.invariance.watched_modules import Watch
 
 # Beside the powers of two from 16 on.
 _SMALL_SHAPES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32)
 # Batches of one shape whose modules are looked at.
 _WATCHED = 2
 
+# Where a difference comes from, if not from modules; for people.
+IN_BATCH = "the batch itself: collate makes other inputs of these samples in a batch of this size"
+AFTER_MODEL = "the task's forward or observe: the model's own outputs have the same bits"
+NOT_SEEN = "not found: while the modules are looked at, the rows have the same bits"
+ONE_PROGRAM = "not looked for: the model is one program, compiled or scripted, and takes no hooks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What a job's model makes of the same rows in batches of other shapes."""
+
+    # What was looked at, in words, by label.
+    description: Mapping[str, str]
+    # The job's; its layout as it comes to.
+    options: RunOptions
+    # Number of rows that were looked at, the job's first batch, and of the job's samples.
+    rows: int
+    samples: int
+    # Number of samples of the job's last batch, where it is shorter; else None.
+    last_batch: int | None
+    machine: Mapping[str, Any]
+    # From the smallest; the last is the job's own shape, computed a second time.
+    shapes: Sequence[ShapeDiagnosis]
+    # Sentences for people.
+    notes: Sequence[str]
+
 
 def diagnose(
-    task: Task,
-    options: RunOptions,
-    device: torch.device,
-    *,
-    precisions: Sequence[str] = (),
-    layouts: Sequence[str] = (),
-    step: Callable[[str], object] = lambda said: None,
+    task: Task, options: RunOptions, device: torch.device, step: Callable[[str], object] = lambda said: None
 ) -> Diagnosis:
-    """Compute the job's first batch in many shapes, in every precision and layout that can be had."""
+    """Compute the job's first batch in many shapes."""
     notes: list[str] = []
     with numerics.settings(options.precision, device) as held:
         with numerics.autocast(options.precision, device):
@@ -78,31 +87,17 @@ def diagnose(
     last = len(plan.batch_samples(plan.num_batches - 1))
     batches = Batches(task, dataset, options, device, rows)
     options = replace(options, layout=_layout(task, model, batches, options, device, notes))
-    settings = settings_of(model, options, device, precisions=precisions, layouts=layouts)
     shapes = shapes_of(rows, last)
-    found = []
-    for setting in settings:
-        if setting.refused is not None:
-            found.append(SettingDiagnosis(setting=setting, problem=setting.refused))
-            continue
-        step(f"{setting.name}: {rows} rows in {len(shapes)} shapes, {shapes[0]} to {shapes[-1]}")
-        try:
-            own = setting.options(options)
-            found.append(_diagnose_setting(setting, task, model, batches, own, device, shapes))
-        except (UsageError, RuntimeError) as error:
-            # An operation that this precision has not; in the job's own the job would fail, too.
-            if setting.of_job:
-                raise
-            found.append(SettingDiagnosis(setting=setting, problem=str(error).partition("\n")[0]))
+    step(f"{rows} rows in {len(shapes)} shapes, {shapes[0]} to {shapes[-1]}")
     return Diagnosis(
         description=dict(task.description()),
-        batch_size=options.batch_size,
+        options=options,
         rows=rows,
         samples=count,
         last_batch=last if last != options.batch_size and plan.num_batches > 1 else None,
         machine=machine_facts(device, task.libraries, options.precision),
-        settings=tuple(found),
-        notes=tuple(notes),
+        shapes=_diagnose_shapes(task, model, batches, options, device, shapes, notes),
+        notes=notes,
     )
 
 
@@ -131,15 +126,15 @@ def shapes_of(rows: int, last: int) -> list[int]:
     return sorted({shape for shape in (*_SMALL_SHAPES, *powers, last) if shape < rows} | {rows})
 
 
-def _diagnose_setting(
-    setting: Setting,
+def _diagnose_shapes(
     task: Task,
     model: nn.Module,
     batches: Batches,
     options: RunOptions,
     device: torch.device,
     shapes: Sequence[int],
-) -> SettingDiagnosis:
+    notes: list[str],
+) -> list[ShapeDiagnosis]:
     with numerics.settings(options.precision, device) as held, compiler_settings(options.optimize):
         computed = Computed(task, model, batches, options, device)
         # The job's own shape a second time, first: without equal bits there nothing else means anything.
@@ -155,13 +150,13 @@ def _diagnose_setting(
                 failed.append(f"batches of {shape} cannot be computed: {said}")
                 continue
             found.append(tracer.explained(diagnosis, differing) if differing else diagnosis)
-        notes = [*computed.notes, *failed, *tracer.notes, *held.check_after_loop()]
-    if not again.equal:
+        notes += [*computed.notes, *failed, *tracer.notes, *held.check_after_loop()]
+    if again.rows_differ:
         notes.append(
             f"the model does not give the same bits twice for one batch of {again.shape}: what differs in "
             "other shapes may have nothing to do with the shape"
         )
-    return SettingDiagnosis(setting=setting, shapes=(*found, again), notes=tuple(notes))
+    return [*found, again]
 
 
 class _Tracer:
@@ -188,23 +183,16 @@ class _Tracer:
             with self._watch.hashes() as calls:
                 columns = self._computed.columns(samples)
             is_seen |= any(
-                len(ColumnRows.of(name).add(rows, self._watched.get(name), samples))
+                len(ColumnRows(name).add(rows, self._watched.get(name), samples))
                 for name, rows in columns.items()
             )
             found.append(self._watch.differences(calls, self._job))
-        modules: dict[str, ModuleDifference] = {}
-        for each in found:
-            for module in each.modules:
-                known = modules.get(module.name)
-                if known is None or module.rows > known.rows:
-                    modules[module.name] = module
-        return replace(
-            diagnosis,
-            modules=tuple(modules.values()),
-            after=max(each.after for each in found),
-            cause=_cause(found, modules, is_seen=is_seen),
-            not_followed=tuple(dict.fromkeys(name for each in found for name in each.not_followed)),
-        )
+        modules = {name: kind for each in found for name, kind in each.modules.items()}
+        cause = None
+        if not modules:
+            in_batch = any(each.inputs_differ for each in found)
+            cause = IN_BATCH if in_batch else AFTER_MODEL if is_seen else NOT_SEEN
+        return replace(diagnosis, modules=modules, after=max(each.after for each in found), cause=cause)
 
     def _look_at_job(self, smaller: range) -> None:
         if self._job is not None:
@@ -222,11 +210,3 @@ class _Tracer:
                 "a fused kernel is left out where modules are looked at, and the rows have other bits then: "
                 "the modules named are those of the computation without it"
             )
-
-
-def _cause(found: Sequence[Differences], modules: Mapping[str, Any], *, is_seen: bool) -> str:
-    if modules:
-        return IN_MODULES
-    if any(each.inputs_differ for each in found):
-        return IN_BATCH
-    return AFTER_MODEL if is_seen else NOT_SEEN

@@ -22,34 +22,16 @@ Shapes = Mapping[Place, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleDifference:
-    """A module that gives rows other bits, though their inputs have the same ones."""
-
-    # As in `named_modules`; "" is the model itself.
-    name: str
-    kind: str
-    # The largest number of rows of a batch of which this is so; of a tensor that holds parts of samples the
-    # number of these.
-    rows: int
-    # Number of rows in that batch.
-    of: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Differences:
     """How the modules of one batch differ from those of the batch of the job's shape."""
 
-    # Those with other outputs for the same inputs, in the order of their calls; of modules inside each other
-    # the innermost.
-    modules: tuple[ModuleDifference, ...]
+    # The kinds of those with other outputs for the same inputs, by name ("" is the model itself), in the
+    # order of their calls; of modules inside each other the innermost.
+    modules: Mapping[str, str]
     # Number of modules without modules in them that differ as a consequence.
     after: int
     # The model's own inputs have other bits already.
     inputs_differ: bool
-    # So have the model's outputs.
-    outputs_differ: bool
-    # Names of modules whose calls or tensors cannot be matched.
-    not_followed: tuple[str, ...]
 
 
 @dataclass
@@ -140,42 +122,34 @@ class Watch:
     def differences(self, own: Sequence[_Call], job: Sequence[_Call]) -> Differences:
         """Compare the calls of a smaller batch with those of the job's batch."""
         there = {(call.name, call.number): call for call in job}
-        culprits: dict[str, ModuleDifference] = {}
+        culprits: dict[str, str] = {}
         inside: set[int] = set()  # calls that have a culprit in them
-        differing, lost = set(), []
-        inputs_differ = outputs_differ = False
+        differing = set()
+        inputs_differ = False
         # The last call first: calls inside of a call come behind it.
         for call in reversed(own):
             beside = there.get((call.name, call.number))
             if beside is None or call.hashes.keys() != beside.hashes.keys():
-                lost.append(call.name)
                 continue
-            if any(hashes is None for hashes in (*call.hashes.values(), *beside.hashes.values())):
-                lost.append(call.name)
             of_inputs, of_outputs = (_differing(call, beside, way) for way in ("in", "out"))
             if call.parent is None:
                 inputs_differ |= bool(of_inputs.any())
-                outputs_differ |= bool(of_outputs.any())
             if not of_outputs.any():
                 continue
             differing.add(call.name)
-            alone = of_outputs & ~of_inputs if len(of_inputs) == len(of_outputs) else of_outputs
-            by_itself = alone.any() if alone is not of_outputs else not of_inputs.any()
+            if len(of_inputs) == len(of_outputs):
+                by_itself = bool((of_outputs & ~of_inputs).any())
+            else:
+                by_itself = not of_inputs.any()
             if by_itself and id(call) not in inside:
-                known = culprits.pop(call.name, None)
-                rows = max(int(alone.sum()), 0 if known is None else known.rows)
-                culprits[call.name] = ModuleDifference(
-                    name=call.name, kind=self._kinds[call.name], rows=rows, of=len(alone)
-                )
+                culprits.pop(call.name, None)
+                culprits[call.name] = self._kinds[call.name]
             if (by_itself or id(call) in inside) and call.parent is not None:
                 inside.add(id(call.parent))
-        after = {name for name in differing if name in self._leaves} - culprits.keys()
         return Differences(
-            modules=tuple(reversed(culprits.values())),
-            after=len(after),
+            modules=dict(reversed(culprits.items())),
+            after=len((differing & self._leaves) - culprits.keys()),
             inputs_differ=inputs_differ,
-            outputs_differ=outputs_differ,
-            not_followed=tuple(dict.fromkeys(reversed(lost))),
         )
 
 

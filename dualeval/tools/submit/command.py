@@ -1,4 +1,6 @@
-"""``dualeval submit``: hand a job to Slurm."""
+"""``dualeval submit``: hand a job to Slurm.
+
+What is handed to it is ``slurm/eval.sbatch`` or ``eval_horovod.sbatch``, with what the job asks for."""
 
 from __future__ import annotations
 
@@ -10,16 +12,107 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dualeval.cli.grouped import Words
 from dualeval.cli.run import is_flag, run
-from dualeval.cli.task_flags import jobs_of
+from dualeval.cli.task_flags import flags_of, jobs_of
 from dualeval.errors import DualevalError, LaunchError, UsageError
-from dualeval.tools.submit.sbatch import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
+from dualeval.options.fields import check_fields, option
+
+# The file in slurm/, to which the folder beside this file is a link, for each backend.
+SHIPPED = {"torch": "eval.sbatch", "horovod": "eval_horovod.sbatch"}
+_TEMPLATES = Path(__file__).parent / "slurm"
+
+# Seconds before the end of its time at which a job is warned. Ranks need 5 to save and end; and Slurm, which
+# looks once in a while, may be up to 60 s early.
+WARNING_S = 90
+
+# Of sbatch, which submit sets by itself, or not at all.
+_OWN_OPTIONS = (
+    *(
+        "--output",
+        "--open-mode",
+        "--signal",
+        "--requeue",
+        "--no-requeue",
+        "--export",
+        "--parsable",
+        "--nodes",
+    ),
+    *(
+        "--ntasks-per-node",
+        "--gpus-per-node",
+        "--cpus-per-task",
+        "--mem",
+        "--time",
+        "--partition",
+        "--account",
+    ),
+    *("--qos", "--array", "--job-name"),
+)
+
+# Of a job's own variables, those by which the next job's sbatch still has to find the cluster.
+_CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
+_OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PALS_", "OMPI_COMM_WORLD_")
+
+
+def _word(default: str | None, help: str, shown: str | None = None) -> Any:
+    """A field that is one word for sbatch."""
+    expected = (
+        "one word that sbatch takes as it stands, without white space, control characters, quotes, \\ and #"
+    )
+    return option(
+        default, help, shown=shown, fits=lambda word: word is None or _is_plain(str(word)), expected=expected
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What a job asks Slurm for: the options of ``dualeval submit``; None leaves one to the cluster."""
+
+    nodes: int = option(1, "Number of nodes.", least=1)
+    ntasks_per_node: int | None = option(None, "Ranks on each node.", shown="one per GPU, else 1", least=1)
+    gpus_per_node: int | None = option(None, "GPUs on each node.", shown="none", least=1)
+    cpus_per_task: int | None = option(None, "Cores for each rank.", shown="the cluster's", least=1)
+    mem: str | None = _word(None, "Memory on each node, such as 64G.", "the cluster's")
+    time: str | None = _word(None, "Time limit, such as 2:00:00.", "the partition's")
+    partition: str | None = _word(None, "Partition.", "the cluster's")
+    account: str | None = _word(None, "Account to charge.", "yours")
+    qos: str | None = _word(None, "Quality of service.", "yours")
+    array: str | None = _word(None, "Job array, such as 0-9; %a in ARGS is a task's number.")
+    job_name: str = _word("dualeval", "Name in Slurm's lists.")
+    log: str = _word("dualeval-%j.log", "File for the output; %j is the job's number.")
+    backend: str = option("torch", f"Backend: {', '.join(SHIPPED)}.", choices=tuple(SHIPPED))
+    setup: tuple[str, ...] = option(
+        (), "Shell line before the ranks, such as 'module load cuda'.", metavar="COMMAND", is_repeated=True
+    )
+    # The folder where sbatch was typed is mounted too; the image's dualeval is used.
+    container_image: str | None = option(None, "Image in which Pyxis starts the ranks.", metavar="IMAGE")
+    container_mounts: str | None = option(
+        None, "Folders for the container, besides this one.", metavar="DIR:DIR"
+    )
+    sbatch_option: tuple[str, ...] = option(
+        (), "Any other option of sbatch; repeatable.", metavar="NAME=VALUE", is_repeated=True
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.container_mounts is not None and self.container_image is None:
+            raise UsageError("--container-mounts was given without --container-image IMAGE. Give both")
+        for word in self.sbatch_option:
+            if not _is_plain(word):
+                raise UsageError(f"--sbatch-option {word!r}: expected one word, such as constraint=a100")
+            # sbatch takes the beginning of an option for it.
+            name = _long(word).partition("=")[0]
+            if own := next((option for option in _OWN_OPTIONS if option.startswith(name)), None):
+                raise UsageError(
+                    f"--sbatch-option {word}: 'dualeval submit' sets {own} itself (see its --help)"
+                )
+
 
 # Options of 'dualeval run' that are the batch script's to give, and what to type in their place.
 _SCRIPTS_OWN = {
@@ -45,38 +138,7 @@ class _Submit(click.Command):
 
 
 @click.command(cls=_Submit)
-@click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes.")
-@click.option("--ntasks-per-node", type=int, help="Ranks on each node.  [default: one per GPU, else 1]")
-@click.option("--gpus-per-node", type=int, help="GPUs on each node.  [default: none]")
-@click.option("--cpus-per-task", type=int, help="Cores for each rank.  [default: the cluster's]")
-@click.option("--mem", help="Memory on each node, such as 64G.  [default: the cluster's]")
-@click.option("--time", help="Time limit, such as 2:00:00.  [default: the partition's]")
-@click.option("--partition", help="Partition.  [default: the cluster's]")
-@click.option("--account", help="Account to charge.  [default: yours]")
-@click.option("--qos", help="Quality of service.  [default: yours]")
-@click.option("--array", help="Job array, such as 0-9; %a in ARGS is a task's number.")
-@click.option("--job-name", default="dualeval", show_default=True, help="Name in Slurm's lists.")
-@click.option(
-    "--log", default="dualeval-%j.log", show_default=True, help="File for the output; %j is the job's number."
-)
-@click.option(
-    "--backend",
-    type=Words(tuple(SHIPPED), "NAME"),
-    default="torch",
-    show_default=True,
-    help=f"Backend: {', '.join(SHIPPED)}.",
-)
-@click.option(
-    "--setup",
-    multiple=True,
-    metavar="COMMAND",
-    help="Shell line before the ranks, such as 'module load cuda'.",
-)
-@click.option("--container-image", metavar="IMAGE", help="Image in which Pyxis starts the ranks.")
-@click.option("--container-mounts", metavar="DIR:DIR", help="Folders for the container, besides this one.")
-@click.option(
-    "--sbatch-option", multiple=True, metavar="NAME=VALUE", help="Any other option of sbatch; repeatable."
-)
+@flags_of(SlurmJob, *SlurmJob.__dataclass_fields__)
 @click.option("--dry-run", is_flag=True, help="Print the batch script and how to submit it; submit nothing.")
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
 def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
@@ -86,7 +148,7 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
     dualeval submit
     dualeval submit --nodes 2 --gpus-per-node 8 -- --model resnet18 --weights ckpt.pt --data /data/val
     """
-    job = SlurmJob(**asked)
+    job = SlurmJob(**{name: value for name, value in asked.items() if value is not None})
     _check_arguments(arguments)
     folder = Path(sys.executable).parent
     if dry_run:
@@ -150,3 +212,87 @@ def _submit(job: SlurmJob, arguments: Sequence[str], environ: Mapping[str, str])
             f"sbatch ended well, but printed no job's number: {done.stdout!r}. Look into 'squeue'."
         )
     return found[1]
+
+
+# -- what is handed to sbatch --
+
+
+def sbatch_text(job: SlurmJob) -> str:
+    """Fill in a backend's batch script; the words that sbatch finds after its name go to ``dualeval run``."""
+    text = (_TEMPLATES / SHIPPED[job.backend]).read_text("utf-8")
+    head, _, rest = text.partition("\n#SBATCH ")
+    body = rest.partition("\n\n")[2]
+    if job.setup:
+        body = "\n".join(["set -e", *job.setup, body])
+    if job.container_image is not None:
+        # The image has its own dualeval.
+        before, _, rest = body.partition("# The environment that was active")
+        start = '"${step[@]}" dualeval run'
+        body = before + rest.partition("\nfi\n\n")[2].replace(start, f"{_container(job)}\n{start}")
+    return "\n".join([head, *(f"#SBATCH {directive}" for directive in directives(job)), "", body])
+
+
+def directives(job: SlurmJob) -> list[str]:
+    """List what a job asks for as options of sbatch, a word each."""
+    asked = {
+        "job-name": job.job_name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ntasks_per_node or job.gpus_per_node or 1,
+        "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "mem": job.mem,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "array": job.array,
+        "output": _log(job),
+        "open-mode": "append",
+        # To the steps: with "B:" it would go to the batch shell alone.
+        "signal": f"USR2@{WARNING_S}",
+    }
+    # Asked for, as a cluster's default may be (JobRequeue) that a job does not come back.
+    given = [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    return [*given, "--requeue", *map(_long, job.sbatch_option)]
+
+
+def _long(word: str) -> str:
+    """An option of sbatch with its dashes."""
+    return f"--{word.lstrip('-')}"
+
+
+def _container(job: SlurmJob) -> str:
+    """What srun, with Pyxis, starts the ranks in."""
+    mounts = '"$PWD:$PWD"' + (f",{shlex.quote(job.container_mounts)}" if job.container_mounts else "")
+    image = f"--container-image={shlex.quote(job.container_image or '')}"
+    return f'step+=({image} --container-mounts={mounts} --container-workdir="$PWD")'
+
+
+def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:
+    """Say where Slurm writes a job's log."""
+    known = {"%j": job_id, "%A": job_id, "%x": job.job_name, "%%": "%"}
+    return folder / re.sub(r"%[jAx%]", lambda found: known[found[0]], _log(job))
+
+
+def _log(job: SlurmJob) -> str:
+    """The log's name for sbatch; the tasks of an array are named as in Slurm's lists."""
+    return job.log if job.array is None else re.sub(r"%[%j]", _of_task, job.log)
+
+
+def _of_task(found: re.Match[str]) -> str:
+    return "%A_%a" if found[0] == "%j" else found[0]
+
+
+def sbatch_environ(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Make the variables for sbatch, which hands them on to the job."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if "SLURM_JOB_ID" not in environ or not name.startswith(_OF_A_JOB) or name in _CLUSTER_VARIABLES
+    }
+    return {**kept, "PATH": f"{folder}{os.pathsep}{environ.get('PATH', os.defpath)}"}
+
+
+def _is_plain(word: str) -> bool:
+    """Whether sbatch reads a word in an #SBATCH line as it stands: it cuts at # and takes quotes away."""
+    return word != "" and word.isprintable() and not set(word) & set(" \"'\\#")
