@@ -36,7 +36,7 @@ from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn, units_of_doubl
 from dualeval.metrics.intervals import Ends, bounded_interval, wilson_interval
 from dualeval.metrics.means import mean_of_sum
 from dualeval.metrics.metric import Measured, Value
-from dualeval.metrics.moments import Moments, Sums
+from dualeval.metrics.moments import Moments
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import IGNORED
 
@@ -143,13 +143,7 @@ class F1:
         for slots, chosen in zip(ledger.view(count, -1), _groups(columns, count), strict=True):
             values = columns[self.name][chosen]
             column = ExactColumn(values)
-            added = Sums(
-                counts=(len(values),),
-                nonfinite=(0, 0, 0),
-                sums=(column.total(),),
-                products=(column.dot(column),),
-                cubes=(),
-            )
+            added = [len(values)], (0, 0, 0), (column.total(), column.dot(column))
             self._moments.add(slots, added)
 
     def compute(self, ledger: Tensor) -> Measured:
@@ -157,8 +151,7 @@ class F1:
         values: dict[str, Value] = {}
         intervals = {}
         for key, slots in zip(self._keys, ledger.view(len(self._keys), -1), strict=True):
-            found = self._moments.read(slots)
-            [samples], [total], [squares] = found.counts, found.sums, found.products
+            [samples], _, (total, squares) = self._moments.read(slots)
             values[key] = None
             if samples:
                 values[key] = mean_of_sum(samples, total, _PERCENT)
