@@ -16,18 +16,14 @@ from torch import Tensor
 from dualeval.metrics import Mean, Measured
 from dualeval.metrics.exact import ExactColumn, from_limbs
 from dualeval.metrics.intervals import student_95
-from dualeval.metrics.means import mean_of_sum, sums_of
 from tests.measuring import ledger_of, measure, same_bits
 
-# Whose squares are float64 numbers, or smaller than all of these; smallest and largest among them.
-MODERATE = 1e150
-moderate = st.one_of(
-    st.floats(-MODERATE, MODERATE),
+finite = st.one_of(
     st.floats(-1.0, 1.0),
     st.floats(-(2.0**-1022), 2.0**-1022),
-    st.sampled_from([5e-324, -5e-324, 2.0**-1022, 0.0, -0.0, MODERATE, -MODERATE, 1 / 3]),
+    st.sampled_from([5e-324, -5e-324, 2.0**-1022, 0.0, -0.0, 1e150, -1e150, 1 / 3]),
+    st.floats(allow_nan=False, allow_infinity=False),
 )
-finite = st.one_of(moderate, st.floats(allow_nan=False, allow_infinity=False))
 LARGEST = 1.7976931348623157e308
 
 
@@ -37,13 +33,6 @@ def doubles(values: Sequence[float]) -> dict[str, Tensor]:
 
 def mean_of() -> Mean:
     return Mean("value", name="mean")
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(moderate, min_size=1, max_size=30), st.sampled_from([1.0, 100.0, 0.3]))
-def test_mean_of_doubles(values: list[float], factor: float) -> None:
-    total = sums_of(doubles(values)["value"])[2][0]
-    assert same_bits(mean_of_sum(len(values), total, factor), factor * math.fsum(values) / len(values))
 
 
 @settings(max_examples=100, deadline=None)
@@ -64,8 +53,8 @@ def test_ledgers_of_doubles_hold_the_rational_sums(values: list[float], seed: in
 @pytest.mark.parametrize(
     "values",
     [
-        [MODERATE, 1.0, -MODERATE],
-        [MODERATE, 5e-324, -MODERATE],
+        [1e150, 1.0, -1e150],
+        [1e150, 5e-324, -1e150],
         [-5e-324, 5e-324, 5e-324, 5e-324],
         [1.0, 2.0**-53, 2.0**-106],
         [1.0, 2.0**-53],
@@ -91,10 +80,6 @@ def test_mean_of_any_doubles(values: list[float], seed: int) -> None:
     assert same_bits(measure(mean_of(), doubles(values), seed).values["mean"], expected)
 
 
-def test_mean_of_doubles_whose_squares_are_none() -> None:
-    assert measure(mean_of(), doubles([1e200, -1e200, 3.0])).values == {"mean": 1.0}
-
-
 def test_variance_of_doubles_survives_a_large_mean() -> None:
     # In float64, the mean of squares less the square of the mean is noise here.
     low, high = measure(mean_of(), doubles([2.0**40, 2.0**40 + 1.0] * 50)).intervals["mean"]
@@ -116,10 +101,6 @@ def test_nonfinite_doubles_are_counted() -> None:
         measured = measure(mean_of(), doubles([1.0, value]))
         counts = dict.fromkeys(("nan", "pos_inf", "neg_inf"), 0) | {kind: 1}
         assert measured == Measured(values={"mean": None}, nonfinite={"mean": counts})
-
-
-def test_no_doubles() -> None:
-    assert measure(mean_of(), doubles([])) == Measured(values={"mean": None})
 
 
 def test_a_billion_ledgers_of_doubles_add_up() -> None:
