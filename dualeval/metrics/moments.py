@@ -39,8 +39,13 @@ class Moments:
     """
 
     def __init__(self, *, counts: int, sums: int, products: int, cubes: int) -> None:
-        limbs = sums * [DOUBLE_SUM_LIMBS] + products * [DOUBLE_PRODUCT_LIMBS] + cubes * [DOUBLE_CUBE_LIMBS]
-        self._lengths = [counts, len(NONFINITE_KINDS), *limbs]
+        # The attributes stand in the job's identity: other ones make other jobs.
+        self._counts = counts
+        self._limbs = (
+            sums * [DOUBLE_SUM_LIMBS] + products * [DOUBLE_PRODUCT_LIMBS] + cubes * [DOUBLE_CUBE_LIMBS]
+        )
+        self._kinds = (sums, sums + products)
+        self._lengths = [counts, len(NONFINITE_KINDS), *self._limbs]
         self.size = sum(self._lengths)
 
     def add(self, ledger: Tensor, added: Sums) -> None:
