@@ -22,47 +22,24 @@ from dualeval.metrics.squad import F1, ExactMatch, WindowWork, normalize_answer,
 from tests.assets import package_folder
 from tests.measuring import measure, same_bits
 
-# Answer and gold answers.
-HARD = {
-    "several gold answers, the last is right": (
-        "wind tunnel",
-        ["a tunnel", "tunnel", "an early wind tunnel"],
-    ),
-    "best of exact match and of F1 differ": ("the cat", ["dog cat", "cat"]),
-    "articles only": ("the", ["a", "an the"]),
-    "articles against words": ("a the", ["cat"]),
-    "words against articles": ("cat", ["the", "a"]),
-    "punctuation only": ("...", ["!?"]),
-    "punctuation against nothing": ("--", [""]),
-    "empty answer": ("", ["1882"]),
-    "empty answer and empty gold answer": ("", ["", "1882"]),
-    "articles inside words": ("theatre anthem a-team", ["atre them team", "theatre anthem ateam"]),
-    "article before a mark that stays": ("the—cat", ["—cat", "cat"]),
-    "article made by taking punctuation out": ("t.h.e cat", ["cat"]),
-    "other punctuation stays": ("“Venite Ad Me Omnes”", ['"Venite Ad Me Omnes"', "venite ad me omnes"]),
-    "em dash stays": ("lift—drag", ["lift drag", "lift—drag"]),
-    "combining mark": ("cafe\u0301", ["caf\u00e9", "cafe"]),
-    "combining mark on an article": ("a\u0301 cat", ["\u00e1 cat", "cat"]),
-    "Turkish dotless i": ("Diyarbakır", ["DIYARBAKIR", "DİYARBAKIR", "diyarbakir"]),
-    "Turkish dotted I grows": ("İstanbul", ["istanbul", "i\u0307stanbul"]),
-    "sharp s": ("STRASSE", ["Straße", "straẞe"]),
-    "full-width digits": ("１８８２", ["1882"]),
-    "full-width digits are themselves": ("in １８８２", ["１８８２"]),
-    "repeated words": ("to be or not to be", ["to be to be to", "be be be"]),
-    "repeated words, one in common": ("new new york", ["york york new"]),
-    "hyphen joins": ("well-known man", ["wellknown man", "well known man"]),
-    "commas in numbers": ("1,000,000", ["1000000", "1.000.000", "1 000 000"]),
-    "currency": ("$5", ["5", "€5"]),
-    "tabs and line ends": ("\tone\t two\r\n three", ["one two three"]),
-    "non-breaking space": ("one\u00a0two", ["one two"]),
-    "article between non-breaking spaces": ("one\u00a0the\u00a0two", ["one two"]),
-    "space of no width": ("one\u200btwo", ["one two", "onetwo"]),
-    "thin and ideographic space": ("one\u2009two\u3000three", ["one two three"]),
-    "separators that are white space": ("one\x1ctwo\x85three", ["one two three"]),
-    "no words shared": ("cat", ["dog"]),
-    "underscore": ("the_cat", ["thecat", "cat"]),
-    "possessive": ("Zahm's brother", ["Zahms brother", "Zahm s brother"]),
-}
+# Answers and gold answers that are not made of the pieces below.
+HARD: list[tuple[str, list[str]]] = [
+    ("wind tunnel", ["a tunnel", "tunnel", "an early wind tunnel"]),
+    ("theatre anthem a-team", ["atre them team", "theatre anthem ateam"]),
+    ("the—cat", ["—cat", "cat"]),
+    ("t.h.e cat", ["cat"]),
+    ("a\u0301 cat", ["\u00e1 cat", "cat"]),
+    ("Diyarbakır", ["DIYARBAKIR", "DİYARBAKIR", "diyarbakir"]),
+    ("İstanbul", ["istanbul", "i\u0307stanbul"]),
+    ("STRASSE", ["Straße", "straẞe"]),
+    ("to be or not to be", ["to be to be to", "be be be"]),
+    ("$5", ["5", "€5"]),
+    ("\tone\t two\r\n three", ["one two three"]),
+    ("one\u2009two\u3000three", ["one two three"]),
+    ("one\x1ctwo\x85three", ["one two three"]),
+    ("the_cat", ["thecat", "cat"]),
+    ("Zahm's brother", ["Zahms brother", "Zahm s brother"]),
+]
 # Pieces of texts, in which much is equal once it is normalised.
 PIECES = (
     *(
@@ -145,12 +122,11 @@ def test_real_questions_score_as_by_the_official_script(official: ModuleType, na
     assert_sets_score_alike(official, questions)
 
 
-@pytest.mark.parametrize("name", HARD)
-def test_hard_cases_score_as_by_the_official_script(official: ModuleType, name: str) -> None:
-    answer, gold = HARD[name]
-    for text in (answer, *gold):
-        assert normalize_answer(text) == official.normalize_answer(text)
-    assert_scores_are_the_official_ones(official, answer, gold)
+def test_hard_cases_score_as_by_the_official_script(official: ModuleType) -> None:
+    for answer, gold in HARD:
+        for text in (answer, *gold):
+            assert normalize_answer(text) == official.normalize_answer(text)
+        assert_scores_are_the_official_ones(official, answer, gold)
 
 
 @settings(max_examples=200, deadline=None)

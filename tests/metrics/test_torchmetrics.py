@@ -207,27 +207,23 @@ def test_a_process_group_is_never_asked(package: ModuleType, by_rows: bool) -> N
     assert found.values == {"MeanMetric": 2.0}
 
 
-def test_many_classes_are_counted_without_a_table_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With deterministic algorithms TorchMetrics compares each sample with each pair of classes."""
-    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+def test_an_update_is_the_same_whatever_the_process_is_set_to(package: ModuleType) -> None:
+    """One thread, and no deterministic algorithms, with which TorchMetrics counts in a table of all pairs."""
     seen: list[tuple[int, int]] = []
-    count = torch.bincount
 
-    def bincount(*arguments: Any, **options: Any) -> Tensor:
+    def update(self: Any, value: Tensor) -> None:
         seen.append((torch.get_deterministic_debug_mode(), torch.get_num_threads()))
-        return count(*arguments, **options)
+        self.total = self.total + len(value)
 
-    monkeypatch.setattr(torch, "bincount", bincount)
+    mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     torch.set_num_threads(2)
     try:
-        metric = from_torchmetrics("MulticlassConfusionMatrix(1000)", PAIR)
-        classes = torch.arange(64)
-        of_batches(metric, {"preds": classes, "target": classes})
+        metric = from_torchmetrics(metric_with(package, update, total=(ZERO, "sum")), ["value"])
+        of_batches(metric, {"value": torch.arange(64)})
         assert (torch.get_deterministic_debug_mode(), torch.get_num_threads()) == (1, 2)
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.set_num_threads(threads)
     assert set(seen) == {(0, 1)}
 
 
