@@ -59,7 +59,8 @@ class Clusters:
         self._places = np.empty(len(column), np.int32)
         known: dict[Any, int] = {}
         for piece in _pieces(len(column)):
-            names, places = column[piece], slice(None)
+            names = column[piece]
+            places: Any = slice(None)
             if isinstance(names, np.ndarray):
                 distinct, places = np.unique(names, return_inverse=True)
                 names = distinct.tolist()

@@ -286,7 +286,8 @@ def test_a_tracker_that_fails_costs_no_result(offline: Path) -> None:
 
 
 def test_a_metric_that_only_looks_like_a_matrix_is_none(result: Result) -> None:
-    for matrix in ({"classes": ["a", "b"], "entries": []}, {"classes": 10**8, "entries": [[0, 0, 1]]}):
+    matrices: list[Any] = [{"classes": ["a"], "entries": []}, {"classes": 10**8, "entries": [[0, 0, 1]]}]
+    for matrix in matrices:
         record = record_of(replace(result, metrics={"matrix": matrix, "x": None}), None, None)
         assert (record.confusions, record.tables) == ({}, {})
 

@@ -60,7 +60,7 @@ def from_torchmetrics(
     pristine = isolated(metric)
     arguments = Arguments(columns, pristine.update, name)
     states = None if by_rows else states_of(pristine)
-    common = {"name": name, "own_name": own_name, "version": version}
+    common: dict[str, Any] = {"name": name, "own_name": own_name, "version": version}
     if states is None:
         return FromRows(pristine, arguments, **common)
     return InLedger(pristine, arguments, states, keeps_rows=keeps_rows, **common)

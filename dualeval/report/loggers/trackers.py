@@ -158,7 +158,8 @@ def _write_mlflow(record: Record, target: Target) -> str:
     }
     for kind, found in values.items():
         for start in range(0, len(found), _MOST[kind]):
-            client.log_batch(identity, **{kind: found[start : start + _MOST[kind]]})
+            part: dict[str, Any] = {kind: found[start : start + _MOST[kind]]}
+            client.log_batch(identity, **part)
     # Last: what has this is whole.
     client.set_tag(identity, mark, record.key)
     client.set_terminated(identity, "FINISHED")
