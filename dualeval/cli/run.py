@@ -283,8 +283,7 @@ def _run_engine(
     job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None
 ) -> Result:
     from dualeval.engine.end.process import show_until_end
-    from dualeval.report.progress import Progress
-    from dualeval.report.screen import on_screen
+    from dualeval.report.progress import Progress, on_screen
 
     task = _task(job, invocation, session, cache)
     stream = sys.stderr if invocation.as_json else sys.stdout

@@ -308,37 +308,27 @@ class CalibrationError(Described):
         samples = torch.bincount(bins[finite], minlength=_ECE_BINS).tolist()
         correct = torch.bincount(bins[finite & right], minlength=_ECE_BINS).tolist()
 
-        nonfinite, per_bin = self._read(ledger)
-        slots = [before + new for before, new in zip(nonfinite, added.nonfinite, strict=True)]
-        new = zip(samples, correct, added.sums, strict=True)
-        for before, after in zip(per_bin, new, strict=True):
-            slots += [
-                before[0] + after[0],
-                before[1] + after[1],
-                *to_limbs(before[2] + after[2], SUM_LIMBS).tolist(),
-            ]
-        ledger.copy_(torch.tensor(slots, dtype=torch.int64))
+        ledger[: len(NONFINITE_KINDS)] += torch.tensor(added.nonfinite)
+        for slots, *new in zip(self._bins(ledger), samples, correct, added.sums, strict=True):
+            slots[:2] += torch.tensor(new[:2])
+            limbs = slots[2:].numpy()
+            limbs[:] = to_limbs(from_limbs(limbs) + new[2], SUM_LIMBS)
 
     def compute(self, ledger: Tensor) -> Measured:
         """Key ece; None without samples."""
-        nonfinite, per_bin = self._read(ledger)
+        nonfinite = ledger[: len(NONFINITE_KINDS)].tolist()
         if any(nonfinite):
             return self.measured(None, nonfinite=nonfinite_counts(nonfinite))
-        samples = sum(count for count, _, _ in per_bin)
-        if samples == 0:
+        bins = self._bins(ledger).tolist()
+        if (samples := sum(slots[0] for slots in bins)) == 0:
             return self.measured(None)
-        gaps = sum(abs((correct << SUM_UNIT_BITS) - total) for _, correct, total in per_bin)
+        gaps = sum(abs((correct << SUM_UNIT_BITS) - from_limbs(limbs)) for _, correct, *limbs in bins)
         return self.measured(gaps / (samples << SUM_UNIT_BITS))
 
     @staticmethod
-    def _read(ledger: Tensor) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Non-finite counts, and for each bin (samples, right ones, sum in units of 2**-149)."""
-        slots: list[int] = ledger.tolist()
-        starts = range(len(NONFINITE_KINDS), len(slots), 2 + SUM_LIMBS)
-        return slots[: len(NONFINITE_KINDS)], [
-            (slots[start], slots[start + 1], from_limbs(slots[start + 2 : start + 2 + SUM_LIMBS]))
-            for start in starts
-        ]
+    def _bins(ledger: Tensor) -> Tensor:
+        """A row for each bin: samples, right ones, and the limbs of the sum in units of 2**-149."""
+        return ledger[len(NONFINITE_KINDS) :].view(_ECE_BINS, 2 + SUM_LIMBS)
 
 
 class NonfiniteLogits:

@@ -30,8 +30,6 @@ from dualeval.metrics.scores import Score
 _DIFFERING_SHOWN_FROM = 5
 _SHOWN_FROM = 30
 _PIECE = 1 << 20
-# Integers that lie closer together are numbered by a table.
-_WIDEST_TABLE = 1 << 26
 # A residual below so many units in the last place of what it is a difference of is 0.
 _NOISE = 8 * 2.0**-52
 # Means of 0 to 1 that differ by less differ by rounding alone.
@@ -59,12 +57,15 @@ class Clusters:
 
     def __init__(self, column: Any) -> None:
         self._places = np.empty(len(column), np.int32)
-        if isinstance(column, np.ndarray):
-            self.count = self._number_integers(column)
-            return
-        known: dict[str, int] = {}
+        known: dict[Any, int] = {}
         for piece in _pieces(len(column)):
-            self._places[piece] = [known.setdefault(text, len(known)) for text in column[piece]]
+            names = column[piece]
+            places: Any = slice(None)
+            if isinstance(names, np.ndarray):
+                distinct, places = np.unique(names, return_inverse=True)
+                names = distinct.tolist()
+            numbers = [known.setdefault(name, len(known)) for name in names]
+            self._places[piece] = np.array(numbers, np.int32)[places]
         # How many clusters there are.
         self.count = len(known)
 
@@ -73,39 +74,10 @@ class Clusters:
         for piece in _pieces(len(self._places)):
             yield piece, self._places[piece]
 
-    def _number_integers(self, column: npt.NDArray[Any]) -> int:
-        pieces = [*_pieces(len(column))]
-        if not pieces:
-            return 0
-        # A uint64 column is refused before; the difference of two int64 numbers needs Python's integers.
-        least = min(int(column[piece].min()) for piece in pieces)
-        span = max(int(column[piece].max()) for piece in pieces) - least + 1
-        if span > _WIDEST_TABLE:
-            distinct = _distinct(np.concatenate([_distinct(column[piece]) for piece in pieces]))
-            for piece in pieces:
-                order = np.argsort(column[piece], kind="stable")
-                # Sorted, they are found in the order in which they lie in memory.
-                self._places[piece][order] = np.searchsorted(distinct, column[piece][order])
-            return len(distinct)
-        present = np.zeros(span, np.bool_)
-        for piece in pieces:
-            present[column[piece].astype(np.int64) - least] = True
-        numbers = np.cumsum(present, dtype=np.int32) - np.int32(1)
-        for piece in pieces:
-            self._places[piece] = numbers[column[piece].astype(np.int64) - least]
-        return int(np.count_nonzero(present))
-
 
 def _pieces(samples: int) -> Iterator[slice]:
     for start in range(0, samples, _PIECE):
         yield slice(start, min(start + _PIECE, samples))
-
-
-def _distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    values = np.sort(values)
-    first = np.ones(len(values), np.bool_)
-    first[1:] = values[1:] != values[:-1]
-    return np.compress(first, values)
 
 
 def cluster_intervals(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -129,11 +129,7 @@ class Confusion(_Labels):
         return self.num_classes * (self.num_classes + 1)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the elements of the two columns.
-
-        Raises:
-            UsageError: they are no classes, or not equally many.
-        """
+        """Add the elements of the two columns; a UsageError where they are no classes or not as many."""
         target, prediction = self._labels(columns)
         index = target * (self.num_classes + 1) + (prediction - NO_CLASS)
         if len(index) > self.size:
@@ -158,11 +154,7 @@ class _ClassCounts(_Labels):
         return 3 * self.num_classes
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the elements of the two columns.
-
-        Raises:
-            UsageError: they are no classes, or not equally many.
-        """
+        """Add the elements of the two columns; a UsageError where they are no classes or not as many."""
         target, prediction = self._labels(columns)
         counts = ledger.view(3, self.num_classes)
         counts[0] += torch.bincount(target[target == prediction], minlength=self.num_classes)
@@ -284,14 +276,12 @@ class IoU(_ClassCounts):
             right / union if (union := support + predicted - right) else None
             for right, support, predicted in zip(*self._counts(ledger), strict=True)
         ]
-        present = [value for value in of_class if value is not None]
-        key = f"mean_{self.name}"
-        each: list[Value] = list(of_class)
-        return Measured(
-            values={
-                key: math.fsum(present) / len(present) if present else None,
-                f"{self.name}_per_class": each,
-            },
-            units={key: FRACTION},
-            directions={key: direction(higher_is_better=True)},
-        )
+        return of_classes(f"mean_{self.name}", f"{self.name}_per_class", of_class)
+
+
+def of_classes(mean: str, per_class: str, each: Sequence[float | None]) -> Measured:
+    """A fraction of each class, None where it has none, and the mean over the classes that have one."""
+    present = [value for value in each if value is not None]
+    values: dict[str, Value] = {mean: math.fsum(present) / len(present) if present else None}
+    better = direction(higher_is_better=True)
+    return Measured(values={**values, per_class: [*each]}, units={mean: FRACTION}, directions={mean: better})

@@ -30,6 +30,8 @@ DOUBLE_CUBE_LIMBS = 198
 DOUBLE_UNIT_BITS = 1074
 
 NONFINITE_KINDS = ("nan", "pos_inf", "neg_inf")
+# Of one sum of floats with its counts of what is not finite, as ``add_each`` takes it.
+SUM_SLOTS = len(NONFINITE_KINDS) + DOUBLE_SUM_LIMBS
 
 _LIMB_BITS = 32
 _LIMB_MASK = (1 << _LIMB_BITS) - 1
@@ -178,6 +180,34 @@ def units_of_double(value: float) -> int:
     numerator, denominator = value.as_integer_ratio()
     # A power of two, 2**1074 at most.
     return numerator << (DOUBLE_UNIT_BITS + 1 - denominator.bit_length())
+
+
+def add_each(slots: Tensor, values: Tensor) -> None:
+    """Add a float to each of several sums, in place: rows of counts of NaN, +inf and -inf, and of limbs."""
+    for row, value in zip(slots.numpy(), values.tolist(), strict=True):
+        if math.isfinite(value):
+            limbs = row[len(NONFINITE_KINDS) :]
+            limbs[:] = to_limbs(from_limbs(limbs) + units_of_double(value), DOUBLE_SUM_LIMBS)
+        else:
+            row[0 if math.isnan(value) else 1 if value > 0 else 2] += 1
+
+
+def each_rounded(slots: Tensor) -> Tensor:
+    """Such sums as float64, each rounded once; NaN and infinities as IEEE arithmetic has them."""
+    return torch.tensor([_rounded(row) for row in slots.tolist()], dtype=torch.float64)
+
+
+def _rounded(row: list[int]) -> float:
+    nan, positive, negative, *limbs = row
+    if nan or (positive and negative):
+        return math.nan
+    if positive or negative:
+        return math.inf if positive else -math.inf
+    total = from_limbs(limbs)
+    try:
+        return total / (1 << DOUBLE_UNIT_BITS)  # Python's int / int rounds correctly
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

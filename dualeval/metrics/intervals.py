@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import decimal
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -110,9 +110,9 @@ class PairSums:
     # The sum of x; not 0.
     x: int
     # Those of yy, xx and xy.
-    products: tuple[int, ...]
+    products: Sequence[int]
     # Those of yyy, yyx, yxx and xxx.
-    cubes: tuple[int, ...]
+    cubes: Sequence[int]
 
 
 def spread_of_ratio(ratio: Fraction, sums: PairSums) -> Spread | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,20 +25,10 @@ _KINDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """What ``Moments`` hold."""
-
-    # The number of samples, and others of the metric's own.
-    counts: tuple[int, ...]
-    # How many values were NaN, +inf and -inf; their samples are in no sum.
-    nonfinite: tuple[int, ...]
-    # In units of 2**-1074.
-    sums: tuple[int, ...]
-    # Sums of products of two columns, in units of 2**-2148.
-    products: tuple[int, ...]
-    # Sums of products of three columns, in units of 2**-3222.
-    cubes: tuple[int, ...]
+# What ``Moments`` hold: counts of samples and of the metric's own; how many values were NaN, +inf and -inf,
+# whose samples are in no sum; sums in units of 2**-1074, then those of products of two columns in units of
+# 2**-2148, then of three in units of 2**-3222.
+Sums: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 
 class Moments:
@@ -49,12 +39,11 @@ class Moments:
     """
 
     def __init__(self, *, counts: int, sums: int, products: int, cubes: int) -> None:
+        # The attributes stand in the job's identity: other ones make other jobs.
         self._counts = counts
-        self._limbs = [
-            *[DOUBLE_SUM_LIMBS] * sums,
-            *[DOUBLE_PRODUCT_LIMBS] * products,
-            *[DOUBLE_CUBE_LIMBS] * cubes,
-        ]
+        self._limbs = (
+            sums * [DOUBLE_SUM_LIMBS] + products * [DOUBLE_PRODUCT_LIMBS] + cubes * [DOUBLE_CUBE_LIMBS]
+        )
         self._kinds = (sums, sums + products)
         self._lengths = [counts, len(NONFINITE_KINDS), *self._limbs]
         self.size = sum(self._lengths)
@@ -62,36 +51,24 @@ class Moments:
     def add(self, ledger: Tensor, added: Sums) -> None:
         """Add to the ledger, in place."""
         counts, nonfinite, *before = torch.split(ledger, self._lengths)
-        counts += torch.tensor(added.counts, dtype=torch.int64)
-        nonfinite += torch.tensor(added.nonfinite, dtype=torch.int64)
-        new = (*added.sums, *added.products, *added.cubes)
-        for slots, limbs, number in zip(before, self._limbs, new, strict=True):
-            mapped = slots.numpy()
-            mapped[:] = to_limbs(from_limbs(mapped) + number, limbs)
+        counts += torch.tensor(added[0], dtype=torch.int64)
+        nonfinite += torch.tensor(added[1], dtype=torch.int64)
+        for limbs, number in zip(before, added[2], strict=True):
+            slots = limbs.numpy()
+            slots[:] = to_limbs(from_limbs(slots) + number, len(slots))
 
     def read(self, ledger: Tensor) -> Sums:
         """What is in the ledger."""
         counts, nonfinite, *limbs = torch.split(ledger, self._lengths)
-        numbers = tuple(from_limbs(slots.numpy()) for slots in limbs)
-        sums, products = self._kinds
-        return Sums(
-            counts=tuple(counts.tolist()),
-            nonfinite=tuple(nonfinite.tolist()),
-            sums=numbers[:sums],
-            products=numbers[sums:products],
-            cubes=numbers[products:],
-        )
+        return counts.tolist(), nonfinite.tolist(), [from_limbs(slots.numpy()) for slots in limbs]
 
 
-def numbers_of(metric: str, column: str, values: object) -> Tensor:
+def numbers_of(metric: str, column: str, values: Any) -> Tensor:
     """A column as one number a sample, shape (samples,)."""
     whose = f"metric {metric!r} reads the column {column!r}, which"
     if not isinstance(values, Tensor) or values.numel() != len(values):
-        has = (
-            f"has shape {tuple(values.shape)}"
-            if isinstance(values, Tensor)
-            else f"is {type(values).__name__}"
-        )
+        is_tensor = isinstance(values, Tensor)
+        has = f"has shape {tuple(values.shape)}" if is_tensor else f"is {type(values).__name__}"
         raise UsageError(
             f"{whose} {has}: it takes one number a sample. Make one in observe, as by .mean(1), or a sum and "
             "a count, whose Ratio is the mean over all values"

@@ -7,16 +7,16 @@ label are in none of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from dualeval.metrics.classification import NonfiniteLogits
-from dualeval.metrics.described import FRACTION, direction
+from dualeval.metrics.confusion import of_classes
+from dualeval.metrics.described import FRACTION
 from dualeval.metrics.means import Mean, Ratio
-from dualeval.metrics.metric import Measured, Metric, Value
+from dualeval.metrics.metric import Measured, Metric
 
 COUNTS = ("intersection", "target_pixels", "predicted_pixels")
 
@@ -71,20 +71,11 @@ class Overlap:
 
     def compute(self, ledger: Tensor) -> Measured:
         """The mean, and the list of all classes, with None for those that have no value."""
-        each: list[Value] = []
+        each: list[float | None] = []
         for counts in ledger.view(3, -1).T.tolist():
             divisor = sum(count * factor for count, factor in zip(counts, self.of, strict=True))
             each.append(self.times * counts[0] / divisor if divisor else None)
-        present = [value for value in each if isinstance(value, float)]
-        mean = f"mean_{self.key}"
-        return Measured(
-            values={
-                mean: math.fsum(present) / len(present) if present else None,
-                f"{self.key}_per_class": each,
-            },
-            units={mean: FRACTION},
-            directions={mean: direction(higher_is_better=True)},
-        )
+        return of_classes(f"mean_{self.key}", f"{self.key}_per_class", each)
 
 
 def segmentation_metrics(num_classes: int) -> list[Metric]:

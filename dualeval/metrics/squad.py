@@ -36,7 +36,7 @@ from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn, units_of_doubl
 from dualeval.metrics.intervals import Ends, bounded_interval, wilson_interval
 from dualeval.metrics.means import mean_of_sum
 from dualeval.metrics.metric import Measured, Value
-from dualeval.metrics.moments import Moments, Sums
+from dualeval.metrics.moments import Moments
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import IGNORED
 
@@ -87,84 +87,92 @@ def _f1(words: Sequence[str], gold: Sequence[str], unanswerable: bool) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-class ExactMatch:
-    """The percentage of questions whose answer is right, with its Wilson interval.
+class _OfAnswers:
+    """A mean over the questions; with ``parts`` also over those with an answer, and over those without."""
 
-    Ledger: the number of questions, the number of them that are right; with ``parts`` both again for the
-    questions that have an answer, and for those that have none.
-    """
-
-    name = "exact_match"
+    name: str
+    suffix: str
 
     def __init__(self, *, parts: bool) -> None:
-        self._keys = (self.name, *(f"{part}exact" for part in _PARTS)) if parts else (self.name,)
+        self._keys = (self.name, *(f"{part}{self.suffix}" for part in _PARTS)) if parts else (self.name,)
         self.columns = (self.name, "has_answer") if parts else (self.name,)
-        self.size = 2 * len(self._keys)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the samples of column ``exact_match``, and of ``has_answer`` with parts."""
-        for slots, chosen in zip(ledger.view(-1, 2), _groups(columns, len(self._keys)), strict=True):
-            right = columns[self.name][chosen]
-            slots[0] += len(right)
-            slots[1] += torch.count_nonzero(right)
+        """Add the samples of the column of this name, and of ``has_answer`` with parts."""
+        count = len(self._keys)
+        for slots, chosen in zip(ledger.view(count, -1), _groups(columns, count), strict=True):
+            self._add(slots, columns[self.name][chosen])
 
     def compute(self, ledger: Tensor) -> Measured:
-        """Key exact_match; with parts HasAns_exact and NoAns_exact too. None without samples."""
+        """The percentage of each key, and its interval; None without samples."""
         values: dict[str, Value] = {}
         intervals = {}
-        for key, (samples, right) in zip(self._keys, ledger.view(-1, 2).tolist(), strict=True):
-            values[key] = _PERCENT * right / samples if samples else None
-            if samples:
-                low, high = wilson_interval(right, samples)
+        for key, slots in zip(self._keys, ledger.view(len(self._keys), -1), strict=True):
+            values[key] = None
+            if slots[0]:
+                values[key], (low, high) = self._measured(slots)
                 intervals[key] = (_PERCENT * low, _PERCENT * high)
-        return _in_percent(self.name, values, intervals)
+        better = direction(higher_is_better=True)
+        return Measured(
+            values=values,
+            intervals=intervals,
+            units=dict.fromkeys(values, PERCENT),
+            directions=dict.fromkeys(values, better),
+            scores={key: _score(self.name, key) for key in values},
+        )
+
+    def _add(self, slots: Tensor, values: Tensor) -> None:
+        """Add values to the slots of a group, of which the first is their number."""
+        raise NotImplementedError
+
+    def _measured(self, slots: Tensor) -> tuple[float, Ends]:
+        """The percentage, and the ends of the interval of the fraction."""
+        raise NotImplementedError
 
 
-class F1:
+class ExactMatch(_OfAnswers):
+    """The percentage of questions whose answer is right, with its Wilson interval.
+
+    Ledger: the number of questions, the number of them that are right; likewise of each part.
+    """
+
+    name, suffix = "exact_match", "exact"
+
+    def __init__(self, *, parts: bool) -> None:
+        super().__init__(parts=parts)
+        self.size = 2 * len(self._keys)
+
+    def _add(self, slots: Tensor, values: Tensor) -> None:
+        slots[0] += len(values)
+        slots[1] += torch.count_nonzero(values)
+
+    def _measured(self, slots: Tensor) -> tuple[float, Ends]:
+        samples, right = slots.tolist()
+        return _PERCENT * right / samples, wilson_interval(right, samples)
+
+
+class F1(_OfAnswers):
     """The mean F1 in percent, equal to ``100 * math.fsum(f1) / N``, with Wilson's interval for its variance.
 
     Where each F1 is 0 or 1, as where there is no answer, the interval is that of the exact match.
 
-    Ledger: the ``Moments`` of a mean; with ``parts`` two more, of the questions that have an answer and of
-    those that have none.
+    Ledger: the ``Moments`` of a mean; likewise of each part.
     """
 
-    name = "f1"
+    name, suffix = "f1", "f1"
 
     def __init__(self, *, parts: bool) -> None:
-        self._keys = (self.name, *(f"{part}f1" for part in _PARTS)) if parts else (self.name,)
-        self.columns = (self.name, "has_answer") if parts else (self.name,)
+        super().__init__(parts=parts)
         self._moments = Moments(counts=1, sums=1, products=1, cubes=0)
         self.size = len(self._keys) * self._moments.size
 
-    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the samples of column ``f1``, and of ``has_answer`` with parts."""
-        count = len(self._keys)
-        for slots, chosen in zip(ledger.view(count, -1), _groups(columns, count), strict=True):
-            values = columns[self.name][chosen]
-            column = ExactColumn(values)
-            added = Sums(
-                counts=(len(values),),
-                nonfinite=(0, 0, 0),
-                sums=(column.total(),),
-                products=(column.dot(column),),
-                cubes=(),
-            )
-            self._moments.add(slots, added)
+    def _add(self, slots: Tensor, values: Tensor) -> None:
+        column = ExactColumn(values)
+        self._moments.add(slots, ([len(values)], (0, 0, 0), (column.total(), column.dot(column))))
 
-    def compute(self, ledger: Tensor) -> Measured:
-        """Key f1; with parts HasAns_f1 and NoAns_f1 too. None without samples."""
-        values: dict[str, Value] = {}
-        intervals = {}
-        for key, slots in zip(self._keys, ledger.view(len(self._keys), -1), strict=True):
-            found = self._moments.read(slots)
-            [samples], [total], [squares] = found.counts, found.sums, found.products
-            values[key] = None
-            if samples:
-                values[key] = mean_of_sum(samples, total, _PERCENT)
-                low, high = _interval_of_f1(samples, total, squares)
-                intervals[key] = (_PERCENT * low, _PERCENT * high)
-        return _in_percent(self.name, values, intervals)
+    def _measured(self, slots: Tensor) -> tuple[float, Ends]:
+        [samples], _, (total, squares) = self._moments.read(slots)
+        return mean_of_sum(samples, total, _PERCENT), _interval_of_f1(samples, total, squares)
 
 
 def _interval_of_f1(samples: int, total: int, squares: int) -> Ends:
@@ -174,19 +182,6 @@ def _interval_of_f1(samples: int, total: int, squares: int) -> Ends:
     mean = Fraction(total, samples << DOUBLE_UNIT_BITS)
     of_squares = Fraction(squares, samples << 2 * DOUBLE_UNIT_BITS)
     return bounded_interval(mean, (of_squares - mean * mean) / samples, samples)
-
-
-def _in_percent(
-    column: str, values: Mapping[str, Value], intervals: Mapping[str, tuple[float, float]]
-) -> Measured:
-    better = direction(higher_is_better=True)
-    return Measured(
-        values=dict(values),
-        intervals=dict(intervals),
-        units=dict.fromkeys(values, PERCENT),
-        directions=dict.fromkeys(values, better),
-        scores={key: _score(column, key) for key in values},
-    )
 
 
 def _score(column: str, key: str) -> Score:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dualeval.report.screen import on_screen
+from dualeval.report.progress import on_screen
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, Result, described_part
 from dualeval.wording import printable, printable_lines
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,16 +25,8 @@ from dualeval.metrics.classification import (
     observed_logits,
 )
 from dualeval.metrics.intervals import wilson_interval
-from dualeval.vision_library import torchvision
 from tests.kernels import CountedKernels
 from tests.tiny import EVERY_METRIC
-
-
-@pytest.fixture(scope="module")
-def torchmetrics() -> ModuleType:
-    """TorchMetrics' functions; it imports torchvision, which wants help beside a CPU build of torch."""
-    torchvision()
-    return importlib.import_module("torchmetrics.functional.classification")
 
 
 def sample_logits(samples: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -132,12 +122,6 @@ def test_bfloat16_ties_over_a_thousand_classes() -> None:
         assert columns["rank"].tolist() == [place] * 300
         assert columns["top"].tolist() == [order[:6] for order in orders]
         assert measure("top5", 1000, columns).values == {"top5": 1.0 if place == 4 else 0.0}
-
-
-def test_equal_logits_are_ordered_by_index() -> None:
-    columns = observe_logits(torch.zeros(3, 4), torch.tensor([0, 1, 3]), 4)
-    assert columns["top"].tolist() == [[0, 1, 2, 3]] * 3
-    assert columns["rank"].tolist() == [0, 1, 3]
 
 
 def test_minus_zero_equals_zero_and_subnormals_do_not() -> None:
@@ -273,23 +257,6 @@ def test_deterministic_algorithms_and_an_empty_batch(monkeypatch: pytest.MonkeyP
 # The metrics
 
 
-def test_top_k_against_torchmetrics(torchmetrics: ModuleType) -> None:
-    logits, target = sample_logits(997, 10)
-    columns = observe_logits(logits, target, 5)
-    for k in (1, 2, 5, 10):
-        expected = torchmetrics.multiclass_accuracy(logits, target, num_classes=10, top_k=k, average="micro")
-        found = number(measure(f"top{k}", 10, columns).values[f"top{k}"])
-        assert found == pytest.approx(expected.item(), abs=1e-7)
-        assert found == round(found * 997) / 997
-
-
-def test_loss_is_fsum_of_the_column() -> None:
-    logits, target = sample_logits(997, 10)
-    columns = observe_logits(logits, target, 5)
-    expected = math.fsum(columns["loss"].tolist()) / 997
-    assert measure("loss", 10, columns).values == {"loss": expected}
-
-
 @pytest.mark.parametrize("samples", [5, 40, 2_000])  # 5: most classes do not occur
 def test_precision_recall_against_scikit_learn(samples: int) -> None:
     logits, target = sample_logits(samples, 12, seed=5)
@@ -328,7 +295,7 @@ def test_precision_recall_with_samples_that_are_predicted_as_no_class() -> None:
     }
 
 
-def test_confusion_against_scikit_learn_and_torchmetrics(torchmetrics: ModuleType) -> None:
+def test_confusion_against_scikit_learn() -> None:
     logits, target = sample_logits(500, 8, seed=7)
     columns = observe_logits(logits, target, 5)
     value = measure("confusion", 8, columns).values["confusion_matrix"]
@@ -343,8 +310,6 @@ def test_confusion_against_scikit_learn_and_torchmetrics(torchmetrics: ModuleTyp
         matrix[row, column] = count
     expected = sklearn_metrics.confusion_matrix(target.numpy(), columns["prediction"].numpy())
     np.testing.assert_array_equal(matrix, expected)
-    theirs = torchmetrics.multiclass_confusion_matrix(logits, target, num_classes=8)
-    np.testing.assert_array_equal(matrix, theirs.numpy())
 
 
 def test_confusion_keeps_predictions_of_no_class_apart() -> None:
@@ -381,15 +346,6 @@ def test_ece_borders_belong_to_the_lower_bin() -> None:
         assert ledger[3::12].nonzero().flatten().tolist() == [place], border
 
 
-def test_ece_against_torchmetrics(torchmetrics: ModuleType) -> None:
-    logits, target = sample_logits(2_000, 10, seed=9)
-    columns = observe_logits(logits, target, 5)
-    scaled = columns["confidence"].double() * 15
-    assert bool(((scaled - scaled.round()).abs() > 1e-5).all())  # no value on a border: the rules agree
-    expected = torchmetrics.multiclass_calibration_error(logits, target, num_classes=10, n_bins=15)
-    assert number(measure("ece", 10, columns).values["ece"]) == pytest.approx(expected.item(), abs=1e-6)
-
-
 def test_ece_with_nan_confidence_is_none_and_counted() -> None:
     columns = columns_of([0, 1, 1], [0, -1, 1], [0.75, math.nan, 0.5])
     assert measure("ece", 2, columns) == Measured(
@@ -418,11 +374,6 @@ def test_wilson_interval_as_published() -> None:
     # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3: 81 of 263 and 0 of 20.
     assert [round(end, 4) for end in wilson_interval(81, 263)] == [0.2553, 0.3662]
     assert [round(end, 4) for end in wilson_interval(0, 20)] == [0.0, 0.1611]
-
-
-def test_top_k_interval_is_wilson() -> None:
-    rank = torch.tensor([0] * 18 + [7, 2**31 - 1], dtype=torch.int32)
-    assert measure("top1", 10, {"rank": rank}).intervals == {"top1": wilson_interval(18, 20)}
 
 
 def test_no_samples_give_none() -> None:
@@ -463,23 +414,6 @@ def test_any_partition_and_order_give_the_same_result(name: str) -> None:
                 {key: column[half:] for key, column in shard.items()},
             )
         assert metric.compute(merged) == whole
-
-
-@pytest.mark.parametrize("name", ["loss", "top1", "ece"])
-def test_a_billion_ledgers_add_up_without_overflow(name: str) -> None:
-    columns = observe_logits(*sample_logits(211, 10), 5)
-    merged = ledger_of(name, 10, columns) * 2**30
-    assert metric_of(name, 10).compute(merged).values == measure(name, 10, columns).values
-
-
-def test_a_changed_sample_changes_every_metric() -> None:
-    """The other tests compare ledgers with each other; here they must differ."""
-    logits, target = sample_logits(50, 10)
-    columns = observe_logits(logits, target, 5)
-    logits[7] = -logits[7]
-    changed = observe_logits(logits, target, 5)
-    for name in ("loss", "precision_recall", "confusion", "ece"):
-        assert measure(name, 10, columns) != measure(name, 10, changed)
 
 
 # The names

@@ -402,12 +402,3 @@ def test_a_score_of_text_is_refused_on_the_first_batch() -> None:
         evaluate(metrics=[Scored(Score(column="site"))], limit=64)
     with pytest.raises(UsageError, match="transform 'sin': expected one of exp, sqrt, log"):
         Score(column="loss", transform="sin")
-
-
-def test_columns_of_one_number_a_row_have_intervals_by_clusters() -> None:
-    flat = evaluate(metrics=[Mean("loss"), Ratio("loss", "patient", name="ratio")], cluster="patient")
-    rows = evaluate(
-        metrics=[Mean("rows", name="loss"), Ratio("rows", "patient", name="ratio")], cluster="patient"
-    )
-    assert flat.intervals.keys() == {"loss", "ratio"}
-    assert rows.intervals == flat.intervals

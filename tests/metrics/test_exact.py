@@ -1,11 +1,8 @@
-"""The exact sums, against math.fsum and rational arithmetic."""
+"""The exact sums of float32 and float64, against math.fsum and rational arithmetic."""
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -16,25 +13,36 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics import Mean, Measured, Metric
+from dualeval.metrics import Mean, Measured
 from dualeval.metrics.exact import (
     DOUBLE_CUBE_LIMBS,
     DOUBLE_PRODUCT_LIMBS,
     DOUBLE_SUM_LIMBS,
+    ExactColumn,
     exact_sums,
     from_limbs,
     to_limbs,
 )
 from dualeval.metrics.intervals import student_95
+from tests.measuring import ledger_of, measure, same_bits
 
-LARGEST = 3.4028234663852886e38  # of the float32 numbers
-SMALLEST = 2.0**-149
+LARGEST_32, SMALLEST_32 = 3.4028234663852886e38, 2.0**-149
+LARGEST = 1.7976931348623157e308
+MEAN = Mean("x")
+DTYPES = [torch.float32, torch.float64]
+FINITE = {
+    torch.float32: st.floats(width=32, allow_nan=False, allow_infinity=False),
+    torch.float64: st.one_of(
+        st.floats(-1.0, 1.0),
+        st.floats(-(2.0**-1022), 2.0**-1022),
+        st.sampled_from([5e-324, -5e-324, 2.0**-1022, 0.0, -0.0, 1e150, -1e150, 1 / 3]),
+        st.floats(allow_nan=False, allow_infinity=False),
+    ),
+}
 
-finite_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
-
-def float32(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
+def column(values: list[float], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    return {"x": torch.tensor(values, dtype=dtype)}
 
 
 def random_bits(count: int, seed: int) -> Tensor:
@@ -45,77 +53,82 @@ def random_bits(count: int, seed: int) -> Tensor:
     return values[values.isfinite()]
 
 
-def ledger_of(metric: Metric, *parts: Tensor) -> Tensor:
-    ledger = torch.zeros(metric.size, dtype=torch.int64)
-    for part in parts:
-        metric.update(ledger, {"loss": part})
-    return ledger
+def limbs_of(ledger: Tensor) -> list[Tensor]:
+    """Those of the sum, of the squares' and of the cubes'."""
+    return list(torch.split(ledger[5:], [DOUBLE_SUM_LIMBS, DOUBLE_PRODUCT_LIMBS, DOUBLE_CUBE_LIMBS]))
 
 
-def measure(*parts: Tensor) -> Measured:
-    metric = Mean("loss")
-    return metric.compute(ledger_of(metric, *parts))
+def assert_holds_the_rational_sums(ledger: Tensor, values: list[float], times: int = 1) -> None:
+    assert ledger[:5].tolist() == [times * len(values), 0, 0, 0, 0]
+    for power, limbs in enumerate(limbs_of(ledger), 1):
+        exact = sum((Fraction(value) ** power for value in values), Fraction())
+        assert Fraction(from_limbs(limbs.tolist()), 2 ** (1074 * power)) == times * exact
 
 
-def assert_same_bits(found: object, expected: float) -> None:
-    assert isinstance(found, float)
-    assert struct.pack("<d", found) == struct.pack("<d", expected), (found, expected)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(finite_float32, min_size=1, max_size=60))
-def test_mean_is_fsum_over_n_for_any_float32(values: list[float]) -> None:
-    assert_same_bits(measure(float32(values)).values["loss"], math.fsum(values) / len(values))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(finite_float32, max_size=40))
-def test_sums_are_the_rational_sums(values: list[float]) -> None:
-    sums = exact_sums(float32(values))
-    assert Fraction(sums.sums[0], 2**149) == sum((Fraction(value) for value in values), Fraction())
-    assert Fraction(sums.square_sums[0], 2**298) == sum(
-        (Fraction(value) ** 2 for value in values), Fraction()
-    )
-    assert Fraction(sums.cube_sums[0], 2**447) == sum((Fraction(value) ** 3 for value in values), Fraction())
-    assert sums.nonfinite == (0, 0, 0)
-    alone = exact_sums(float32(values), powers=False)
-    assert (alone.sums, alone.square_sums, alone.cube_sums) == (sums.sums, [0], [0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_ledgers_hold_the_rational_sums(dtype: torch.dtype, data: st.DataObject, seed: int) -> None:
+    """However samples are split among updates and ranks; sums may exceed the largest float64."""
+    values = data.draw(st.lists(FINITE[dtype], max_size=30))
+    for random in (None, Random(seed)):
+        assert_holds_the_rational_sums(ledger_of(MEAN, column(values, dtype), random), values)
+    try:
+        expected = math.fsum(values) / len(values) if values else None
+    except OverflowError:  # no float64 is near enough
+        return
+    found = MEAN.compute(ledger_of(MEAN, column(values, dtype))).values["x"]
+    assert found is None if expected is None else same_bits(found, expected)
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("dtype", "values"),
     [
-        [LARGEST, 1.0, -LARGEST],
-        [LARGEST, SMALLEST, -LARGEST],
-        [-LARGEST, -LARGEST, SMALLEST],
-        [SMALLEST, SMALLEST, -SMALLEST, 2.0**-126, -(2.0**-126 - SMALLEST)],
-        [0.0, -0.0],
-        [-0.0],
-        [1.0, 2.0**-24, 2.0**-53, 2.0**-77],
-        [-1.0],
+        *(
+            (torch.float32, values)
+            for values in (
+                [LARGEST_32, 1.0, -LARGEST_32],
+                [LARGEST_32, SMALLEST_32, -LARGEST_32],
+                [SMALLEST_32, SMALLEST_32, -SMALLEST_32, 2.0**-126, -(2.0**-126 - SMALLEST_32)],
+                [1.0, 2.0**-24, 2.0**-53, 2.0**-77],
+                [-0.0],
+            )
+        ),
+        *(
+            (torch.float64, values)
+            for values in (
+                [1e150, 5e-324, -1e150],
+                [-5e-324, 5e-324, 5e-324, 5e-324],
+                [1.0, 2.0**-53, 2.0**-106],
+                [0.1] * 10,
+                [-0.0],
+                [-LARGEST],
+            )
+        ),
     ],
 )
-def test_hard_sums(values: list[float]) -> None:
-    assert_same_bits(measure(float32(values)).values["loss"], math.fsum(values) / len(values))
-
-
-def test_a_float64_sum_in_order_would_fail_these_tests() -> None:
-    values = [LARGEST, 1.0, -LARGEST]
-    assert sum(values) != math.fsum(values)
+def test_hard_sums(dtype: torch.dtype, values: list[float]) -> None:
+    found = measure(MEAN, column(values, dtype)).values["x"]
+    assert same_bits(found, math.fsum(values) / len(values))
 
 
 def test_many_values_of_every_exponent() -> None:
     values = random_bits(300_000, seed=1)  # more than the values summed at once
-    as_list = values.tolist()
-    assert_same_bits(measure(values).values["loss"], math.fsum(as_list) / len(as_list))
+    found = MEAN.compute(ledger_of(MEAN, {"x": values})).values["x"]
+    assert same_bits(found, math.fsum(values.tolist()) / len(values))
 
 
-def test_full_pieces_of_the_largest_fraction_do_not_overflow() -> None:
-    values = torch.full((2**17 + 5,), -LARGEST)
+def test_full_pieces_of_the_largest_fractions_do_not_overflow() -> None:
+    values = torch.full((2**17 + 5,), -LARGEST_32)
     sums = exact_sums(values)
-    assert sums.sums == [int(-LARGEST) * len(values) * 2**149]
-    assert sums.square_sums == [int(LARGEST) ** 2 * len(values) * 2**298]
-    assert sums.cube_sums == [int(-LARGEST) ** 3 * len(values) * 2**447]
+    assert sums.sums == [int(-LARGEST_32) * len(values) * 2**149]
+    assert sums.square_sums == [int(LARGEST_32) ** 2 * len(values) * 2**298]
+    assert sums.cube_sums == [int(-LARGEST_32) ** 3 * len(values) * 2**447]
+    doubles = ExactColumn(torch.full((2**20,), LARGEST, dtype=torch.float64))
+    assert doubles.dot(doubles) == int(LARGEST) ** 2 * 2**20 * 2**2148
+    for at, least in enumerate((LARGEST, -LARGEST)):
+        same = ExactColumn(torch.full((2**15,), least, dtype=torch.float64))
+        assert same.dots(same, same) == (-1) ** at * int(LARGEST) ** 3 * 2**15 * 2**3222
 
 
 def test_groups_are_summed_apart() -> None:
@@ -128,94 +141,53 @@ def test_groups_are_summed_apart() -> None:
         assert together.square_sums[group] == alone.square_sums[0]
         assert together.cube_sums[group] == alone.cube_sums[0]
     assert together.sums[7] == 0
+    without = exact_sums(values, groups, 8, powers=False)
+    assert (without.sums, without.square_sums, without.cube_sums) == (together.sums, [0] * 8, [0] * 8)
 
 
 def test_variance_survives_a_large_mean() -> None:
-    # In float64, the mean of squares less the square of the mean is 0 or noise here.
-    base = 2.0**23
-    low, high = measure(float32([base, base + 1.0] * 50)).intervals["loss"]
+    # In float64, the mean of squares less the square of the mean is noise here.
+    low, high = measure(MEAN, column([2.0**40, 2.0**40 + 1.0] * 50)).intervals["x"]
     # Of a mean without skewness it is Student's.
-    assert high - low == pytest.approx(2 * student_95(99) * math.sqrt(0.25 / 99), rel=1e-7)
+    assert high - low == pytest.approx(2 * student_95(99) * math.sqrt(0.25 / 99), abs=2.0**-11)
+    low, high = measure(MEAN, column([1.0, 1.0 + 2.0**-52])).intervals["x"]
+    assert low < 1.0 < high
 
 
-def test_equal_values_have_no_interval() -> None:
-    found = measure(float32([0.1] * 3))
-    assert found.intervals == {}
-    assert found.warnings == (
-        "loss has no interval: its 3 samples are all equal, and do not show how far others may be",
-    )
+def test_one_sample_has_no_interval() -> None:
+    found = measure(MEAN, column([2.5]))
+    assert (found.values, found.intervals) == ({"x": 2.5}, {})
+    assert found.warnings == ("x has no interval: it is of one sample",)
 
 
-def test_no_samples_and_one_sample() -> None:
-    for nothing in (measure(), measure(float32([]))):
-        assert (nothing.values, nothing.intervals) == ({"loss": None}, {})
-    alone = measure(float32([2.5]))
-    assert alone.values == {"loss": 2.5}
-    assert alone.warnings == ("loss has no interval: it is of one sample",)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_not_finite_are_counted_and_never_summed(dtype: torch.dtype) -> None:
+    values = [1.0, math.nan, math.inf, -math.inf, math.inf, -math.nan, -2.5]
+    nonfinite = {"x": {"nan": 2, "pos_inf": 2, "neg_inf": 1}}
+    assert measure(MEAN, column(values, dtype)) == Measured(values={"x": None}, nonfinite=nonfinite)
+    ledger = ledger_of(MEAN, column(values, dtype))
+    assert ledger[:5].tolist() == [7, 0, 2, 2, 1]
+    assert torch.equal(ledger[5:], ledger_of(MEAN, column([1.0, -2.5], dtype))[5:])
+    one = measure(MEAN, column([1.0, math.inf], dtype))
+    assert one == Measured(values={"x": None}, nonfinite={"x": {"nan": 0, "pos_inf": 1, "neg_inf": 0}})
 
 
-def test_nonfinite_values_are_counted_and_never_summed() -> None:
-    values = float32([1.0, math.nan, math.inf, -math.inf, math.inf, -math.nan])
-    metric = Mean("loss")
-    ledger = ledger_of(metric, values)
-    assert replace(metric.compute(ledger), scores={}) == Measured(
-        values={"loss": None}, nonfinite={"loss": {"nan": 2, "pos_inf": 2, "neg_inf": 1}}
-    )
-    assert ledger[:5].tolist() == [6, 0, 2, 2, 1]
-    assert torch.equal(ledger[5:], ledger_of(metric, float32([1.0]))[5:])
-
-
-def test_one_infinity_makes_the_value_none() -> None:
-    measured = measure(float32([1.0, math.inf]))
-    assert measured.values == {"loss": None}
-    assert measured.nonfinite == {"loss": {"nan": 0, "pos_inf": 1, "neg_inf": 0}}
-    assert measured.intervals == {}
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.floats(width=32), min_size=1, max_size=40),
-    st.lists(st.integers(0, 3), min_size=40, max_size=40),
-    st.randoms(use_true_random=False),
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (torch.float32, [LARGEST_32] * 3000),
+        (torch.float32, [-LARGEST_32] * 3000),
+        (torch.float64, [LARGEST, -1.5, 5e-324, -LARGEST, 0.1, 1e-200, 3e200]),
+    ],
 )
-def test_any_partition_and_order_give_the_same_result(
-    values: list[float], owners: list[int], random: Random
-) -> None:
-    metric = Mean("loss")
-    whole = metric.compute(ledger_of(metric, float32(values)))
-    shuffled = list(zip(values, owners, strict=False))
-    random.shuffle(shuffled)
-    merged = torch.zeros(metric.size, dtype=torch.int64)
-    for rank in range(4):
-        shard = [value for value, owner in shuffled if owner == rank]
-        merged += ledger_of(metric, float32(shard[::2]), float32(shard[1::2]))
-    assert metric.compute(merged) == whole
-
-
-def test_updates_in_parts_leave_the_ledger_of_one_update() -> None:
-    metric = Mean("loss")
-    values = random_bits(1_000, seed=3)
-    assert torch.equal(ledger_of(metric, values), ledger_of(metric, *torch.split(values, 17)))
-
-
-def test_limbs_after_an_update_are_normalised() -> None:
-    metric = Mean("loss")
-    for sign in (1.0, -1.0):
-        ledger = ledger_of(metric, *[torch.full((1_000,), sign * LARGEST) for _ in range(3)])
-        limbs = torch.split(ledger[5:], [DOUBLE_SUM_LIMBS, DOUBLE_PRODUCT_LIMBS, DOUBLE_CUBE_LIMBS])
-        for part in limbs:
-            assert bool(((part[:-1] >= 0) & (part[:-1] < 2**32)).all())
-            assert -(2**31) <= int(part[-1]) < 2**31
-
-
-def test_a_billion_ledgers_add_up_without_overflow() -> None:
-    metric = Mean("loss")
-    values = random_bits(1_000, seed=4)
-    ledger = ledger_of(metric, values)
-    merged = ledger * 2**30
-    assert_same_bits(metric.compute(merged).values["loss"], math.fsum(values.tolist()) / len(values))
-    metric.update(merged, {"loss": values})  # and such a sum can be added to
-    assert_same_bits(metric.compute(merged).values["loss"], math.fsum(values.tolist()) / len(values))
+def test_a_billion_ledgers_add_up(dtype: torch.dtype, values: list[float]) -> None:
+    """And such a sum can be added to, which leaves limbs without carries."""
+    merged = ledger_of(MEAN, column(values, dtype)) * 2**30
+    MEAN.update(merged, column(values, dtype))
+    assert_holds_the_rational_sums(merged, values, 2**30 + 1)
+    for limbs in limbs_of(merged):
+        assert bool(((limbs[:-1] >= 0) & (limbs[:-1] < 2**32)).all())
+        assert -(2**31) <= int(limbs[-1]) < 2**31
 
 
 @given(st.integers(-(2**600), 2**600))
@@ -231,4 +203,37 @@ def test_other_dtypes_are_refused() -> None:
 def test_strided_columns_are_read_right() -> None:
     values = random_bits(500, seed=5)
     table = torch.stack([values, values.flip(0)], dim=1)
-    assert measure(table[:, 0]) == measure(values)
+    assert measure(MEAN, {"x": table[:, 0]}) == measure(MEAN, {"x": values})
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(FINITE[torch.float64], FINITE[torch.float64]), max_size=20))
+def test_sums_of_products_are_the_rational_ones(pairs: list[tuple[float, float]]) -> None:
+    one, two = (ExactColumn(torch.tensor([p[side] for p in pairs], dtype=torch.float64)) for side in (0, 1))
+    expected = sum((Fraction(x) * Fraction(y) for x, y in pairs), Fraction())
+    assert Fraction(one.dot(two), 2**2148) == Fraction(two.dot(one), 2**2148) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
+def test_sums_of_any_int64_are_the_whole_ones(values: list[int]) -> None:
+    integers = ExactColumn(torch.tensor(values))
+    assert Fraction(integers.total(), 2**1074) == sum(values)
+    assert Fraction(integers.dot(integers), 2**2148) == sum(value * value for value in values)
+
+
+def test_more_doubles_than_are_summed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.tensor([LARGEST, -0.1, 5e-324, 3.0, -LARGEST, 0.1, 7.0], dtype=torch.float64)
+    whole = ExactColumn(values)
+    expected = whole.total(), whole.dot(whole)
+    monkeypatch.setattr("dualeval.metrics.exact._DOUBLE_PIECE", 3)
+    assert (whole.total(), whole.dot(whole)) == expected
+
+
+def test_cubes_do_not_depend_on_how_many_doubles_are_added_at_once() -> None:
+    values = 1 + torch.rand(2**15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, parts = torch.zeros((2, MEAN.size), dtype=torch.int64)
+    MEAN.update(whole, {"x": values})
+    for part in torch.split(values, 512):
+        MEAN.update(parts, {"x": part})
+    assert MEAN.compute(whole) == MEAN.compute(parts)

@@ -131,12 +131,6 @@ def of_questions(windows: Sequence[Window], places: list[list[int]]) -> list[Ans
     return answers_of(best_of_windows([spans], torch.tensor(places)))
 
 
-def test_of_equal_windows_the_questions_first_wins_wherever_it_lies() -> None:
-    windows = [line([1.0], [1.0], [(place, place + 1)]) for place in range(3)]
-    found = of_questions(windows, [[0, 1, 2], [2, 1, 0], [1, 2, -1]])
-    assert [answer.start for answer in found] == [0, 2, 1]
-
-
 def test_the_best_window_answers_and_the_least_null_score_counts() -> None:
     windows = [
         Window(starts=[5.0, 1.0], ends=[5.0, 1.0], spans=[(-1, -1), (0, 1)], null=0),
@@ -267,57 +261,6 @@ def test_an_answer_cut_by_a_window_is_found_in_the_next(
         assert max(inside) == STRIDE + 1
         cut += any(0 < tokens <= STRIDE for tokens in inside)
     assert cut > 10
-
-
-def test_a_longer_answer_may_be_in_no_window(tokenizer: tuple[Any, TokenizerFacts]) -> None:
-    context = " ".join(WORDS)
-    found = []
-    for first in range(len(WORDS) - STRIDE - 1):
-        gold = " ".join(WORDS[first : first + STRIDE + 2])
-        start = context.index(gold)
-        end = start + len(gold)
-
-        def favours(number: int, span: tuple[int, int], start: int = start, end: int = end) -> Any:
-            return 5.0 * (span[0] == start), 5.0 * (span[1] == end)
-
-        answer, _ = ask(tokenizer, context, favours)
-        found.append(context[answer.start : answer.end] == gold)
-    # Windows begin every ROOM - STRIDE tokens.
-    step = ROOM - STRIDE
-    assert [first for first, whole in enumerate(found) if not whole] == list(
-        range(step - 1, len(found), step)
-    )
-
-
-@pytest.mark.parametrize("favoured", range(4))
-def test_of_repeated_answers_the_place_with_the_best_logits_is_taken(
-    tokenizer: tuple[Any, TokenizerFacts], favoured: int
-) -> None:
-    filler = iter(WORDS * 2)
-    context = " ".join(
-        f"{next(filler)} {next(filler)} {next(filler)} sun moon {next(filler)}" for _ in range(4)
-    )
-    places = [place for place in range(len(context)) if context.startswith("sun moon", place)]
-    assert len(places) == 4
-
-    def favours(number: int, span: tuple[int, int]) -> tuple[float, float]:
-        def of(place: int) -> float:
-            return 3.0 if place == places[favoured] else 2.5 if place in places else 0.0
-
-        return of(span[0]), of(span[1] - len("sun moon"))
-
-    answer, _ = ask(tokenizer, context, favours)
-    assert (answer.start, answer.end) == (places[favoured], places[favoured] + len("sun moon"))
-    assert answer.score == 6.0
-
-
-def test_of_repeated_answers_with_equal_logits_the_first_is_taken(
-    tokenizer: tuple[Any, TokenizerFacts],
-) -> None:
-    context = " ".join(["old bridge"] * 15)
-    answer, windows = ask(tokenizer, context, lambda number, span: (1.0, 1.0))
-    assert len(windows) > 3
-    assert (answer.start, answer.end) == (0, len("old"))
 
 
 def test_a_token_of_two_windows_counts_with_the_better_logits(

@@ -188,33 +188,6 @@ def best(window: Window, n_best: int = 20, most_tokens: int = 30) -> Answer:
     return answer
 
 
-def test_a_pair_outside_the_n_best_is_not_taken() -> None:
-    # The two best starts are behind the two best ends.
-    window = line([1.0, 0.0, 9.0, 8.0], [5.0, 4.0, -1.0, -2.0])
-    assert not best(window, n_best=1).found
-    assert not best(window, n_best=2).found
-    assert best(window, n_best=3) == (True, 2, 3, 8.0, 6.0, False, False)
-    # With n_best 1 the better pair is out of reach, and a worse one is not taken for it.
-    assert best(line([5.0, 4.0], [9.0, 8.0], [(0, 0), (1, 2)]), n_best=1).found is False
-    assert best(line([5.0, 4.0], [9.0, 8.0], [(0, 0), (1, 2)]), n_best=2)[:4] == (True, 0, 2, 13.0)
-
-
-def test_of_equal_starts_and_ends_the_first_are_among_the_n_best() -> None:
-    window = line([0.0] * 6, [0.0, -0.0] * 3)
-    assert best(window, n_best=1)[:3] == (True, 0, 1)
-    assert best(line([-0.0, 0.0], [-0.0, 0.0]), n_best=1)[:3] == (True, 0, 1)
-    assert best(line([0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, -1.0]), n_best=2)[:4] == (True, 0, 1, 0.0)
-
-
-def test_of_equal_sums_the_first_start_wins_and_then_the_shorter() -> None:
-    assert best(line([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]))[:3] == (True, 0, 1)
-    assert best(line([0.0, 1.0, 0.0], [0.0, 0.0, 1.0]))[:3] == (True, 1, 3)
-    # (0, 2) and (1, 1) are 3 both: that which begins first, though it is longer.
-    assert best(line([1.0, 2.0, 0.0], [0.0, 1.0, 2.0]))[:4] == (True, 1, 3, 4.0)
-    assert best(line([1.0, 2.0, 0.0], [-9.0, 1.0, 2.0]), most_tokens=1)[:4] == (True, 1, 2, 3.0)
-    assert best(line([2.0, 2.0, -9.0], [-9.0, 1.0, 1.0]))[:4] == (True, 0, 2, 3.0)
-
-
 def test_sums_are_equal_where_they_are_as_float32() -> None:
     # 2**24 + 1 is 2**24 as float32, so the first start wins though its sum is the smaller one.
     assert best(line([0.0, 1.0], [-9.0, 2.0**24]))[:4] == (True, 0, 2, 2.0**24)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dualeval.metrics import Measured
 from dualeval.metrics.intervals import wilson_interval
-from dualeval.metrics.squad import F1, AnswerCounts, BestThresholds, ExactMatch, score_answer
+from dualeval.metrics.squad import F1, AnswerCounts, BestThresholds, ExactMatch
 from tests.measuring import measure, same_bits
 from tests.metrics.test_squad_metrics import many_questions, scored, texts
 
@@ -182,55 +182,11 @@ def needless(odds: float, span: str = "dog") -> Asked:
     return Asked(gold=[], span=span, answer=span, odds=odds)
 
 
-@pytest.mark.parametrize(
-    ("questions", "best", "threshold"),
-    [
-        pytest.param([right(-1.0), right(2.0), wrong(3.0)], 200 / 3, 2.0, id="all have an answer"),
-        pytest.param([wrong(-1.0), wrong(2.0)], 0.0, 0.0, id="nothing is right"),
-        pytest.param([needless(-1.0), needless(2.0)], 100.0, 0.0, id="none has an answer"),
-        pytest.param([needless(-1.0, ""), needless(2.0, "")], 100.0, 0.0, id="none, and no spans"),
-        pytest.param([needless(5.0), right(1.0)], 100.0, 1.0, id="order of the odds"),
-        pytest.param([right(-3.0), needless(-2.0), right(-1.0)], 200 / 3, -3.0, id="the first best counts"),
-        pytest.param([needless(0.5), right(0.5)], 50.0, 0.0, id="tie, the wrong one first"),
-        pytest.param([right(0.5), needless(0.5)], 100.0, 0.5, id="tie, the right one first"),
-        pytest.param([needless(0.5, ""), right(0.5)], 100.0, 0.5, id="an empty span costs nothing"),
-        pytest.param([needless(-2.0, "the"), right(-1.0)], 50.0, 0.0, id="a span of articles costs a point"),
-        pytest.param([right(-3.0), right(-2.0), needless(-1.0)], 100.0, -2.0, id="odds below zero"),
-    ],
-)
-def test_best_thresholds_by_hand(questions: list[Asked], best: float, threshold: float) -> None:
-    assert thresholds(questions) == {
-        "best_exact": best,
-        "best_exact_thresh": threshold,
-        "best_f1": best,
-        "best_f1_thresh": threshold,
-    }
-
-
 def test_questions_of_equal_odds_stay_in_their_order() -> None:
     # So many that an unstable sort would mix them: of each odds first the right answers, then the needless.
     odds = [float(place % 3 + 1) for place in range(300)]
     found = thresholds([*map(right, odds), *map(needless, odds)])
     assert (found["best_exact"], found["best_exact_thresh"]) == (100.0 * 400 / 600, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "exact", "f1"),
-    [
-        ("", [], True, 1.0),
-        ("the", [], True, 1.0),
-        ("cat", [], False, 0.0),
-        ("", ["the", "..."], True, 1.0),
-        ("", ["the", "cat"], False, 0.0),
-        ("the", ["cat"], False, 0.0),
-        ("cat", ["the"], False, 0.0),
-        ("black cat", ["a", "cat"], False, 2 / 3),
-    ],
-)
-def test_scores_of_the_second_kind_by_hand(answer: str, gold: list[str], exact: bool, f1: float) -> None:
-    found = score_answer(answer, gold, unanswerable=True)
-    assert found[0] is exact
-    assert found[1] == pytest.approx(f1, abs=1e-15)
 
 
 def test_without_samples_there_is_no_value() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 from dualeval.columns import Ragged, Text, to_rows
 from dualeval.errors import UsageError
 from dualeval.metrics import from_torchmetrics, is_of_rows
+from dualeval.metrics.exact import SUM_SLOTS, add_each, each_rounded
 from dualeval.metrics.torchmetrics import Parsed, from_text
 from dualeval.metrics.torchmetrics.library import torchmetrics
 from tests.conftest import ROOT
@@ -204,27 +207,23 @@ def test_a_process_group_is_never_asked(package: ModuleType, by_rows: bool) -> N
     assert found.values == {"MeanMetric": 2.0}
 
 
-def test_many_classes_are_counted_without_a_table_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With deterministic algorithms TorchMetrics compares each sample with each pair of classes."""
-    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+def test_an_update_is_the_same_whatever_the_process_is_set_to(package: ModuleType) -> None:
+    """One thread, and no deterministic algorithms, with which TorchMetrics counts in a table of all pairs."""
     seen: list[tuple[int, int]] = []
-    count = torch.bincount
 
-    def bincount(*arguments: Any, **options: Any) -> Tensor:
+    def update(self: Any, value: Tensor) -> None:
         seen.append((torch.get_deterministic_debug_mode(), torch.get_num_threads()))
-        return count(*arguments, **options)
+        self.total = self.total + len(value)
 
-    monkeypatch.setattr(torch, "bincount", bincount)
+    mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     torch.set_num_threads(2)
     try:
-        metric = from_torchmetrics("MulticlassConfusionMatrix(1000)", PAIR)
-        classes = torch.arange(64)
-        of_batches(metric, {"preds": classes, "target": classes})
+        metric = from_torchmetrics(metric_with(package, update, total=(ZERO, "sum")), ["value"])
+        of_batches(metric, {"value": torch.arange(64)})
         assert (torch.get_deterministic_debug_mode(), torch.get_num_threads()) == (1, 2)
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.set_num_threads(threads)
     assert set(seen) == {(0, 1)}
 
 
@@ -251,6 +250,40 @@ def test_a_bootstrap_draws_the_same_each_time(package: ModuleType) -> None:
     assert found == metric.compute(value).values
     assert torch.equal(before, torch.get_rng_state())
     assert found["std"] > 0
+
+
+# -- exact sums side by side -------------------------------------------------------------------------
+
+
+def test_each_sum_is_exact_and_rounded_once() -> None:
+    """Over all exponents, subnormal numbers among them, of both signs; in any order and division."""
+    draw = torch.Generator().manual_seed(3)
+    exponents = torch.randint(-1075, 1022, (40, 4), generator=draw)
+    fractions = torch.rand(40, 4, generator=draw, dtype=torch.float64) - 0.5
+    limits = torch.finfo(torch.float64)
+    extreme = torch.tensor([[limits.max, limits.smallest_normal, 5e-324, -0.0]] * 3, dtype=torch.float64)
+    for rows in (torch.ldexp(fractions, exponents), extreme):
+        slots = summed(rows)
+        for place, found in enumerate(each_rounded(slots).tolist()):
+            total = sum((Fraction(value) for value in rows[:, place].tolist()), Fraction())
+            assert found == (math.inf if total > Fraction(limits.max) else float(total))
+        assert torch.equal(slots, summed(rows.flip(0)))
+        assert torch.equal(each_rounded(summed(rows[:2]) + summed(rows[2:])), each_rounded(slots))
+        assert not summed(torch.cat([rows, -rows])).any()
+
+
+def test_sums_of_what_is_not_finite() -> None:
+    slots = summed(torch.tensor([[math.nan, math.inf, -math.inf, math.inf], [1.0, 1.0, 1.0, -math.inf]]))
+    nan, positive, negative, both = each_rounded(slots).tolist()
+    assert (math.isnan(nan), positive, negative, math.isnan(both)) == (True, math.inf, -math.inf, True)
+    assert slots[:, :3].tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 1, 1]]
+
+
+def summed(rows: Tensor) -> Tensor:
+    slots = torch.zeros(rows.shape[1], SUM_SLOTS, dtype=torch.int64)
+    for row in rows:
+        add_each(slots, row)
+    return slots
 
 
 # -- values ------------------------------------------------------------------------------------------
@@ -399,6 +432,8 @@ def test_a_metric_in_a_line() -> None:
         ("MeanMetric()@value", r"behind @ expected argument=column"),
         ("MeanMetric()@value=f(x)", r"behind @ expected argument=column.*from_torchmetrics"),
         ("MeanMetric()@value=3", r"behind @ expected argument=column"),
+        ("MeanMetric()@value=a) + 1 #", r"behind @ expected argument=column"),
+        ("MeanMetric()@value=a,value=b", r"behind @ expected argument=column"),
         (
             "MulticlassAUROC(7)",
             r"does not take predicted classes \(.*column of scores.*@preds=COLUMN,target=target",

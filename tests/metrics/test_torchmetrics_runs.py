@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import warnings
@@ -19,7 +18,7 @@ from dualeval.engine import recorder, stored_rows
 from dualeval.engine.verification import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, from_torchmetrics, is_of_rows
-from dualeval.metrics.torchmetrics.spelled import read
+from dualeval.metrics.torchmetrics.library import read
 from dualeval.result import Result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run
@@ -204,25 +203,6 @@ def test_the_scores_of_a_classifier(launch: Launch, tmp_path: Path) -> None:
     assert alone.metrics["auroc"] == pytest.approx(alone.metrics["MulticlassAUROC"], abs=1e-6)
     checks = verify(tmp_path / "one", metrics_of_run(tmp_path / "one/job.json"))
     assert not [check for check in checks if check.differences]
-
-
-def test_a_resumed_run_has_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, left = ImageClassification.forward, itertools.count()
-
-    def breaks(*arguments: Any) -> torch.Tensor:
-        if next(left) > 20:
-            raise RuntimeError("enough")
-        return forward(*arguments)
-
-    monkeypatch.setattr(recorder, "FLUSH_ROWS", 32)
-    options: dict[str, Any] = {"limit": 300, "batch_size": 8, "metric": ["auroc", AUROC]}
-    whole = evaluate(ImageClassification(metrics=["auroc"]), None, **options)
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="enough"):
-        patched.setattr(ImageClassification, "forward", breaks)
-        evaluate(ImageClassification(metrics=["auroc"]), tmp_path, **options)
-    found = evaluate(ImageClassification(metrics=["auroc"]), tmp_path, **options)
-    assert found.chunks["resumed"] > 0
-    assert (found.replay, found.metrics_digest) == ("same bits", whole.metrics_digest)
 
 
 def test_a_run_without_scores_says_how_to_get_them(tmp_path: Path) -> None:

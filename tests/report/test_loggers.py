@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -22,12 +21,11 @@ from PIL import Image
 import dualeval
 from dualeval import cli
 from dualeval.errors import DualevalError, UsageError
-from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
-from dualeval.report.loggers.log import log_result
-from dualeval.report.loggers.picture import draw_confusion
+from dualeval.report.loggers.confusions import Confusion, confusions_of, draw_confusion, figures_of
+from dualeval.report.loggers.log import log_result, write_all
 from dualeval.report.loggers.record import record_of
-from dualeval.report.loggers.sending import send, write_all
 from dualeval.report.loggers.targets import check_installed, counted_from, targets_of
+from dualeval.report.loggers.trackers import write
 from dualeval.result import Result, read_result
 from tests.conftest import BIN, ROOT, Launch
 from tests.engine.test_endings import await_that
@@ -94,11 +92,6 @@ def test_a_record_has_metrics_intervals_classes_and_job(result: Result, run: Pat
     ):
         assert name in record.params
     assert not any(isinstance(value, dict) for value in record.params.values())
-    with Image.open(io.BytesIO(record.pictures["confusion_matrix"])) as picture:
-        assert picture.format == "PNG"
-
-
-def test_a_key_is_that_of_one_result_and_step(result: Result, run: Path) -> None:
     keys = {record_of(result, run, step).key for step in (None, 0, 1)}
     assert len(keys) == 3
     assert record_of(result, None, 1).key in keys
@@ -123,14 +116,14 @@ def test_damaged_rows_are_an_error_with_their_file(result: Result, run: Path, tm
         record_of(bare, tmp_path, None)
 
 
-@pytest.mark.parametrize("classes", [1, 2, 20, 21, 101, 1000])
+@pytest.mark.parametrize("classes", [1, 20, 21, 101, 1000])
 def test_matrices_of_any_size_are_drawn(classes: int) -> None:
     """Also with a prediction of no class, and names in other scripts."""
     entries = [[index, index, 5] for index in range(classes)]
     entries += [[0, classes - 1, 2], [classes - 1, -1, 1]] if classes > 1 else []
     confusion = Confusion(classes=classes, entries=entries, names=["naïve 名前 " * 9, None])
     with Image.open(io.BytesIO(draw_confusion(confusion, "Confusion"))) as picture:
-        assert picture.width >= 500
+        assert picture.format == "PNG" and picture.width >= 500
         colours = picture.convert("RGB").getcolors(1 << 24)
     assert colours is not None
     assert len(colours) > 10
@@ -200,7 +193,7 @@ def test_every_tracker_has_the_result_once(
     dualeval.export(str(run), "wandb:team/cifar")
     for target in targets_of(["tensorboard:tb", "mlflow:file:mlruns", "jsonl:log/all.jsonl"], None):
         # The same once more, in this process: it takes seconds less.
-        said = import_module(f"dualeval.report.loggers.{target.kind}").write(record, target)
+        said = write(record, target)
         assert "has this result already" in said or target.kind == "tensorboard"
 
     [line] = lines_of(offline / "log/all.jsonl")
@@ -258,8 +251,7 @@ def test_steps_of_a_training_are_one_run(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for step, each in enumerate((result, replace(result, fingerprint="f" * 64))):
         for target in targets_of(["mlflow:mlruns#train", "tensorboard:tb"], step):
-            module = import_module(f"dualeval.report.loggers.{target.kind}")
-            module.write(record_of(each, run, step), target)
+            write(record_of(each, run, step), target)
     [tracked] = mlflow_runs("mlruns")
     assert tracked.info.run_name == "train"
     assert tracked.data.params["fingerprint"] == result.fingerprint
@@ -279,42 +271,25 @@ def test_a_line_that_was_cut_off_costs_no_other(run: Path, offline: Path) -> Non
 
 
 def test_a_tracker_that_fails_costs_no_result(offline: Path) -> None:
-    """A file where a folder is wanted, and a server that refuses: notes, and what is well is logged."""
+    """A file where a folder is wanted: a note, and what is well is logged."""
     (offline / "file").touch()
-    with socket.socket() as refusing:
-        refusing.bind(("127.0.0.1", 0))
-        notes: list[str] = []
-        result = dualeval.evaluate(
-            TinyTask(20),
-            launcher="none",
-            out="out",
-            note=notes.append,
-            loggers=["tensorboard:file/tb", "jsonl:log.jsonl"],
-        )
+    notes: list[str] = []
+    to = ["tensorboard:file/tb", "jsonl:log.jsonl"]
+    result = dualeval.evaluate(TinyTask(20), launcher="none", out="out", note=notes.append, loggers=to)
     assert result.samples["evaluated"] == 20
     [failed] = [note for note in notes if "not logged" in note]
     assert "NotADirectoryError" in failed
     assert "--to tensorboard:file/tb' tries it again" in failed
     assert len(lines_of(offline / "log.jsonl")) == 1
-    with pytest.raises(
-        DualevalError, match=r"not logged to tensorboard:file/tb: NotADirectory.*\nlogged to jsonl"
-    ):
-        dualeval.export(result, ["tensorboard:file/tb", "jsonl:log.jsonl"])
+    with pytest.raises(DualevalError, match=r"not logged to tensorboard:file/tb: NotADir.*\nlogged to jsonl"):
+        dualeval.export(result, to)
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        {"matrix": {"classes": ["a", "b"], "entries": []}},
-        {"matrix": {"classes": 10**8, "entries": [[0, 0, 1]]}},
-        {"x": None},
-    ],
-)
-def test_a_metric_that_only_looks_like_a_matrix_is_logged(
-    result: Result, offline: Path, metric: dict[str, Any]
-) -> None:
-    dualeval.export(replace(result, metrics=metric, intervals={}, folder=None), "jsonl:log.jsonl")
-    assert len(lines_of(offline / "log.jsonl")) == 1
+def test_a_metric_that_only_looks_like_a_matrix_is_none(result: Result) -> None:
+    matrices: list[Any] = [{"classes": ["a"], "entries": []}, {"classes": 10**8, "entries": [[0, 0, 1]]}]
+    for matrix in matrices:
+        record = record_of(replace(result, metrics={"matrix": matrix, "x": None}), None, None)
+        assert (record.confusions, record.tables) == ({}, {})
 
 
 def test_a_record_that_cannot_be_made_costs_no_result(result: Result, offline: Path) -> None:
@@ -350,31 +325,18 @@ def test_nothing_stays_where_the_waiting_process_is_killed(offline: Path, result
 
 
 def test_a_server_that_does_not_answer_is_given_up(
-    result: Result, run: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, offline: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing of W&B stays behind either: the process that waits, and the service that it has started."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", address)
-        targets = targets_of("wandb:cifar", None)
-        monkeypatch.setattr("dualeval.report.loggers.sending._QUIET_S", 0.5)
-        notes: list[str] = []
-        [outcome] = send(result, run, targets, None, 3.0, notes.append)
-    assert re.match("still logging to wandb:cifar: it has not answered yet, and is given 3 s", notes[0])
-    assert outcome.error == "no answer within 3 s"
-
-
-def test_a_script_that_waits_for_a_tracker_is_told(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("dualeval.report.loggers.sending._QUIET_S", 0.0)
-    monkeypatch.setattr("dualeval.report.loggers.log._BY_ITSELF_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        target = f"mlflow:http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(DualevalError, match="no answer within 1 s"):
-            dualeval.export(run, target)
-    assert f"dualeval: still logging to {target}: it has not answered yet" in capfd.readouterr().err
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr("dualeval.report.loggers.log._QUIET_S", 0.5)
+        monkeypatch.setattr("dualeval.report.loggers.log._BY_ITSELF_S", 3.0)
+        with pytest.raises(DualevalError, match="not logged to wandb:cifar: no answer within 3 s"):
+            dualeval.export(run, "wandb:cifar")
+    said = "dualeval: still logging to wandb:cifar: it has not answered yet, and is given 3 s"
+    assert said in capfd.readouterr().err
 
 
 def test_a_signal_while_a_tracker_is_waited_for_says_what_is_not_logged(
@@ -388,7 +350,7 @@ def test_a_signal_while_a_tracker_is_waited_for_says_what_is_not_logged(
             process.terminate()
             _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    assert said == (
+    assert said.endswith(
         f"dualeval: note: the result may not be logged to {target}. It is complete. "
         f"'dualeval export {tmp_path}/out --to {target}' tries it again.\n"
     )
@@ -398,11 +360,9 @@ def test_a_signal_while_a_tracker_is_waited_for_says_what_is_not_logged(
     ("text", "expected"),
     [
         ("jsonl:log.jsonl", "jsonl:/jobs/log.jsonl"),
-        ("tensorboard:tb", "tensorboard:/jobs/tb"),
         ("tensorboard:/tb", "tensorboard:/tb"),
         ("mlflow:file:mlruns", "mlflow:file:/jobs/mlruns"),
         ("mlflow:file:/mlruns", "mlflow:file:/mlruns"),
-        ("mlflow:http://host:5000", "mlflow:http://host:5000"),
         ("wandb:project", "wandb:project"),
     ],
 )

@@ -18,10 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 import dualeval
 from dualeval.cli import dualeval as command
 from dualeval.errors import EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
-from dualeval.metrics import Mean, from_torchmetrics
+from dualeval.metrics import Mean
 from dualeval.own_code import own_code
 from dualeval.tasks.image_classification import ImageClassification
-from dualeval.vision_library import torchvision
 
 CPU = torch.device("cpu")
 INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -372,16 +371,6 @@ def test_debug_is_an_option_of_the_session() -> None:
 # -- metrics -------------------------------------------------------------------------------------------
 
 
-def test_what_a_metric_object_of_torchmetrics_does_not_take() -> None:
-    torchvision()
-    from torchmetrics.classification import MulticlassAUROC
-
-    message = refused(metrics=[from_torchmetrics(MulticlassAUROC(num_classes=2), ["logits", "target"])])
-    for word in ("refuses its columns (logits: float32 (12, 3); target", "but got 3"):
-        assert word in message
-    assert "Change the metric's arguments or its columns" in message
-
-
 def test_what_torchmetrics_computes_of_more_samples_only() -> None:
     """R2Score needs two; the first batch has one."""
     said: list[str] = []
@@ -607,10 +596,3 @@ def test_the_embedded_weights_have_a_name() -> None:
     named, own = ImageClassification(model="fashion-cnn", weights="DEFAULT"), ImageClassification()
     assert named.description()["weights"] == own.description()["weights"]
     assert "shipped with dualeval" in named.description()["weights"]
-
-
-def test_an_option_in_python_has_no_lines_of_own_code() -> None:
-    # __init__ of a dataclass is of "<string>", as typed code is.
-    with pytest.raises(UsageError) as caught:
-        dualeval.evaluate(model=torch.nn.Identity(), data=[torch.zeros(1)], seed=3)
-    assert own_code(caught.value) == ""

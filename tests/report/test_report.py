@@ -90,12 +90,6 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[?25h" in text
 
 
-def test_no_bar_is_begun_before_the_first_report() -> None:
-    stream = Terminal()
-    Progress(stream, as_bar=True).close()
-    assert stream.getvalue() == ""
-
-
 def result(**changes: Any) -> Result:
     values: dict[str, Any] = {
         "metrics": {
@@ -164,11 +158,6 @@ def test_percent_and_counts() -> None:
     }
     work = {"windows": 1234, "padded_tokens": 5}
     assert "work            1,234 windows, 5 padded tokens" in printed(result(work=work)).splitlines()
-
-
-def test_no_name_makes_a_number_a_percentage() -> None:
-    shown = result(metrics={"topic_coherence": 3.2, "psnr": 31.25}, intervals={}, units={"psnr": "dB"})
-    assert rows(printed(shown)) == {"topic_coherence": ["3.20000", ""], "psnr": ["31.2500 dB", ""]}
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ import torch
 from dualeval.errors import UsageError
 from dualeval.metrics.metric import Metric, RowMetric
 from dualeval.metrics.torchmetrics.arguments import Arguments, Columns, Parsed
-from dualeval.metrics.torchmetrics.library import torchmetrics, why_refused
+from dualeval.metrics.torchmetrics.library import read, torchmetrics, usual_columns, why_refused
 from dualeval.metrics.torchmetrics.routes import FromRows, InLedger
-from dualeval.metrics.torchmetrics.spelled import PREFIX, read, usual_columns
 from dualeval.metrics.torchmetrics.states import is_metric, isolated, networks_in, states_of
 
-__all__ = ["PREFIX", "Parsed", "from_text", "from_torchmetrics"]
+__all__ = ["Parsed", "from_text", "from_torchmetrics"]
 
 
 def from_torchmetrics(
@@ -61,11 +60,10 @@ def from_torchmetrics(
     pristine = isolated(metric)
     arguments = Arguments(columns, pristine.update, name)
     states = None if by_rows else states_of(pristine)
+    common: dict[str, Any] = {"name": name, "own_name": own_name, "version": version}
     if states is None:
-        return FromRows(pristine, arguments, name=name, own_name=own_name, version=version)
-    return InLedger(
-        pristine, arguments, states, name=name, own_name=own_name, version=version, keeps_rows=keeps_rows
-    )
+        return FromRows(pristine, arguments, **common)
+    return InLedger(pristine, arguments, states, keeps_rows=keeps_rows, **common)
 
 
 def from_text(text: str, available: Collection[str] | None = None) -> Metric | RowMetric:

@@ -38,9 +38,7 @@ class Arguments:
     def __init__(self, columns: Columns, update: Any, name: str) -> None:
         self.positional, self.named = _by_argument(columns, update, name)
         shapes = [*self.positional, *self.named.values()]
-        for shape in shapes:
-            _check_shape(shape, f"the columns of {name}")
-        self.columns = tuple(dict.fromkeys(found for shape in shapes for found in _read_by(shape)))
+        self.columns = tuple(dict.fromkeys(found for shape in shapes for found in _read_by(shape, name)))
 
     def update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
         """Update a metric with some consecutive samples."""
@@ -52,8 +50,7 @@ class Arguments:
 
     def described(self, columns: Mapping[str, Any]) -> str:
         """The columns that are read, with their dtypes and shapes, for messages."""
-        shown = [f"{name}: {_kind_of(columns[name])}" for name in self.columns]
-        return "; ".join(shown)
+        return "; ".join(f"{name}: {_kind_of(columns[name])}" for name in self.columns)
 
 
 def _kind_of(column: Any) -> str:
@@ -87,27 +84,19 @@ def _by_argument(columns: Columns, update: Any, name: str) -> tuple[list[Shape],
     return [], dict(bound.arguments)
 
 
-def _check_shape(shape: Any, where: str) -> None:
-    if isinstance(shape, (str, Parsed)):
-        return
-    if isinstance(shape, Mapping) and all(isinstance(key, str) for key in shape):
-        inner = list(shape.values())
-    elif isinstance(shape, list) and shape:
-        inner = shape
-    else:
-        raise UsageError(f"{where}: found {shape!r}, expected {_KINDS}")
-    for part in inner:
-        _check_shape(part, where)
-
-
-def _read_by(shape: Shape) -> Iterator[str]:
+def _read_by(shape: Any, name: str) -> Iterator[str]:
+    """The columns of an argument of the metric ``name``."""
     if isinstance(shape, str):
         yield shape
     elif isinstance(shape, Parsed):
         yield shape.column
+    elif (isinstance(shape, list) and shape) or (
+        isinstance(shape, Mapping) and all(isinstance(key, str) for key in shape)
+    ):
+        for part in shape.values() if isinstance(shape, Mapping) else shape:
+            yield from _read_by(part, name)
     else:
-        for part in shape.values() if isinstance(shape, dict) else shape:
-            yield from _read_by(part)
+        raise UsageError(f"the columns of {name}: found {shape!r}, expected {_KINDS}")
 
 
 def _part(column: Any, samples: range) -> Tensor | list[Any]:
@@ -133,7 +122,7 @@ def _whole(shape: Shape, read: Mapping[str, Tensor | list[Any]], samples: int) -
     if isinstance(shape, list):
         if len(shape) != 1:
             raise UsageError(f"a list of one entry a sample has one entry in 'columns', found {shape!r}")
-        return [_single(shape[0], read, place) for place in range(samples)]
+        shape = shape[0]
     return [_single(shape, read, place) for place in range(samples)]
 
 

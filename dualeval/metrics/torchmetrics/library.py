@@ -1,13 +1,19 @@
-"""TorchMetrics itself: its import, its classes by name, and what of it cannot be evaluated in parts."""
+"""TorchMetrics itself: its import, its classes by name, what of it cannot be evaluated in parts, and a metric
+in a line of text, which is parsed and never evaluated: docs/torchmetrics.md."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
+import re
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
 from dualeval.errors import UsageError
+from dualeval.metrics.torchmetrics.arguments import Shape
 from dualeval.vision_library import torchvision
 from dualeval.wording import nearest
 
@@ -17,7 +23,6 @@ ROOMS = (
     *("aggregation", "classification", "regression", "text", "detection", "segmentation", "image", "audio"),
     *("clustering", "nominal", "retrieval", "shape", "multimodal", "video", "wrappers", ""),
 )
-_INSTALL = "Type: pip install torchmetrics"
 
 _NETWORK = (
     "evaluates a network of its own within update, and downloads its weights. Evaluate that network as a "
@@ -50,11 +55,29 @@ _REFUSED = {
     **dict.fromkeys(("MetricCollection", "MetricTracker", "FeatureShare"), _NO_METRIC),
 }
 
+SYNTAX = "'torchmetrics:Class(argument=value)@preds=column,target=column as name'"
+# A class, with what is in its brackets; what stands behind @; and a name behind "as".
+_FORM = re.compile(r"([\w.\s]+(?:\(.*?\))?\s*)(?:@(.*?))?(?: as ([^'\"()\[\]{}@]+))?", re.DOTALL)
+
+_COLUMN = r"\s*([^\W\d]\w*)\s*=\s*('[^']*'|\"[^\"]*\"|[^\W\d]\w*)\s*"
+# By argument of update: the columns that a task may have for it, the best first.
+_USUAL = {
+    "preds": ("preds", "prediction", "predictions", "probabilities", "logits"),
+    "target": ("target", "targets", "label", "labels"),
+    "targets": ("targets", "target", "label", "labels"),
+    "labels": ("labels", "label", "target"),
+    "value": ("value", "loss"),
+    "indexes": ("indexes", "index"),
+    "groups": ("groups", "group"),
+}
+
 
 def torchmetrics() -> ModuleType:
     """The library, imported at the first call (seconds)."""
     if importlib.util.find_spec("torchmetrics") is None:
-        raise UsageError(f"this metric is one of TorchMetrics, which is not installed. {_INSTALL}")
+        raise UsageError(
+            "this metric is one of TorchMetrics, which is not installed. Type: pip install torchmetrics"
+        )
     torchvision()  # TorchMetrics imports it, and beside CPU torch only this way does that work
     return importlib.import_module("torchmetrics")
 
@@ -95,3 +118,79 @@ def why_refused(metric: Any) -> str | None:
             if kind.__module__.startswith("torchmetrics.") and kind.__name__ in _REFUSED:
                 return f"TorchMetrics' {kind.__name__} {_REFUSED[kind.__name__]}."
     return None
+
+
+# -- a metric in a line of text --------------------------------------------------------------------------
+
+
+def read(text: str) -> tuple[Any, dict[str, Shape] | None, str | None]:
+    """The metric that a text spells, its columns where it has any, and its name likewise."""
+    found = _FORM.fullmatch(text.removeprefix("torchmetrics:"))
+    if found is None:
+        raise UsageError(f"{text!r} cannot be read, expected {SYNTAX}")
+    call, columns, name = found.groups()
+    metric = _built(_parsed(call, text), text)
+    return metric, None if columns is None else _columns(columns, text), name and name.strip()
+
+
+def usual_columns(metric: Any, available: Collection[str] | None, text: str) -> dict[str, Shape]:
+    """The columns that the arguments of an update have where nobody names any."""
+    parameters = inspect.signature(metric.update).parameters.values()
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    found: dict[str, Shape] = {}
+    for argument in needed:
+        candidates = (argument, *_USUAL.get(argument, ()))
+        column = next((name for name in candidates if available is None or name in available), None)
+        if column is None:
+            raise UsageError(
+                f"{text}: no column for {argument!r} of update({', '.join(needed)}). The task makes "
+                f"{', '.join(sorted(available or ())) or 'none'}. Name one: {text.partition('@')[0]}@"
+                + ",".join(f"{name}=COLUMN" for name in needed)
+            )
+        found[argument] = column
+    if not found:
+        raise UsageError(f"{text}: name its columns, as in {SYNTAX}")
+    return found
+
+
+def _parsed(source: str, text: str) -> ast.expr:
+    try:
+        return ast.parse(source.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise UsageError(f"{text!r} cannot be read ({error}), expected {SYNTAX}") from error
+
+
+def _built(node: ast.expr, text: str) -> Any:
+    """A metric of ``Class`` or ``Class(...)``."""
+    call = node if isinstance(node, ast.Call) else ast.Call(func=node, args=[], keywords=[])
+    kind = find_class(ast.unparse(call.func))
+    positional = [_value(argument, text) for argument in call.args]
+    named = {keyword.arg or "**": _value(keyword.value, text) for keyword in call.keywords}
+    try:
+        return kind(*positional, **named)
+    except (TypeError, ValueError, ImportError, RuntimeError, LookupError) as error:
+        raise UsageError(f"{text!r}: TorchMetrics cannot make this metric: {str(error).strip()}") from error
+
+
+def _value(node: ast.expr, text: str) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise UsageError(
+            f"{text!r}: {ast.unparse(node)!r} is no literal; expected a number, a text in quotes, True, "
+            "False, None, or lists, tuples, sets and dicts of these. A metric with another one inside is "
+            "made in Python: dualeval.metrics.from_torchmetrics"
+        ) from error
+
+
+def _columns(source: str, text: str) -> dict[str, Shape]:
+    pairs = re.findall(_COLUMN, source)
+    found: dict[str, Shape] = {argument: column.strip("'\"") for argument, column in pairs}
+    if not re.fullmatch(f"{_COLUMN}(,{_COLUMN})*", source) or len(found) < len(pairs):
+        raise UsageError(
+            f"{text!r}: behind @ expected argument=column, separated by commas, as in {SYNTAX}. Lists and "
+            "dicts of columns are for dualeval.metrics.from_torchmetrics"
+        )
+    return found

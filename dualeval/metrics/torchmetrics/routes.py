@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +15,7 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import RefusedSamples, UsageError, text_of
-from dualeval.metrics.exact import NONFINITE_KINDS
-from dualeval.metrics.limbs import SUM_SLOTS, add_exactly, rounded_sums
+from dualeval.metrics.exact import NONFINITE_KINDS, SUM_SLOTS, add_each, each_rounded
 from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.torchmetrics.arguments import Arguments
 from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
@@ -36,18 +36,14 @@ def _same_everywhere() -> Iterator[None]:
     classes.
     """
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    if threads != 1:
-        torch.set_num_threads(1)
-    if mode:
-        torch.set_deterministic_debug_mode(0)
+    torch.set_num_threads(1)
+    torch.set_deterministic_debug_mode(0)
     try:
         with torch.no_grad():
             yield
     finally:
-        if threads != 1:
-            torch.set_num_threads(threads)
-        if mode:
-            torch.set_deterministic_debug_mode(mode)
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)
 
 
 class _Wrapped:
@@ -142,7 +138,7 @@ class InLedger(_Wrapped):
                 part += value.to(torch.int64)
             elif state.kind is StateKind.FLOAT:
                 part[0] += value.dtype == torch.float64
-                add_exactly(part[1:].view(-1, SUM_SLOTS), value)
+                add_each(part[1:].view(-1, SUM_SLOTS), value)
 
     def compute(self, ledger: Tensor) -> Measured:
         """Put the sums into a copy of the metric, and let it compute; without samples a None."""
@@ -151,16 +147,14 @@ class InLedger(_Wrapped):
             return Measured(values={self.name: None})
         metric = fresh(self.metric)
         for state, part in zip(self._states, self._parts(ledger), strict=True):
+            own = metric._defaults[state.name].dtype
             if state.kind is StateKind.INTEGER:
-                setattr(
-                    metric,
-                    state.name,
-                    _integers(part.clone(), metric._defaults[state.name]).view(state.shape),
-                )
+                # In the state's own dtype where that can hold the totals.
+                fits = torch.equal(part.to(own).to(torch.int64), part)
+                setattr(metric, state.name, (part.to(own) if fits else part.clone()).view(state.shape))
             elif state.kind is StateKind.FLOAT:
-                total = rounded_sums(part[1:].view(-1, SUM_SLOTS))
-                dtype = torch.float64 if part[0] else metric._defaults[state.name].dtype
-                setattr(metric, state.name, total.to(dtype).view(state.shape))
+                total = each_rounded(part[1:].view(-1, SUM_SLOTS))
+                setattr(metric, state.name, total.to(torch.float64 if part[0] else own).view(state.shape))
         metric._update_count = updates
         with _same_everywhere():
             return self._measured(metric)
@@ -173,12 +167,6 @@ def _sentence(error: BaseException) -> str:
     """An error's text in one line, with a full stop."""
     said = " ".join(text_of(error).split()) or type(error).__name__
     return said if said.endswith((".", "!", "?")) else f"{said}."
-
-
-def _integers(total: Tensor, like: Tensor) -> Tensor:
-    """Totals in the state's own dtype where it can hold them."""
-    own = total.to(like.dtype)
-    return own if torch.equal(own.to(torch.int64), total) else total
 
 
 class FromRows(_Wrapped):
@@ -209,13 +197,13 @@ def measured_of(name: str, computed: Any, *, prefix: bool, direction: str | None
     by_key = {name: computed}
     if isinstance(computed, Mapping):
         by_key = {f"{name}_{key}" if prefix else str(key): value for key, value in computed.items()}
-    values: dict[str, Value] = {}
-    nonfinite: dict[str, dict[str, int]] = {}
-    for key, value in by_key.items():
-        counts = dict.fromkeys(NONFINITE_KINDS, 0)
-        values[key] = _plain(name, value, counts)
-        if any(counts.values()):
-            nonfinite[key] = {kind: count for kind, count in counts.items() if count}
+    counted = {key: Counter[str]() for key in by_key}
+    values = {key: _plain(name, value, counted[key]) for key, value in by_key.items()}
+    nonfinite = {
+        key: {kind: counts[kind] for kind in NONFINITE_KINDS if counts[kind]}
+        for key, counts in counted.items()
+        if counts
+    }
     warnings = tuple(
         f"{key} is not finite ({', '.join(f'{count} {kind}' for kind, count in counts.items())}): "
         f"TorchMetrics' own {name} gives this for these samples"
@@ -230,7 +218,7 @@ def measured_of(name: str, computed: Any, *, prefix: bool, direction: str | None
     )
 
 
-def _plain(name: str, value: Any, counts: dict[str, int]) -> Value:
+def _plain(name: str, value: Any, counts: Counter[str]) -> Value:
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.metrics.limbs import SUM_SLOTS
+from dualeval.metrics.exact import SUM_SLOTS
 
 # Sums of floats in the ledger take 560 bytes each.
 _MOST_FLOATS = 4_096
@@ -59,7 +60,7 @@ def isolated(metric: Any) -> Any:
     own = copy.deepcopy(metric).to("cpu")
     for part in own.modules():
         if hasattr(part, "distributed_available_fn"):
-            part.distributed_available_fn = _no_processes
+            part.distributed_available_fn = _never
         if hasattr(part, "validate_args"):
             # TorchMetrics 1.9 forgets it in AUROC and its kin: BinaryAUROC takes ten classes for scores.
             part.validate_args = True
@@ -67,7 +68,7 @@ def isolated(metric: Any) -> Any:
     return own
 
 
-def _no_processes() -> bool:
+def _never() -> bool:
     return False
 
 
@@ -126,9 +127,8 @@ def check_additive(
         update(own, half)
         update(both, half)
     name = type(metric).__name__
-    for attribute, (now, _) in _others(both, states).items():
-        value, held = before.get(attribute, (None, None))
-        if not (_equal(now, held) if now is value else _equal(now, value)):
+    for attribute, now in _others(both, states).items():
+        if now != before.get(attribute):
             raise UsageError(
                 f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums "
                 f"of its states do not hold all that it has seen. {HOW_BY_ROWS}"
@@ -177,23 +177,16 @@ def _largest(values: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _others(metric: Any, states: list[State]) -> dict[str, tuple[Any, Any]]:
-    """A metric's attributes besides its states, each with a copy of what it holds."""
+def _others(metric: Any, states: list[State]) -> dict[str, Any]:
+    """What a metric's attributes besides its states hold."""
     left_out = {*_BASE, *(state.name for state in states), *vars(nn.Module())}
-    return {
-        name: (value, copy.deepcopy(value) if isinstance(value, (Tensor, list, dict, set)) else value)
-        for name, value in vars(metric).items()
-        if name not in left_out
-    }
+    return {name: _plain(value) for name, value in vars(metric).items() if name not in left_out}
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    return bool(one == other)
+def _plain(value: Any) -> Any:
+    """A copy of tensors and containers that can be compared."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value

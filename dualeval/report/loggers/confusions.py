@@ -1,7 +1,10 @@
-"""Confusion matrices and figures of classes: of a result's metrics, or else of the run's rows."""
+"""Confusion matrices, as numbers and as a picture, and figures of classes: of a result's metrics, or else of
+the run's rows."""
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ import numpy.typing as npt
 
 from dualeval.errors import DualevalError
 from dualeval.result import PREDICTIONS
+from dualeval.wording import printable
 
 if TYPE_CHECKING:
     from dualeval.result import Result
@@ -127,3 +131,62 @@ def _of_rows(path: Path, result: Result, names: Sequence[str | None]) -> Confusi
     if not entries or least < -1 or classes > _MOST_CLASSES:
         return None
     return Confusion(classes=classes, entries=entries, names=names)
+
+
+# -- the picture ---------------------------------------------------------------------------------------
+
+# Up to so many classes each cell has its count, up to so many each row its name; more than the third are not
+# drawn.
+_COUNTED, _NAMED, MOST_DRAWN = 20, 100, 1_000
+_NAME_LETTERS = 30
+_DARK = 0.4
+_STYLE = {"text.parse_math": False, "font.size": 10}  # names of strangers are no formulas
+
+
+def draw_confusion(confusion: Confusion, title: str) -> bytes:
+    """Draw the matrix, counts in cells for few classes and a map for many; returns a PNG.
+
+    Colours are shares of the samples of each target, on a scale of square roots: a confusion of 1 % is to be
+    seen. A last column, NaN, is there where it has entries.
+    """
+    from matplotlib import style
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    target, prediction, count = confusion.counts().T
+    rows = confusion.classes
+    amounts = np.zeros((rows, rows + bool((prediction < 0).any())), np.int64)
+    np.add.at(amounts, (target, np.where(prediction < 0, rows, prediction)), count)
+    shares = amounts / np.maximum(amounts.sum(1, keepdims=True), 1)
+    total, right = int(amounts.sum()), int(amounts.trace())
+    share = f", {100 * right / total:.2f} % on the diagonal" if total else ""
+    summary = f"{rows:,} classes, {total:,} samples{share}\ncolours are shares of each row"
+    side = min(max(0.5 * rows, 5.0), 12.0)  # inches
+    size = min(10.0, 65 * side / rows)  # of letters: 0.9 of a cell's 72 points an inch
+    # Whatever the user's matplotlibrc has set, and without a word about letters that the font lacks.
+    with warnings.catch_warnings(), style.context(["default", _STYLE]):
+        warnings.simplefilter("ignore")
+        figure = Figure(figsize=(side, side))
+        axes = figure.add_axes((0, 0, 1, 1))
+        norm = PowerNorm(0.5, -0.04, 1)  # the colours begin where a single sample among many is seen
+        axes.imshow(np.ma.masked_equal(shares, 0), "Blues", norm=norm, interpolation="nearest", aspect="auto")
+        axes.set(xlabel="predicted", ylabel="target")
+        axes.set_title(f"{printable(title)}\n{summary}", loc="left", fontsize=10)
+        if rows <= _NAMED:
+            names = [_fitted(confusion.name(at)) for at in [*range(rows), -1][: amounts.shape[1]]]
+            axes.set_yticks(range(rows), names[:rows], fontsize=size)
+            axes.set_xticks(range(len(names)), names, fontsize=size, rotation=90)
+        for row, column in np.argwhere(amounts).tolist() if rows <= _COUNTED else ():
+            text = f"{amounts[row, column]:,}"
+            colour = "white" if shares[row, column] > _DARK else "black"
+            fitting = min(11.0, 100 * side / rows / len(text))
+            axes.text(column, row, text, color=colour, fontsize=fitting, ha="center", va="center")
+        with io.BytesIO() as file:
+            figure.savefig(file, format="png", dpi=100, bbox_inches="tight")
+            return file.getvalue()
+
+
+def _fitted(text: str) -> str:
+    """As much of a name as there is room for."""
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= _NAME_LETTERS else f"{text[: _NAME_LETTERS - 3]}..."

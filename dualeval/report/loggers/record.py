@@ -11,8 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of, is_confusion
-from dualeval.report.loggers.picture import MOST_DRAWN, draw_confusion
+from dualeval.report.loggers.confusions import (
+    MOST_DRAWN,
+    Confusion,
+    confusions_of,
+    draw_confusion,
+    figures_of,
+    is_confusion,
+)
 from dualeval.report.loggers.targets import is_installed
 from dualeval.result import Result
 
@@ -118,31 +124,28 @@ def _metrics(result: Result) -> dict[str, float]:
 
 def _of_intervals(result: Result) -> tuple[dict[str, float], dict[str, str]]:
     """The ends of the intervals, and their units."""
-    found: dict[str, float] = {}
-    units: dict[str, str] = {}
-    for suffix, intervals in (("", result.intervals), ("_whole_set", result.whole_set_intervals)):
-        for name, ends in intervals.items():
-            by_end = dict(zip((f"{name}{suffix}_low", f"{name}{suffix}_high"), ends, strict=True))
-            found |= by_end
-            units |= dict.fromkeys(by_end, result.units[name]) if name in result.units else {}
-    return found, units
+    ends = {
+        (name, f"{name}{suffix}_{which}"): end
+        for suffix, intervals in (("", result.intervals), ("_whole_set", result.whole_set_intervals))
+        for name, pair in intervals.items()
+        for which, end in zip(("low", "high"), pair, strict=True)
+    }
+    units = {key: result.units[name] for name, key in ends if name in result.units}
+    return {key: end for (_, key), end in ends.items()}, units
 
 
 def _of_run(result: Result) -> dict[str, float]:
-    loss = result.reference.get("loss") or {}
-    # How far the predictions are from those of another run, where one was named.
     figures = {
-        "reference/agreement": result.reference.get("agreement"),
-        "reference/largest_loss_difference": loss.get("largest"),
-    }
-    return {
         "run/samples_evaluated": result.samples["evaluated"],
         "run/samples_failed": result.samples["failed"],
         "run/samples_per_s": result.samples_per_s,
         "run/evaluate_s": result.timing["evaluate_s"],
         "run/total_s": result.timing["total_s"],
-        **{name: value for name, value in figures.items() if value is not None},
+        # How far the predictions are from those of another run, where one was named.
+        "reference/agreement": result.reference.get("agreement"),
+        "reference/largest_loss_difference": (result.reference.get("loss") or {}).get("largest"),
     }
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _table(columns: Mapping[str, Sequence[Any]], names: Sequence[str | None]) -> Table:

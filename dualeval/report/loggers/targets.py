@@ -16,7 +16,8 @@ KINDS = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "URI", "jsonl": "FI
 _OF_PACKAGES = ("tensorboard", "wandb", "mlflow")
 # Those that keep several runs in one place, so that the steps of a training need a name.
 _NAMED = ("wandb", "mlflow")
-_FILES = ("tensorboard", "jsonl")
+# Those that are written here, and wait for no server.
+FILES = ("tensorboard", "jsonl")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _EXAMPLES = "tensorboard:runs/tb, wandb:my-project, mlflow:file:mlruns, jsonl:results.jsonl"
@@ -85,7 +86,7 @@ def counted_from(text: str, folder: Path) -> str:
     kind, colon, where = text.partition(":")
     if kind == "mlflow" and where.startswith("file:") and not where.startswith("file:/"):
         return f"{kind}:file:{folder.absolute() / where.removeprefix('file:')}"
-    if kind not in _FILES or not where:
+    if kind not in FILES or not where:
         return text
     return f"{kind}{colon}{folder / where}"
 

@@ -1,0 +1,259 @@
+"""The trackers: ``write_KIND`` logs a record once, and says where it is now. Each imports its own library."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from PIL import Image
+
+from dualeval.report.loggers.record import JOB, Record, Table
+from dualeval.report.loggers.targets import Target
+
+
+def write(record: Record, target: Target) -> str:
+    """Log the record; returns where."""
+    kinds = {
+        "jsonl": _write_jsonl,
+        "mlflow": _write_mlflow,
+        "tensorboard": _write_tensorboard,
+        "wandb": _write_wandb,
+    }
+    return kinds[target.kind](record, target)
+
+
+# -- JSON Lines: a line a result, for pandas, jq and scripts ---------------------------------------------
+
+
+def _write_jsonl(record: Record, target: Target) -> str:
+    """Add a line to the file; one that is there already stays the only one."""
+    path = Path(target.where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ends_whole = True
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                ends_whole = line.endswith(b"\n")
+                if _key(line) == record.key:
+                    return f"{path} has this result already"
+    content = {"key": record.key, "step": record.step, "name": record.name, "scalars": record.scalars}
+    line = json.dumps({**content, **record.result}, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    # In one piece behind what others write at the same time.
+    with path.open("ab") as file:
+        file.write(line + b"\n" if ends_whole else b"\n" + line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return f"a line in {path}"
+
+
+def _key(line: bytes) -> str | None:
+    try:
+        content = json.loads(line)
+    except ValueError:  # half a line, of a process that was killed, or another program's
+        return None
+    return content.get("key") if isinstance(content, dict) else None
+
+
+# -- TensorBoard: an event file in a folder, by its own writer; TensorFlow is not needed -------------------
+
+
+def _write_tensorboard(record: Record, target: Target) -> str:
+    """Write the record as an event file of its own, in place of an earlier one of the same result."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    folder = Path(target.where)
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = f".dualeval-{record.key}"
+    earlier = [*folder.glob(f"events.out.tfevents.*{suffix}")]
+    writer = EventFileWriter(str(folder), filename_suffix=suffix)
+    for value in _summaries(record):
+        summary = Summary(value=[value])
+        writer.add_event(Event(step=record.step or 0, wall_time=record.time, summary=summary))
+    writer.close()
+    for path in earlier:
+        path.unlink()
+    return f"{folder} (tensorboard --logdir {folder})"
+
+
+def _summaries(record: Record) -> Iterator[Any]:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.plugins.text.summary_v2 import text_pb
+
+    for name, number in record.scalars.items():
+        metadata = SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"),
+            summary_description=f"unit: {record.units[name]}" if name in record.units else "",
+        )
+        yield Summary.Value(tag=name, simple_value=number, metadata=metadata)
+    for name, png in record.pictures.items():
+        width, height = _opened(png).size
+        image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)  # RGBA
+        yield Summary.Value(tag=name, image=image)
+    job = Table(columns=["", ""], rows=[[name, value] for name, value in record.params.items()])
+    texts = {name: _markdown(table) for name, table in {**record.tables, "job": job}.items()}
+    texts["result.json"] = f"```json\n{json.dumps(record.result, indent=1, ensure_ascii=False)}\n```"
+    for name, text in texts.items():
+        yield from text_pb(name, text.encode("utf-8", "backslashreplace")).value
+
+
+def _markdown(table: Table) -> str:
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    text = "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _opened(png: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(png))
+
+
+# -- MLflow: a run of an experiment, by its own client -----------------------------------------------------
+
+# What a server takes in one request, and of a value.
+_MOST = {"metrics": 1000, "params": 100, "tags": 100}
+_PARAM_LENGTH = 500
+_FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
+
+
+def _write_mlflow(record: Record, target: Target) -> str:
+    """Log the record into the run of its name, or one of its own, which is made where it is not there."""
+    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(target.where)
+    # MLflow's own variable for it.
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "dualeval"
+    run = _run(client, name, record, target.name)
+    identity, step = run.info.run_id, record.step or 0
+    where = f"run {identity} of the experiment {name!r} in {target.where}"
+    mark = f"dualeval.logged.{step}"
+    if run.data.tags.get(mark) == record.key:
+        return f"{where} has this result already"
+    folder = "" if record.step is None else f"step-{record.step}/"
+    for each, png in record.pictures.items():
+        client.log_image(identity, _opened(png), artifact_file=f"{folder}{each}.png")
+    for each, table in record.tables.items():
+        client.log_dict(identity, {"columns": table.columns, "data": table.rows}, f"{folder}{each}.json")
+    client.log_dict(identity, record.result, f"{folder}result.json")
+    at = round(1000 * record.time)
+    params = _valid(record.params).items()
+    values: dict[str, list[Any]] = {
+        "metrics": [Metric(key, value, at, step) for key, value in _valid(record.scalars).items()],
+        # MLflow never changes a parameter: of a training these are the first step's.
+        "params": [Param(key, _short(value)) for key, value in params if key not in run.data.params],
+        "tags": [RunTag(f"unit.{key}", unit) for key, unit in _valid(record.units).items()],
+    }
+    for kind, found in values.items():
+        for start in range(0, len(found), _MOST[kind]):
+            part: dict[str, Any] = {kind: found[start : start + _MOST[kind]]}
+            client.log_batch(identity, **part)
+    # Last: what has this is whole.
+    client.set_tag(identity, mark, record.key)
+    client.set_terminated(identity, "FINISHED")
+    return where
+
+
+def _run(client: Any, name: str, record: Record, run_name: str | None) -> Any:
+    """The tracker's run, found by a tag, or made."""
+    known = client.get_experiment_by_name(name)
+    experiment = str(client.create_experiment(name) if known is None else known.experiment_id)
+    tags = {"dualeval.run": run_name or record.key}
+    if found := client.search_runs(
+        [experiment], f"tags.`dualeval.run` = '{tags['dualeval.run']}'", max_results=1
+    ):
+        return found[0]
+    start = round(1000 * (record.time - record.scalars["run/total_s"]))
+    return client.create_run(experiment, start_time=start, run_name=run_name or record.name, tags=tags)
+
+
+def _valid(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by names that MLflow takes: other letters than its own become "_"."""
+    return {_FORBIDDEN.sub("_", name): value for name, value in values.items()}
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _PARAM_LENGTH else f"{text[: _PARAM_LENGTH - 3]}..."
+
+
+# -- Weights & Biases: a run of a project; offline where this machine has no key ---------------------------
+
+_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_OFFLINE = ("offline", "dryrun")
+
+
+def _write_wandb(record: Record, target: Target) -> str:
+    """Log the record into the run of its name, or one of its own."""
+    import wandb
+
+    entity, _, project = target.where.rpartition("/")
+    mark = f"dualeval-{record.key}"
+    identity = target.name or mark
+    mode = _mode(os.environ)
+    if mode in _OFFLINE:
+        root = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
+        for there in root.glob(f"offline-run-*-{identity}/{mark}"):
+            return f"{there.parent} has this result already"
+    run = wandb.init(
+        entity=entity or None,
+        project=project,
+        id=identity,
+        name=target.name or record.name,
+        # An offline run cannot know of others; 'wandb sync' joins those of one id.
+        resume=None if mode in _OFFLINE else "allow",
+        mode=mode,
+        tags=["dualeval"],
+        settings=wandb.Settings(
+            init_timeout=30.0,
+            console="off",
+            silent=True,
+            disable_git=True,
+            save_code=False,
+            x_disable_stats=True,
+        ),
+    )
+    # The job nested, as in result.json, with what the numbers mean.
+    config = {name: record.result[name] for name in (*JOB, "intervals", "units", "directions", "warnings")}
+    run.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
+    row: dict[str, Any] = dict(record.scalars)
+    row |= {name: wandb.Image(_opened(png)) for name, png in record.pictures.items()}
+    for name, table in record.tables.items():
+        row[name] = wandb.Table(columns=[*table.columns], data=table.rows)
+    # A step that is there already is not added again.
+    run.log(row, step=record.step or 0)
+    run.summary.update(record.scalars)
+    folder, address = Path(run.dir).parent, run.url
+    run.finish()
+    if mode in _OFFLINE:
+        (folder / mark).touch()
+        return f"{folder} (offline; 'wandb sync {folder}' uploads it)"
+    return address or f"the project {target.where}"
+
+
+def _mode(environ: Mapping[str, str]) -> Any:
+    """What the user has set, or else online with a key and offline without."""
+    if environ.get("WANDB_MODE"):
+        return environ["WANDB_MODE"]
+    import wandb
+
+    settings = wandb.setup().settings
+    has_key = bool(settings.api_key) or any(environ.get(name) for name in _KEYS)
+    # What 'wandb login' has left.
+    path = Path(environ.get("NETRC") or Path.home() / ".netrc")
+    with suppress(FileNotFoundError, NetrcParseError):  # no such file, or one that wandb cannot read either
+        host = urlsplit(settings.base_url).hostname or ""
+        has_key = has_key or netrc(str(path)).authenticators(host) is not None
+    return settings.mode if has_key else "offline"
