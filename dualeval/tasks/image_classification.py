@@ -26,7 +26,6 @@ from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
-from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.tasks.image_data import ASSETS, DataSource
 from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
 from dualeval.tasks.image_preprocessing import (
@@ -42,6 +41,7 @@ from dualeval.tasks.image_refusals import (
     refuse_other_shapes,
     refuse_other_task,
 )
+from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.tasks.picture_task import PictureTask, check_weights
 from dualeval.tasks.refusals import refuse_probabilities
 

@@ -22,7 +22,7 @@ from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
-from dualeval.tasks.language_modeling_options import LanguageModelingOptions
+from dualeval.tasks.options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
 from dualeval.tasks.text_task import Model, TextTask
 

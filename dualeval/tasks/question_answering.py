@@ -22,7 +22,7 @@ from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python
-from dualeval.tasks.question_answering_options import QuestionAnsweringOptions
+from dualeval.tasks.options import QuestionAnsweringOptions
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
 from dualeval.tasks.text_task import Model, TextTask
 

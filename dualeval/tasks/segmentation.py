@@ -20,10 +20,10 @@ from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.image_preprocessing import choose_uncropped
+from dualeval.tasks.options import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, check_weights
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
-from dualeval.tasks.segmentation_options import SegmentationOptions
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
