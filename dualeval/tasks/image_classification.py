@@ -34,7 +34,6 @@ from dualeval.tasks.image_preprocessing import (
     choose_for_files,
     choose_for_small,
     named_preprocessing,
-    wants_resizing,
 )
 from dualeval.tasks.image_refusals import (
     no_logits,
@@ -149,7 +148,7 @@ class ImageClassification(PictureTask):
         base = named_preprocessing(
             named, f"--preprocessing {named}" if isinstance(named, str) else "the argument preprocessing"
         )
-        keeps_size = data.is_small and not wants_resizing(flags)
+        keeps_size = data.is_small and not {"resize", "crop"} & flags.keys()
         known = self._known_normalisation() if keeps_size else None
         needed = {"mean", "std"} if keeps_size else {*NEEDED}
         if base is None and known is None and not needed <= flags.keys():
@@ -235,11 +234,9 @@ class ImageClassification(PictureTask):
         return [*super().notes(), *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
-        """Where preprocessing or classes may be others than the model's, and what pictures are no samples."""
         return [*filter(None, [self._preprocessing.warning]), *self._dataset.warnings()]
 
     def labels_used(self) -> dict[str, Any]:
-        """How labels became classes, and the classes' names; empty where there is nothing to say."""
         assert self._num_classes is not None, "build_model comes first"
         return self._dataset.labels_used(self._num_classes)
 
@@ -248,7 +245,6 @@ class ImageClassification(PictureTask):
         return names_of(self._dataset.labels, rows)
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """The picture before preprocessing."""
         return self._dataset.picture(place_of(self._dataset, row))
 
     def _count_classes(self, model: nn.Module, images: Tensor) -> int:
@@ -290,7 +286,7 @@ class ImageClassification(PictureTask):
     def metrics(self) -> list[Metric | RowMetric]:
         assert self._num_classes is not None, "build_model comes first"
         names = self._metric_names or default_metrics(self._num_classes)
-        return _metrics(names, self._num_classes)
+        return [classification_metric(name, self._num_classes) for name in names]
 
     def options(self) -> dict[str, Any]:
         return {
@@ -305,7 +301,6 @@ class ImageClassification(PictureTask):
         }
 
     def description(self) -> dict[str, str]:
-        """Model, weights, data and preprocessing."""
         as_stored = type(self._preprocessing.values) is Normalisation
         size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if as_stored else ""
         return {
@@ -332,10 +327,6 @@ class ImageClassification(PictureTask):
         }
 
 
-def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
-    return [classification_metric(name, num_classes) for name in names]
-
-
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
-    return _metrics(names, options["num_classes"])
+    return [classification_metric(name, options["num_classes"]) for name in names]

@@ -206,11 +206,9 @@ class Segmentation(PictureTask):
         return [*super().notes(), *self._dataset.notes]
 
     def data_warnings(self) -> list[str]:
-        """Where preprocessing may be another than the model's, and which pictures have no mask."""
         return [*filter(None, [self._preprocessing.warning]), *self._dataset.warnings]
 
     def labels_used(self) -> dict[str, Any]:
-        """The classes' names, where they are known."""
         known = self._model.known_classes(self._source)
         names = self._class_names or (() if known is None else known.names)
         return {"rule": "labels of pixels", "classes": [*names]} if len(names) == self._num_classes else {}
@@ -238,7 +236,6 @@ class Segmentation(PictureTask):
         }
 
     def description(self) -> dict[str, str]:
-        """Model, weights, data, preprocessing, and how logits and masks are compared."""
         ignored = "".join(f", {label} ignored" for label in self._rule.ignore)
         reduced = ", labels less 1 (0 ignored)" if self._rule.reduce else ""
         masks = "" if self._given.masks is None else f", masks {self._given.masks}"
@@ -287,5 +284,4 @@ def _names_of(given: str | Path | Sequence[str] | None) -> tuple[str, ...]:
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
-    every = segmentation_metrics(options["num_classes"])
-    return chosen(names or [metric.name for metric in every], every)
+    return chosen(names, segmentation_metrics(options["num_classes"]))
