@@ -153,16 +153,6 @@ def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_program_is_refused() -> None:
-    from nets import Net
-
-    torch.jit.script(Net(2)).save("net.pt")
-    assert "--model net.pt: nothing says" in message_of(invoked("--trust-checkpoint", model="net.pt"))
-    assert invoked("--trust-checkpoint", *FLAGS, model="net.pt").exit_code == 0
-
-
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -265,17 +255,6 @@ def test_a_carried_preprocessing_is_that_of_the_flags(
     origin = "nets:carries.preprocessing" if on_factory else "model.preprocessing"
     assert task.description()["preprocessing"].endswith(f"({origin})")
     assert made(model, preprocessing={"crop": 40}).fingerprint()["preprocessing"]["crop"] == 40
-
-
-@pytest.mark.usefixtures("here")
-def test_a_carried_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    import steps  # type: ignore[import-not-found]
-
-    model = carrying(monkeypatch, "preprocessing", steps.scaled)
-    assert digest(made(model)) == digest(made(preprocessing={"preprocessing": "none"}))
-    # What is typed goes before what the model carries.
-    imagenet = {"preprocessing": "imagenet"}
-    assert digest(made(model, preprocessing=imagenet)) == digest(made(preprocessing=imagenet))
 
 
 @pytest.mark.usefixtures("here")
