@@ -35,16 +35,10 @@ from dualeval.tasks.image_preprocessing import (
     choose_for_small,
     named_preprocessing,
 )
-from dualeval.tasks.image_refusals import (
-    no_logits,
-    refuse_other_shapes,
-    refuse_other_task,
-)
+from dualeval.tasks.image_refusals import no_logits, refuse_other_shapes, refuse_other_task
 from dualeval.tasks.options import ImageClassificationOptions
-from dualeval.tasks.picture_task import PictureTask, check_weights
+from dualeval.tasks.picture_task import PictureTask
 from dualeval.tasks.refusals import refuse_probabilities
-
-NAME = "image-classification"
 
 # Mean and standard deviation of Fashion-MNIST's training pixels, scaled to [0, 1].
 FASHION_MEAN = 0.2860
@@ -55,7 +49,6 @@ EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
 _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
-_SHIPPED = "{}, shipped with dualeval"
 
 
 class ImageClassification(PictureTask):
@@ -79,7 +72,7 @@ class ImageClassification(PictureTask):
         TypeError: there is no such option.
     """
 
-    name = NAME
+    name = "image-classification"
     # All that any metric reads, so that each can be computed later.
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
     on_request = SCORES
@@ -110,13 +103,12 @@ class ImageClassification(PictureTask):
         embedded = model == classifiers.EMBEDDED
         if embedded and weights in (None, "DEFAULT"):
             weights = str(EMBEDDED_WEIGHTS)
-        check_weights(source, weights, given.weights, given.weights_key, given.weights_prefix)
+        super().__init__(source, weights, given)
         if data is None and not embedded:
             raise UsageError(
                 f"--model {model} was given without --data. Give --data PATH, or --data {ASSETS} for the "
                 "10,000 images of the embedded job."
             )
-        super().__init__(source, source.find_weights(weights), given.weights_key, given.weights_prefix)
         self._data = DataSource(given)
         self._class_map = None if given.class_map is None else Path(given.class_map)
         self._class_order = given.class_order
@@ -312,7 +304,7 @@ class ImageClassification(PictureTask):
 
     def _described_weights(self) -> str:
         if self._weights_are_embedded:
-            return _SHIPPED.format(EMBEDDED_WEIGHTS.name)
+            return f"{EMBEDDED_WEIGHTS.name}, shipped with dualeval"
         return super()._described_weights()
 
     def fingerprint(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.image_preprocessing import choose_uncropped
 from dualeval.tasks.options import SegmentationOptions
-from dualeval.tasks.picture_task import PictureTask, check_weights
+from dualeval.tasks.picture_task import PictureTask
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
 
@@ -81,12 +81,10 @@ class Segmentation(PictureTask):
             SegmentationOptions, options, metrics, model="", data=Path(data), masks=folder
         )
         source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
-        check_weights(source, asked.weights, asked.weights, asked.weights_key, asked.weights_prefix)
-        weights = source.find_weights(asked.weights)
-        super().__init__(source, weights, asked.weights_key, asked.weights_prefix)
+        super().__init__(source, asked.weights, asked)
         self._num_classes = asked.num_classes
         pixels = {name: getattr(asked, name) for name in _PIXELS if getattr(asked, name) is not None}
-        self._preprocessing = choose_uncropped(source, weights, asked.num_classes, preprocessing, pixels)
+        self._preprocessing = choose_uncropped(source, self._source, asked.num_classes, preprocessing, pixels)
         reduces = isinstance(source, TransformersSegmenter) and source.reduces_labels()
         self._rule = LabelRule(
             ignore=_IGNORED if asked.ignore_index is None else asked.ignore_index,

@@ -17,7 +17,7 @@ import torch
 from dualeval.tasks.options import TASKS
 from tests import causal_models, masked_pictures, questions, texts
 from tests.conftest import BIN, ROOT, Finished, Launch
-from tests.launchers import start
+from tests.launchers import needs, start
 from tests.workers.example_tasks_worker import KILL
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
@@ -116,22 +116,21 @@ def wanted(launch: Launch, home: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @each_job
 @pytest.mark.parametrize(
-    ("size", "backend"),
+    ("launcher", "size"),
     [
-        (2, "torch"),
-        *(pytest.param(size, "torch", marks=pytest.mark.long) for size in (1, 3)),
-        pytest.param(2, "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long]),
+        ("torchrun", 2),
+        pytest.param("torchrun", 3, marks=pytest.mark.long),
+        pytest.param("horovodrun", 2, marks=[*needs("horovodrun", "horovod"), pytest.mark.long]),
     ],
 )
 def test_the_same_bits(
-    launch: Launch, home: Path, wanted: Run, tmp_path: Path, job: Job, size: int, backend: str
+    launch: Launch, home: Path, wanted: Run, tmp_path: Path, job: Job, launcher: str, size: int
 ) -> None:
     """Of questions with reading processes, of which each has a tokenizer of its own."""
-    words = job.command(tmp_path, "--nproc", str(size), "--backend", backend)
-    launch([*DUALEVAL, *words], cwd=home).ok()
+    launch([*start(launcher, size), *DUALEVAL, *job.command(tmp_path)], cwd=home).ok()
     assert bits_of(tmp_path) == wanted(job)
     result = result_of(tmp_path)
-    assert (result["world"]["size"], result["world"]["backend"]) == (size, backend)
+    assert result["world"]["size"] == size
     assert result["chunks"]["total"] >= 4 and result["chunks"]["resumed"] == 0
     assert len(result["failed"]) == (len(EMPTY) if job is JOBS["labels"] else 0)
 
