@@ -312,7 +312,7 @@ def test_small_images(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     resized = made(carrying(monkeypatch, "preprocessing", SIZE), data=data, num_classes=2)
     assert resized.dataset().sample_shape == (3, 32, 32)
-    import steps
+    import steps  # type: ignore[import-not-found]
 
     own = made(carrying(monkeypatch, "preprocessing", steps.halves), data=data, num_classes=2)
     [(image, _)] = own.dataset().__getitems__([1])
