@@ -136,7 +136,7 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     """The task image-classification of a model and a path, as the command line makes it; and the rest."""
     from dualeval.metrics.by_name import of_no_task
     from dualeval.tasks import class_names
-    from dualeval.tasks.image_classification_options import ImageClassificationOptions
+    from dualeval.tasks.options import ImageClassificationOptions
 
     # Weights are fetched by the command line alone.
     names = {field.name for field in fields(ImageClassificationOptions)} - {"metric", "download"}

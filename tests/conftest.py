@@ -79,7 +79,7 @@ REAL_STARTS = (
 # Tests whose processes load these too, which takes a process seconds.
 LOADS_MORE = (
     *("test_cli", "test_dry_run", "test_image", "test_language_modeling"),
-    *("test_model_sources", "test_question_answering", "test_several", "test_task_examples"),
+    *("test_model_sources", "test_question_answering", "test_several", "test_task_"),
     "test_torchmetrics",
     "test_training",
 )

@@ -9,7 +9,7 @@ import click
 from dualeval.cli.grouped import PATH
 from dualeval.errors import UsageError
 from dualeval.options.plugins import task_kind
-from dualeval.tasks import TASKS
+from dualeval.tasks.options import TASKS
 
 _TEXT = '''\
 # {file}

@@ -18,7 +18,7 @@ from dualeval.options.plugins import (
     summary_of,
     task_kind,
 )
-from dualeval.tasks import TASKS
+from dualeval.tasks.options import TASKS
 
 _MOST_OF_LINE = 70
 

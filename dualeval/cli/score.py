@@ -16,8 +16,9 @@ from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.launch import examine
 from dualeval.options.fields import Given, as_json
 from dualeval.options.job import COMMON
-from dualeval.options.plugins import SCORED, made_task, scored_kind
+from dualeval.options.plugins import made_task, scored_kind
 from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS
+from dualeval.tasks.options import SCORED
 from dualeval.whole_files import write_text
 
 # The kinds of evaluation whose answers can be had as a file.

@@ -17,7 +17,7 @@ from dualeval.options.evaluation import MODEL, RUN
 from dualeval.options.fields import fields_of
 from dualeval.options.job import COMMON, Job, asked_task, refuse_foreign, texts_of
 from dualeval.options.plugins import DEFAULT_TASK, TASK_GROUP, TaskKind, entry_points_of, task_kind
-from dualeval.tasks import TASKS
+from dualeval.tasks.options import TASKS
 
 _OF_TASK = "of_task_"
 # Options of every run that only 'dualeval run' has: they divide the model over its ranks.

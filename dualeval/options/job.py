@@ -30,7 +30,7 @@ from dualeval.options.plugins import (
     made_task,
     task_kind,
 )
-from dualeval.tasks import TASKS
+from dualeval.tasks.options import TASKS
 from dualeval.wording import nearest
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ Each is imported when it is asked for, so one that is broken stands in nobody el
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, make_dataclass
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.errors import DualevalError, UsageError
 from dualeval.options.fields import OptionField, fields_of, options_of_call
 from dualeval.own_code import broken, own_module
-from dualeval.tasks import TASKS
+from dualeval.tasks.options import SCORED, TASKS
 from dualeval.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -38,8 +36,6 @@ _EXAMPLES = {
     "regression": "regression.py:diabetes",
 }
 DEFAULT_TASK = next(iter(TASKS))
-# Those whose answers can be had as a file, for ``dualeval score``.
-SCORED = {"question-answering": "dualeval.tasks.given_answers_options:GivenAnswersOptions"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +67,7 @@ class TaskKind:
 def task_kind(reference: str) -> TaskKind:
     """The kind of task that ``--task`` names."""
     if reference in TASKS:
-        return _kind_of(_built_in(TASKS[reference]), reference, BUILT_IN)
+        return _kind_of(TASKS[reference], reference, BUILT_IN)
     if ":" in reference:
         source, origin = _load(reference)
         return _kind_of(source, reference, origin)
@@ -94,12 +90,7 @@ def task_kind(reference: str) -> TaskKind:
 
 def scored_kind(name: str) -> TaskKind:
     """The kind of task that scores the answers in a file, by its name in ``SCORED``."""
-    return _kind_of(_built_in(SCORED[name]), name, BUILT_IN)
-
-
-def _built_in(place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return _kind_of(SCORED[name], name, BUILT_IN)
 
 
 def _kind_of(source: Any, name: str, origin: str) -> TaskKind:

@@ -14,23 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
-    # The options of a task stand beside it, and 'dualeval run --help' has to be fast.
     import torch
     from torch import nn
 
     from dualeval.metrics import Metric, RowMetric
-
-
-# The built-in tasks by name: the dataclasses of their options, each with a method ``make``; light to import.
-# The class of a task has the name of its options' without "Options", and stands in the module without
-# "_options"; it is a name of this package, too.
-TASKS = {
-    "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
-    "segmentation": "dualeval.tasks.segmentation_options:SegmentationOptions",
-    "text-classification": "dualeval.tasks.text_classification_options:TextClassificationOptions",
-    "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
-    "language-modeling": "dualeval.tasks.language_modeling_options:LanguageModelingOptions",
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -45,8 +32,11 @@ def __dir__() -> list[str]:
 
 def class_names() -> dict[str, str]:
     """The names of the built-in tasks' classes, with their modules."""
-    places = (place.partition("_options:") for place in TASKS.values())
-    return {options.removesuffix("Options"): module for module, _, options in places}
+    table = importlib.import_module(f"{__name__}.options").TASKS
+    return {
+        options.__name__.removesuffix("Options"): f"{__name__}.{name.replace('-', '_')}"
+        for name, options in table.items()
+    }
 
 
 class Dataset(Protocol):

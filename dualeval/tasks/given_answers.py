@@ -25,7 +25,7 @@ _NEVER = float(np.finfo(np.float32).max)
 
 
 class GivenAnswers(ScoredAnswers):
-    """Answers that are there already."""
+    """Answers that are there already: no model, and nothing is computed on the device."""
 
     wants_workers = False
     thread_safe = False
@@ -37,7 +37,9 @@ class GivenAnswers(ScoredAnswers):
         self._predictions = predictions
         self._answers = read_predictions(predictions)
         self._odds = None if null_odds is None else read_null_odds(null_odds)
-        super().__init__(read_questions(data), metrics)
+        questions = read_questions(data)
+        every = _all_metrics(unanswerable=questions.unanswerable, with_odds=null_odds is not None)
+        super().__init__(questions, every, metrics)
         asked = {question.id for question in self._questions.questions}
         if not asked & self._answers.keys():
             raise UsageError(
@@ -69,23 +71,18 @@ class GivenAnswers(ScoredAnswers):
         )
 
     def dataset(self) -> Questions:
-        """The questions."""
         return self._questions
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
-        """Nothing is computed."""
         return {}
 
     def build_model(self, device: torch.device) -> nn.Module:
-        """No model."""
         return nn.Module().eval()
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Nothing is computed."""
         return batch
 
     def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """Nothing is computed."""
         return {}
 
     def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Column]:
@@ -123,15 +120,10 @@ class GivenAnswers(ScoredAnswers):
             **super().findings(count),
         }
 
-    def _all_metrics(self) -> list[Metric | RowMetric]:
-        return _all_metrics(unanswerable=self._unanswerable, with_odds=self._odds is not None)
-
     def description(self) -> dict[str, str]:
-        """The files of questions and answers."""
         return {"data": str(self._data), "predictions": str(self._predictions)}
 
     def fingerprint(self) -> dict[str, Any]:
-        """What is scored."""
         return {
             "unanswerable": self._unanswerable,
             "predictions": hashlib.sha256(json.dumps(self._answers).encode()).hexdigest(),

@@ -25,7 +25,6 @@ from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
-from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.tasks.image_data import ASSETS, DataSource
 from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
 from dualeval.tasks.image_preprocessing import (
@@ -34,20 +33,14 @@ from dualeval.tasks.image_preprocessing import (
     choose_for_files,
     choose_for_small,
     named_preprocessing,
-    wants_resizing,
 )
-from dualeval.tasks.image_refusals import (
-    no_logits,
-    refuse_other_shapes,
-    refuse_other_task,
-)
-from dualeval.tasks.picture_task import PictureTask, check_weights
+from dualeval.tasks.image_refusals import no_logits, refuse_other_shapes, refuse_other_task
+from dualeval.tasks.options import ImageClassificationOptions
+from dualeval.tasks.picture_task import PictureTask
 from dualeval.tasks.refusals import refuse_probabilities
 
 if TYPE_CHECKING:
     from dualeval.tasks.image_data import ImageData
-
-NAME = "image-classification"
 
 # Mean and standard deviation of Fashion-MNIST's training pixels, scaled to [0, 1].
 FASHION_MEAN = 0.2860
@@ -58,7 +51,6 @@ EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
 _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
-_SHIPPED = "{}, shipped with dualeval"
 
 
 class ImageClassification(PictureTask):
@@ -82,7 +74,7 @@ class ImageClassification(PictureTask):
         TypeError: there is no such option.
     """
 
-    name = NAME
+    name = "image-classification"
     # All that any metric reads, so that each can be computed later.
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
     on_request = SCORES
@@ -113,13 +105,12 @@ class ImageClassification(PictureTask):
         embedded = model == classifiers.EMBEDDED
         if embedded and weights in (None, "DEFAULT"):
             weights = str(EMBEDDED_WEIGHTS)
-        check_weights(source, weights, given.weights, given.weights_key, given.weights_prefix)
+        super().__init__(source, weights, given)
         if data is None and not embedded:
             raise UsageError(
                 f"--model {model} was given without --data. Give --data PATH, or --data {ASSETS} for the "
                 "10,000 images of the embedded job."
             )
-        super().__init__(source, source.find_weights(weights), given.weights_key, given.weights_prefix)
         self._data = DataSource(given)
         self._class_map = None if given.class_map is None else Path(given.class_map)
         self._class_order = given.class_order
@@ -151,7 +142,7 @@ class ImageClassification(PictureTask):
         base = named_preprocessing(
             named, f"--preprocessing {named}" if isinstance(named, str) else "the argument preprocessing"
         )
-        keeps_size = data.is_small and not wants_resizing(flags)
+        keeps_size = data.is_small and not {"resize", "crop"} & flags.keys()
         known = self._known_normalisation() if keeps_size else None
         needed = {"mean", "std"} if keeps_size else {*NEEDED}
         if base is None and known is None and not needed <= flags.keys():
@@ -237,11 +228,9 @@ class ImageClassification(PictureTask):
         return [*super().notes(), *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
-        """Where preprocessing or classes may be others than the model's, and what pictures are no samples."""
         return [*filter(None, [self._preprocessing.warning]), *self._dataset.warnings()]
 
     def labels_used(self) -> dict[str, Any]:
-        """How labels became classes, and the classes' names; empty where there is nothing to say."""
         assert self._num_classes is not None, "build_model comes first"
         return self._dataset.labels_used(self._num_classes)
 
@@ -250,7 +239,6 @@ class ImageClassification(PictureTask):
         return names_of(self._dataset.labels, rows)
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """The picture before preprocessing."""
         return self._dataset.picture(place_of(self._dataset, row))
 
     def _count_classes(self, model: nn.Module, images: Tensor) -> int:
@@ -292,7 +280,7 @@ class ImageClassification(PictureTask):
     def metrics(self) -> list[Metric | RowMetric]:
         assert self._num_classes is not None, "build_model comes first"
         names = self._metric_names or default_metrics(self._num_classes)
-        return _metrics(names, self._num_classes)
+        return [classification_metric(name, self._num_classes) for name in names]
 
     def options(self) -> dict[str, Any]:
         return {
@@ -307,7 +295,6 @@ class ImageClassification(PictureTask):
         }
 
     def description(self) -> dict[str, str]:
-        """Model, weights, data and preprocessing."""
         as_stored = type(self._preprocessing.values) is Normalisation
         size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if as_stored else ""
         return {
@@ -319,7 +306,7 @@ class ImageClassification(PictureTask):
 
     def _described_weights(self) -> str:
         if self._weights_are_embedded:
-            return _SHIPPED.format(EMBEDDED_WEIGHTS.name)
+            return f"{EMBEDDED_WEIGHTS.name}, shipped with dualeval"
         return super()._described_weights()
 
     def fingerprint(self) -> dict[str, Any]:
@@ -334,10 +321,6 @@ class ImageClassification(PictureTask):
         }
 
 
-def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
-    return [classification_metric(name, num_classes) for name in names]
-
-
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
-    return _metrics(names, options["num_classes"])
+    return [classification_metric(name, options["num_classes"]) for name in names]

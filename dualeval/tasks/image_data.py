@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.data.image_files import ImageFiles
     from dualeval.data.labels import KnownClasses
-    from dualeval.tasks.image_classification_options import ImageClassificationOptions
     from dualeval.tasks.image_labels import FolderLabels
+    from dualeval.tasks.options import ImageClassificationOptions
 
     ImageData: TypeAlias = ImageFiles | SmallImages
 

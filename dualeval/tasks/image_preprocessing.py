@@ -153,11 +153,6 @@ def _refuse_borders(values: Preprocessing, other: str) -> None:
             )
 
 
-def wants_resizing(asked: Mapping[str, Any]) -> bool:
-    """Whether small images are to be brought to another size."""
-    return bool({"resize", "crop"} & asked.keys())
-
-
 def choose_for_small(
     described: str,
     shape: tuple[int, int, int],

@@ -13,24 +13,19 @@ from dualeval.models.model_errors import channels_of, first_line, floating_dtype
 from dualeval.own_code import is_raised_by_own_code
 from dualeval.tasks.refusals import described, tensors_in
 
-_QUESTIONS = "question-answering"
-
 
 def refuse_other_task(model: str | None, data: Path | None) -> None:
     """Refuse what is meant for question answering."""
-    found = []
     if data is not None and data.suffix == ".json" and not data.is_dir():
-        found.append(f"--data {data} is a JSON file, expected a folder of images or a manifest (.jsonl)")
-    if model is not None and (Path(model) / "config.json").is_file():
-        found.append(
-            f"--model {model} is a folder with a config.json, expected the name of a classifier (of an image "
-            f"classifier in a folder: hf:{model})"
-        )
-    if found:
-        raise UsageError(
-            f"the task is image-classification: {'; '.join(found)}. For questions on texts type: dualeval "
-            f"run --task {_QUESTIONS} --model {model or 'DIR'} --data {data or 'FILE.json'}"
-        )
+        found = f"--data {data} is a JSON file, expected a folder of images or a manifest (.jsonl)"
+    elif model is not None and (Path(model) / "config.json").is_file():
+        found = f"--model {model} is a folder with a config.json (of an image classifier: hf:{model})"
+    else:
+        return
+    raise UsageError(
+        f"the task is image-classification: {found}. For questions on texts type: dualeval run --task "
+        f"question-answering --model {model or 'DIR'} --data {data or 'FILE.json'}"
+    )
 
 
 def refuse_other_shapes(images: Iterable[Tensor], shape: tuple[int, int, int]) -> None:

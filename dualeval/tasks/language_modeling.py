@@ -22,7 +22,7 @@ from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
-from dualeval.tasks.language_modeling_options import LanguageModelingOptions
+from dualeval.tasks.options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
 from dualeval.tasks.text_task import Model, TextTask
 
@@ -79,8 +79,7 @@ class LanguageModeling(TextTask):
         super().__init__(model, tokenizer, USE, given)
         self._data = _read(data, given.text, given.keep, cache or DataCache())
         self._text = given.text
-        every = metrics_of_kind(self._data.kind)
-        self._metrics = chosen(metrics or [metric.name for metric in every], every)
+        self._metrics = chosen(metrics, metrics_of_kind(self._data.kind))
         self._tokens = CausalTokens(read_tokenizer(self._model.folder, USE), self._model.folder)
         # Of a function: as in the folder of its tokenizer, which the model has to confirm.
         is_known = isinstance(model, str | Path | nn.Module)
@@ -115,7 +114,6 @@ class LanguageModeling(TextTask):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The columns that are kept of each sample."""
         return self._kind.rows
 
     @property
@@ -126,7 +124,6 @@ class LanguageModeling(TextTask):
         return self._kind.dataset()
 
     def collate(self, samples: Any) -> dict[str, Any]:
-        """Join the sequences of a batch to groups of about one length."""
         return self._kind.collate(samples)
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -183,15 +180,12 @@ class LanguageModeling(TextTask):
             )
 
     def forward(self, model: nn.Module, batch: Any) -> list[Any]:
-        """The losses of each group of sequences, or greedy answers."""
         return self._kind.forward(model, batch)
 
     def observe(self, outputs: list[Any], batch: Any) -> dict[str, Any]:
-        """The columns of each sample."""
         return self._kind.observe(outputs, batch)
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> dict[str, Column]:
-        """Scores of the choices and answers, and the names of documents."""
         return self._kind.postprocess(columns, samples)
 
     def metrics(self) -> Sequence[Metric | RowMetric]:
@@ -215,7 +209,6 @@ class LanguageModeling(TextTask):
         }
 
     def description(self) -> dict[str, str]:
-        """Model, weights, data, and how tokens are predicted."""
         count = f"{len(self._data.documents):,} " if self._data.rows is None else ""
         named = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self._own.items())
         data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"

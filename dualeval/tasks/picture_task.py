@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualeval.data.preprocessing import OwnPreprocessing
 from dualeval.errors import DualevalError, UsageError
-from dualeval.models.sources import Loading, ModelSource, WeightsSource
+from dualeval.models.sources import Loading, ModelSource
 from dualeval.models.weights import (
     LoadedWeights,
     notes_of,
@@ -24,19 +24,7 @@ from dualeval.models.weights import (
 from dualeval.tasks import Task
 from dualeval.tasks.image_preprocessing import ChosenPreprocessing
 from dualeval.tasks.image_refusals import refused_images
-
-
-def check_weights(
-    model: ModelSource, weights: str | None, given: str | None, key: str | None, prefix: str | None
-) -> None:
-    """Check that a model has the weights that it needs, and that a part is chosen of a file alone."""
-    if weights is None and model.needs_weights:
-        own = ", --weights DEFAULT (the library's own)" if model.publishes_weights else ""
-        raise UsageError(
-            f"--model {model.name} was given without --weights. Give --weights PATH{own} or --weights "
-            "random:SEED (untrained)."
-        )
-    refuse_choice_without_file(given, key, prefix, model.trust and not model.needs_trust)
+from dualeval.tasks.options import PictureOptions
 
 
 class PictureTask(Task):
@@ -45,11 +33,17 @@ class PictureTask(Task):
     libraries = ("torchvision", "pillow")
     _preprocessing: ChosenPreprocessing
 
-    def __init__(
-        self, model: ModelSource, source: WeightsSource, key: str | None, prefix: str | None
-    ) -> None:
+    def __init__(self, model: ModelSource, weights: str | None, given: PictureOptions) -> None:
+        if weights is None and model.needs_weights:
+            own = ", --weights DEFAULT (the library's own)" if model.publishes_weights else ""
+            raise UsageError(
+                f"--model {model.name} was given without --weights. Give --weights PATH{own} or --weights "
+                "random:SEED (untrained)."
+            )
+        key, prefix = given.weights_key, given.weights_prefix
+        refuse_choice_without_file(given.weights, key, prefix, model.trust and not model.needs_trust)
         self._model = model
-        self._source = source
+        self._source = model.find_weights(weights)
         self._loading = Loading(key=key, prefix=prefix, on_load=self._remember)
         # What was taken from a file that `weights` names; None before `build_model`, and where there is no
         # such file.

@@ -22,7 +22,7 @@ from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python
-from dualeval.tasks.question_answering_options import QuestionAnsweringOptions
+from dualeval.tasks.options import QuestionAnsweringOptions
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
 from dualeval.tasks.text_task import Model, TextTask
 
@@ -74,7 +74,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
             questions, self._data = questions_of_rows(data), type(data).__name__
             named = f"{len(questions):,} rows of a {self._data}"
         self._described_data = named
-        ScoredAnswers.__init__(self, questions, metrics)
+        ScoredAnswers.__init__(self, questions, _all_metrics(questions.unanswerable), metrics)
         if null_threshold is not None and not self._unanswerable:
             raise UsageError(
                 f"--null-threshold {null_threshold:g}: every question of {data} has an answer (SQuAD v1.1), "
@@ -119,7 +119,6 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Any]:
-        """Sort the windows of a batch by length, and pad them in groups."""
         return self._encoder.collate(samples)
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -211,16 +210,12 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         ]
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> dict[str, list[str]]:
-        """The answers, "" for none."""
         texts = self._cut(rows["start"].tolist(), rows["end"].tolist(), first)
         return {"answer": self._final(texts, rows["null_odds"].tolist()) if self._unanswerable else texts}
 
-    def _all_metrics(self) -> list[Metric | RowMetric]:
-        return _all_metrics(self._unanswerable)
-
     def metrics(self) -> list[Metric | RowMetric]:
-        chosen = super().metrics()
-        return chosen if any(metric.name == WindowWork.name for metric in chosen) else [*chosen, WindowWork()]
+        others = [metric for metric in self._metrics if metric.name != WindowWork.name]
+        return self._metrics if len(others) < len(self._metrics) else [*others, WindowWork()]
 
     def options(self) -> dict[str, Any]:
         return {
@@ -240,7 +235,6 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         }
 
     def description(self) -> dict[str, str]:
-        """Model, weights, data, and how windows and answers are made."""
         answers = f"at most {self._max_answer_length} tokens, of the {self._n_best} best starts and ends"
         if self._unanswerable:
             answers += f", null threshold {self._null_threshold:g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -29,14 +28,14 @@ def answer_metrics(*, unanswerable: bool) -> list[Metric]:
 
 
 def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[Metric | RowMetric]:
-    """Those metrics that have one of the names."""
+    """Those metrics that have one of the names; all without names."""
     known = [metric.name for metric in metrics]
     for name in names:
         if name not in known:
             gives = next((each.name for each in metrics if name in _values_of(each)), None)
             hint = nearest(name, known) if gives is None else f" It is a value of {gives}: ask for that."
             raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
-    return [metric for metric in metrics if metric.name in names]
+    return [metric for metric in metrics if not names or metric.name in names]
 
 
 def _values_of(metric: Metric | RowMetric) -> Collection[str]:
@@ -54,29 +53,18 @@ class ScoredAnswers(Task):
     name = NAME
     cluster = ARTICLE
 
-    def __init__(self, questions: Questions, metrics: Sequence[str]) -> None:
+    def __init__(
+        self, questions: Questions, every: Sequence[Metric | RowMetric], names: Sequence[str]
+    ) -> None:
         self._questions = questions
-        self._wanted = tuple(metrics) or tuple(metric.name for metric in self._all_metrics())
+        self._unanswerable = questions.unanswerable
         # A name that no metric has is refused now, before anything is built.
-        self._chosen()
-
-    @property
-    def _unanswerable(self) -> bool:
-        return self._questions.unanswerable
-
-    @abstractmethod
-    def _all_metrics(self) -> list[Metric | RowMetric]:
-        """Those of ``metrics``, wanted or not."""
-
-    def _chosen(self) -> list[Metric | RowMetric]:
-        return chosen(self._wanted, self._all_metrics())
+        self._metrics = chosen(names, every)
 
     def metrics(self) -> list[Metric | RowMetric]:
-        """The metrics asked for, or all that the data allow."""
-        return self._chosen()
+        return self._metrics
 
     def options(self) -> Mapping[str, Any]:
-        """The metrics that are computed."""
         return {"metric": [metric.name for metric in self.metrics()]}
 
     def findings(self, count: int) -> dict[str, list[str]]:

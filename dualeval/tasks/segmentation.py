@@ -20,10 +20,10 @@ from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.image_preprocessing import choose_uncropped
-from dualeval.tasks.picture_task import PictureTask, check_weights
+from dualeval.tasks.options import SegmentationOptions
+from dualeval.tasks.picture_task import PictureTask
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
-from dualeval.tasks.segmentation_options import SegmentationOptions
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
@@ -81,12 +81,10 @@ class Segmentation(PictureTask):
             SegmentationOptions, options, metrics, model="", data=Path(data), masks=folder
         )
         source = segmenter_of(model, dict(model_arguments or {}), trust=asked.trust_checkpoint)
-        check_weights(source, asked.weights, asked.weights, asked.weights_key, asked.weights_prefix)
-        weights = source.find_weights(asked.weights)
-        super().__init__(source, weights, asked.weights_key, asked.weights_prefix)
+        super().__init__(source, asked.weights, asked)
         self._num_classes = asked.num_classes
         pixels = {name: getattr(asked, name) for name in _PIXELS if getattr(asked, name) is not None}
-        self._preprocessing = choose_uncropped(source, weights, asked.num_classes, preprocessing, pixels)
+        self._preprocessing = choose_uncropped(source, self._source, asked.num_classes, preprocessing, pixels)
         reduces = isinstance(source, TransformersSegmenter) and source.reduces_labels()
         self._rule = LabelRule(
             ignore=_IGNORED if asked.ignore_index is None else asked.ignore_index,
@@ -206,11 +204,9 @@ class Segmentation(PictureTask):
         return [*super().notes(), *self._dataset.notes]
 
     def data_warnings(self) -> list[str]:
-        """Where preprocessing may be another than the model's, and which pictures have no mask."""
         return [*filter(None, [self._preprocessing.warning]), *self._dataset.warnings]
 
     def labels_used(self) -> dict[str, Any]:
-        """The classes' names, where they are known."""
         known = self._model.known_classes(self._source)
         names = self._class_names or (() if known is None else known.names)
         return {"rule": "labels of pixels", "classes": [*names]} if len(names) == self._num_classes else {}
@@ -238,7 +234,6 @@ class Segmentation(PictureTask):
         }
 
     def description(self) -> dict[str, str]:
-        """Model, weights, data, preprocessing, and how logits and masks are compared."""
         ignored = "".join(f", {label} ignored" for label in self._rule.ignore)
         reduced = ", labels less 1 (0 ignored)" if self._rule.reduce else ""
         masks = "" if self._given.masks is None else f", masks {self._given.masks}"
@@ -287,5 +282,4 @@ def _names_of(given: str | Path | Sequence[str] | None) -> tuple[str, ...]:
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
-    every = segmentation_metrics(options["num_classes"])
-    return chosen(names or [metric.name for metric in every], every)
+    return chosen(names, segmentation_metrics(options["num_classes"]))

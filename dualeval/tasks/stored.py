@@ -18,6 +18,7 @@ from dualeval.metrics.by_name import named, of_no_task
 from dualeval.metrics.classification import SCORES
 from dualeval.options.fields import fields_of
 from dualeval.tasks import Task
+from dualeval.tasks.options import TASKS
 
 
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
@@ -81,7 +82,7 @@ def _of_no_task(texts: Sequence[str], content: Mapping[str, Any]) -> list[Metric
     return [named(text, (), {*columns, *of_scores}) for text in texts]
 
 
-_IMAGES = next(iter(tasks.TASKS))
+_IMAGES = next(iter(TASKS))
 # What only a model needs: the task is made for what its data show.
 _OF_MODEL = (
     *("weights", "weights_key", "weights_prefix", "model_arg", "trust_checkpoint", "download", "metric"),
@@ -116,11 +117,8 @@ def task_of_run(job_file: Path) -> tuple[Task | None, str]:
 
 def _options_class(task_class: str) -> Any:
     """The options of a built-in task, by the task's class; None for others."""
-    for place in tasks.TASKS.values():
-        module, _, name = place.partition(":")
-        if task_class == f"{module.removesuffix('_options')}.{name.removesuffix('Options')}":
-            return getattr(importlib.import_module(module), name)
-    return None
+    classes = [f"{module}.{name}" for name, module in tasks.class_names().items()]
+    return dict(zip(classes, TASKS.values(), strict=True)).get(task_class)
 
 
 def _made_again(options_class: Any, used: Mapping[str, Any]) -> Task:

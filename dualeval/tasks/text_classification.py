@@ -30,9 +30,9 @@ from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, s
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.image_labels import names_of
+from dualeval.tasks.options import TextClassificationOptions
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
-from dualeval.tasks.text_classification_options import TextClassificationOptions
 from dualeval.tasks.text_labels import class_targets, names_of_classes, number_targets
 from dualeval.tasks.text_task import Model, TextTask
 
@@ -136,7 +136,6 @@ class TextClassification(TextTask):
         return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Any]:
-        """Sort the texts of a batch by length, and pad them in groups; with their classes or numbers."""
         batch = self._encoder.collate(samples)
         if self._is_regression:  # its numbers are float64, and met on the host
             return batch
@@ -202,7 +201,6 @@ class TextClassification(TextTask):
         return {**observe_logits(outputs, batch["targets"], _TOP, self.requested), **work}
 
     def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> Mapping[str, Column]:
-        """Of a regression the labels and the errors, as float64."""
         if not self._is_regression:
             return columns
         target = self._targets[samples.start : samples.stop]
@@ -214,7 +212,6 @@ class TextClassification(TextTask):
         return _metrics(self._metric_names or _default_metrics(self._num_classes), self._num_classes)
 
     def labels_used(self) -> dict[str, Any]:
-        """How labels became classes, and the classes' names; empty for a regression."""
         if self._labels is None or self._num_classes is None:
             return {}
         return self._labels.to_json(self._num_classes)
@@ -224,7 +221,6 @@ class TextClassification(TextTask):
         return {} if self._labels is None else names_of(self._labels, rows)
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        """The text, or the pair by the names of their columns."""
         values = self._rows.values[place_of(self._dataset, row)]
         texts = {name: str(text) for name, text in zip(self._columns, values, strict=False)}
         return texts if len(texts) > 1 else texts[self._columns[0]]
@@ -241,7 +237,6 @@ class TextClassification(TextTask):
         }
 
     def description(self) -> dict[str, str]:
-        """Model, weights, data, and what is done with texts and labels."""
         rule = "numbers, as a regression" if self._labels is None else self._labels.rule
         return {
             **self._model.description(),
@@ -303,7 +298,7 @@ def _of_regression() -> list[Metric | RowMetric]:
 def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
     own = [name for name in names if name != TextWork.name]
     if num_classes == 1:
-        return [*chosen(own, _of_regression()), TextWork()]
+        return [*(chosen(own, _of_regression()) if own else ()), TextWork()]
     if "binary_f1" in own and num_classes != 2:
         raise UsageError(
             f"metric 'binary_f1' is of two classes, found {num_classes}: ask for 'f1', the mean of all"

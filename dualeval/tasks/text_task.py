@@ -13,7 +13,7 @@ from torch import nn
 from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights
 from dualeval.tasks import Task
-from dualeval.tasks.text_options import TextOptions
+from dualeval.tasks.options import TextOptions
 
 # A folder, or from Python a module or what returns one.
 Model = str | Path | nn.Module | Callable[[], nn.Module]

@@ -16,7 +16,7 @@ from dualeval.cli.init import text_for
 from dualeval.errors import UsageError
 from dualeval.options.job import Job
 from dualeval.options.plugins import task_kind
-from dualeval.tasks import TASKS
+from dualeval.tasks.options import TASKS
 from tests import causal_models, texts
 from tests.engine.test_evaluator import evaluate
 

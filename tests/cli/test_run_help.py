@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from dualeval.cli import dualeval
 from dualeval.cli.run import run
 from dualeval.options.job import COMMON
-from dualeval.options.plugins import SCORED, scored_kind, task_kind
-from dualeval.tasks import TASKS
+from dualeval.options.plugins import scored_kind, task_kind
+from dualeval.tasks.options import SCORED, TASKS
 from tests.conftest import Launch
 
 GROUPS = ["Model:", "Data:", "Run:", "Launch:"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import sys
@@ -15,7 +14,7 @@ from torch import nn
 
 import dualeval
 from dualeval.options.job import Job
-from dualeval.tasks import TASKS
+from dualeval.tasks import options
 from tests.conftest import ROOT
 from tests.engine.test_evaluator import evaluate
 
@@ -44,15 +43,17 @@ def linear(num_classes: int) -> nn.Module:
 
 
 def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in (TASK, OPTIONS):
-        file = tmp_path / text.partition("\n")[0].removeprefix("# ")
-        file.write_text(text, "utf-8")
-        spec = importlib.util.spec_from_file_location(f"dualeval.tasks.{file.stem}", file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    monkeypatch.setitem(TASKS, "multilabel", "dualeval.tasks.multilabel_options:MultilabelOptions")
+    namespace = dict(vars(options))
+    exec(OPTIONS, namespace)
+    monkeypatch.setattr(options, "MultilabelOptions", namespace["MultilabelOptions"], raising=False)
+    monkeypatch.setitem(options.TASKS, "multilabel", namespace["MultilabelOptions"])
+    file = tmp_path / "multilabel.py"
+    file.write_text(TASK, "utf-8")
+    spec = importlib.util.spec_from_file_location("dualeval.tasks.multilabel", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
     draw = np.random.default_rng(0)
     targets = draw.integers(0, 2, (97, 3))
     inputs = draw.normal(size=(97, 6)).astype(np.float32)
@@ -60,10 +61,9 @@ def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     right = (linear(3)(torch.from_numpy(inputs)) > 0) == torch.from_numpy(targets).bool()
 
-    options = {"model": f"{__name__}:linear", "weights": "random:0", "data": tmp_path / "data.npz"}
-    result = evaluate(Job.of("multilabel", **options).make_task(), tmp_path / "out", batch_size=16)
+    given = {"model": f"{__name__}:linear", "weights": "random:0", "data": tmp_path / "data.npz"}
+    result = evaluate(Job.of("multilabel", **given).make_task(), tmp_path / "out", batch_size=16)
     assert result.samples["evaluated"] == 97
     assert result.metrics["exact_match"] == right.all(1).double().mean().item()
-    stored = importlib.import_module("dualeval.tasks.multilabel").stored_metrics
-    again = dualeval.rescore(tmp_path / "out", metrics=stored({}, ["exact_match"]))
+    again = dualeval.rescore(tmp_path / "out", metrics=module.stored_metrics({}, ["exact_match"]))
     assert again.metrics_digest == result.metrics_digest

@@ -23,7 +23,7 @@ from dualeval.models import classifiers, published
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.models.sources import WeightsSource
 from dualeval.options.job import Job
-from dualeval.tasks.image_classification_options import ImageClassificationOptions
+from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.published_weights import Publish, cache, publish
 

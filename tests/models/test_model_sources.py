@@ -24,7 +24,7 @@ from dualeval.models import classifiers
 from dualeval.models.sources import Loading, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.models.weights_name import model_beside
-from dualeval.tasks.image_classification_options import ImageClassificationOptions
+from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch, working_module
 from tests.models.test_late_building import check_same, is_late

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dualeval.result import read_result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run
 from dualeval.vision_library import torchvision
-from tests.conftest import Launch, working_module
+from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
 from tests.published_weights import Publish, cache, publish
 from tests.tasks.test_image_classification import idx_folder
@@ -311,12 +310,3 @@ def test_in_a_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     job = json.loads(shown.out)
     assert (job["class_map"], job["num_classes"]) == (str(tmp_path / "here/map.json"), 3)
     assert "note: classes: 2 folders by here/map.json" in shown.err
-
-
-def test_the_command_line(tmp_path: Path, launch: Launch) -> None:
-    data = lay_out(tmp_path / "val", {"a": 2, "b": 0})
-    command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--model", "reds:red"]
-    command += ["--weights", "random:0", "--data", data, "--resize", "32", "--crop", "32", "--mean", "0"]
-    command += ["--std", "1", "--workers", "0", "--no-progress", "--out", tmp_path / "out"]
-    launch([*command, "--class-map", class_map(tmp_path, a=2, b=0)], cwd=tmp_path).ok()
-    assert read_result(tmp_path / "out/result.json").metrics["top1"] == 1

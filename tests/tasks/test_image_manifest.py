@@ -105,11 +105,6 @@ def test_each_format_is_the_folder(home: Path, suffix: str, named: bool) -> None
     assert data.content_fingerprint(range(3)) == folder.content_fingerprint(range(3))
 
 
-@pytest.mark.parametrize("column", ["class", "target", "y", "Label"])
-def test_usual_names_of_columns(home: Path, column: str) -> None:
-    assert opened(write(home / "m.csv", rows_of(column))).targets.tolist() == [0, 1, 2]
-
-
 def test_columns_by_name(home: Path) -> None:
     rows = [{"a": "val/ant/0.png", "b": 4, "path": "nowhere", "label": 9}]
     data = opened(write(home / "m.csv", rows), path_column="a", label_column="b")

@@ -115,14 +115,6 @@ def test_the_same_bits(evaluate: Evaluate, pictures: Pictures, processes: int, w
     assert other.rows == one.rows
 
 
-@pytest.mark.long
-def test_the_same_bits_at_any_number_of_threads(evaluate: Evaluate, pictures: Pictures) -> None:
-    """Of one process, which takes every core where nothing says otherwise, and of a rank, which takes one."""
-    one = evaluate(pictures, 1, "--workers", "0")
-    two = evaluate(pictures, 1, "--workers", "0", threads=2)
-    assert two.result["metrics_digest"] == one.result["metrics_digest"]
-
-
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_broken_picture_is_skipped_and_listed(
     evaluate: Evaluate, with_broken: Pictures, processes: int
@@ -144,59 +136,3 @@ def test_a_broken_picture_is_skipped_and_listed(
     assert run.result["metrics"]["loss"] == math.fsum(losses) / 20
     one = evaluate(with_broken, 1, "--workers", "0", "--on-error", "skip")
     assert run.result["metrics_digest"] == one.result["metrics_digest"]
-
-
-def test_the_log_tells_the_right_preprocessing_from_the_wrong(
-    evaluate: Evaluate, launch: Launch, pictures: Pictures, tmp_path: Path
-) -> None:
-    """With ImageNet's usual values, which were assumed, this model loses two of twenty pictures."""
-    run = evaluate(pictures, 1, "--workers", "0")
-    line = "256 bicubic, crop 224, mean 0.5, std 0.5 (given)"
-    assert run.result["description"]["preprocessing"] == line
-    assert run.result["job"]["interpolation"] == "bicubic"
-    model: list[str | Path] = ["--model", "lite:efficientnet_lite0", "--weights", pictures.weights]
-    command = [sys.executable, "-m", "dualeval", "run", *model, "--data", pictures.data, "--no-progress"]
-    command += ["--workers", "0", "--out", tmp_path / "out"]
-    done = launch(command, cwd=pictures.home)
-    assert done.returncode == 2
-    assert "nothing says how its pictures are prepared" in done.stderr
-    done = launch([*command, "--preprocessing", "imagenet"], cwd=pictures.home).ok()
-    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:5])
-    assert said["preprocessing"] == (
-        "256 bilinear, crop 224, ImageNet mean and std (--preprocessing imagenet)"
-    )
-    result = json.loads((tmp_path / "out/result.json").read_text())
-    assert result["description"] == said
-    assert result["metrics"]["top1"] == 16 / 20
-    assert (result["job"]["device"], result["job"]["workers"], result["job"]["crop"]) == ("cpu", 0, 224)
-    assert {name for name in said if said[name] != run.result["description"][name]} == {
-        "preprocessing",
-        "job",
-    }
-
-
-def test_a_failed_sample_is_in_the_digest(
-    evaluate: Evaluate, pictures: Pictures, with_broken: Pictures
-) -> None:
-    whole = evaluate(pictures, 1, "--workers", "0")
-    skipped = evaluate(with_broken, 1, "--workers", "0", "--on-error", "skip")
-    assert skipped.result["metrics_digest"] != whole.result["metrics_digest"]
-
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_broken_picture_stops_the_run(
-    launch: Launch, with_broken: Pictures, tmp_path: Path, processes: int
-) -> None:
-    finished = start(launch, with_broken, tmp_path / "out", processes, "--workers", "0")
-    assert finished.returncode == 2
-    messages = [line for line in finished.stderr.splitlines() if "dualeval: error:" in line]
-    assert len(messages) == 1, finished.stderr
-    [message] = messages
-    assert BROKEN in message
-    assert "truncated" in message
-    assert "--on-error skip" in message
-    assert "Traceback" not in finished.stderr
-    status = json.loads((tmp_path / "out/status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 2)
-    assert BROKEN in status["reason"]
-    assert not (tmp_path / "out/result.json").exists()

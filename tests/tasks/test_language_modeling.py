@@ -20,7 +20,7 @@ from dualeval.errors import UsageError
 from dualeval.options.job import Job
 from dualeval.result import JOB
 from dualeval.tasks.language_modeling import LanguageModeling
-from dualeval.tasks.language_modeling_options import LanguageModelingOptions
+from dualeval.tasks.options import LanguageModelingOptions
 from dualeval.tasks.stored import metrics_of_run
 from tests import questions
 from tests.causal_models import (

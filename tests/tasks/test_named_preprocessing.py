@@ -153,16 +153,6 @@ def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_program_is_refused() -> None:
-    from nets import Net
-
-    torch.jit.script(Net(2)).save("net.pt")
-    assert "--model net.pt: nothing says" in message_of(invoked("--trust-checkpoint", model="net.pt"))
-    assert invoked("--trust-checkpoint", *FLAGS, model="net.pt").exit_code == 0
-
-
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -268,17 +258,6 @@ def test_a_carried_preprocessing_is_that_of_the_flags(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_carried_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    import steps  # type: ignore[import-not-found]
-
-    model = carrying(monkeypatch, "preprocessing", steps.scaled)
-    assert digest(made(model)) == digest(made(preprocessing={"preprocessing": "none"}))
-    # What is typed goes before what the model carries.
-    imagenet = {"preprocessing": "imagenet"}
-    assert digest(made(model, preprocessing=imagenet)) == digest(made(preprocessing=imagenet))
-
-
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "values", [{"resize": 64, "size": 64}, {"resize": 64, "crop": 64, "mean": None, "std": None}]
 )
@@ -333,7 +312,7 @@ def test_small_images(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     resized = made(carrying(monkeypatch, "preprocessing", SIZE), data=data, num_classes=2)
     assert resized.dataset().sample_shape == (3, 32, 32)
-    import steps
+    import steps  # type: ignore[import-not-found]
 
     own = made(carrying(monkeypatch, "preprocessing", steps.halves), data=data, num_classes=2)
     [(image, _)] = own.dataset().__getitems__([1])

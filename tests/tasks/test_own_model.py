@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -49,21 +48,6 @@ def evaluate(**options: Any) -> Result:
     return dualeval.evaluate(**{"batch_size": 16, "launcher": "none", "workers": 0, **options})
 
 
-def test_an_observe_around_the_tasks_own_may_write_into_its_columns() -> None:
-    data = TensorDataset(numbers(20, 4), torch.arange(20) % 3)
-    plain, patched = (dualeval.ModelTask(model=linear(4, 3), data=data, metrics=["loss"]) for _ in range(2))
-    own = patched.observe
-
-    def doubled(outputs: Any, batch: Any) -> Any:
-        columns = own(outputs, batch)
-        columns["loss"].mul_(2)
-        return columns
-
-    patched.observe = doubled  # type: ignore[method-assign]
-    losses: list[Any] = [dualeval.evaluate(task).metrics["loss"] for task in (plain, patched)]
-    assert losses[1] == pytest.approx(2 * losses[0])
-
-
 def test_pairs_of_input_and_class() -> None:
     model, inputs = linear(5, 7), numbers(SAMPLES, 5)
     labels = torch.arange(SAMPLES) % 7
@@ -78,19 +62,6 @@ def test_pairs_of_input_and_class() -> None:
     )
     assert list(two.metrics) == ["top2", "loss"]
     assert two.metrics["loss"] == result.metrics["loss"]
-
-
-def test_logits_are_kept_where_a_metric_reads_them(tmp_path: Path) -> None:
-    model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
-    spelled = "torchmetrics:MulticlassAUROC(num_classes=7)@preds=logits,target=target as auroc"
-    result = evaluate(
-        model=model, data=TensorDataset(inputs, labels), metrics=["top1", spelled], out=tmp_path
-    )
-    wanted = TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)(model(inputs), labels)
-    assert result.metrics["auroc"] == pytest.approx(wanted.item(), abs=1e-6)
-    assert "logits" in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
-    evaluate(model=model, data=TensorDataset(inputs, labels), metrics=["top1"], out=tmp_path, fresh=True)
-    assert "logits" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
 
 
 def test_names_that_everybody_knows(tmp_path: Path) -> None:
@@ -329,13 +300,6 @@ def test_functions_of_ones_own(tmp_path: Path) -> None:
     assert result.description["model"] == "doubled"
 
 
-def test_another_function_is_another_job(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": linear(3, 2), "data": numbers(20, 3), "out": tmp_path}
-    evaluate(**options, observe=lambda outputs, batch: {"sum": outputs.sum(1)})
-    with pytest.raises(UsageError, match="holds another job"):
-        evaluate(**options, observe=lambda outputs, batch: {"sum": outputs.sum(1) + 1})
-
-
 def test_the_callers_model_is_as_it_was() -> None:
     model = nn.Sequential(linear(3, 2), nn.Dropout()).train()
     evaluate(model=model, data=TensorDataset(numbers(8, 3), torch.zeros(8, dtype=torch.long)))
@@ -412,7 +376,6 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
         "as the number of a class, whose mean",
     ),
     (lambda: wrong(logger="jsonl:x"), r"'logger' is not an option of an evaluation\. Did you mean loggers\?"),
-    (lambda: wrong(nprocs=2), r"'nprocs' is not an option of an evaluation\. Did you mean nproc\?"),
     (lambda: wrong(xyzzy=2), r"There are .*, loggers, .*, backend, .*, note, nproc\."),
     (lambda: wrong(rows="target"), r"rows is the text 'target': expected a list"),
     (lambda: wrong(observe=lambda outputs, batch: outputs), "observe returned a Tensor, expected a dict"),
@@ -439,7 +402,6 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
         lambda: wrong(metrics=[TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)]),
         r"a MulticlassAUROC of TorchMetrics: write dualeval\.metrics\.from_torchmetrics",
     ),
-    (lambda: wrong(modle=1), "'modle' is not an option of an evaluation"),
 ]
 
 
@@ -454,13 +416,6 @@ def test_a_task_and_a_model() -> None:
     assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
     with pytest.raises(UsageError, match="model and a task were given"):
         dualeval.evaluate(task, model=linear(5, 7))
-
-
-def test_numpy_arrays_are_data() -> None:
-    result = evaluate(
-        model=linear(5, 1), data=np.ones((6, 5), np.float32), observe=lambda out, _: {"o": out[:, 0]}
-    )
-    assert result.metrics["o"] == pytest.approx(linear(5, 1)(torch.ones(5)).item(), rel=1e-6)
 
 
 class Pair(NamedTuple):

@@ -113,14 +113,6 @@ def test_a_stopped_run_goes_on_from_elsewhere_with_more_ranks(
     assert "options.threshold: 0.4 there, 0.5 now" in other.stderr
 
 
-@pytest.mark.long
-def test_a_metric_by_name(home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path) -> None:
-    words: list[str | Path] = ["--task", "tasks.mine:Mine", "-T", "threshold=0.4", "--metric", "right"]
-    variables = {"PYTHONPATH": f"{home}/tasks"}
-    done = launch([*RUN, *words, "--out", tmp_path / "out"], cwd=home, variables=variables, timeout=120)
-    assert result(done, tmp_path / "out")["metrics"] == {"right": alone["metrics"]["right"]}
-
-
 def test_a_broken_file_is_said_once_with_its_own_lines(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import torch\n\nx = torch.no_such_function()\n")
     done = launch([*RUN, "--task", "broken.py:Mine", "--nproc", "2"], cwd=tmp_path, timeout=120)

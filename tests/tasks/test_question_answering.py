@@ -1,26 +1,26 @@
-"""The task question-answering in one process: answers, scores and files; answers from a file."""
+"""The task question-answering in one process: answers, scores, files, faults and bad input."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dualeval.tasks
-from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.metrics.squad import score_answer
 from dualeval.options.job import Job
-from dualeval.result import JOB
-from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.question_answering import QuestionAnswering
-from dualeval.tasks.stored import metrics_of_run
 from tests import questions
 from tests.engine.test_evaluator import evaluate, rows
 
@@ -132,22 +132,6 @@ def test_the_result_says_what_was_evaluated(tiny: Path, data: dict[str, Path], t
     assert (untrained.options()["weights"], untrained.options()["null_threshold"]) == ("random:1", None)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("max_length", "stride"), [(64, 16), (48, 24)])
-def test_it_still_does_in_windows_much_shorter_than_the_text(
-    fine_tuned: Path, tmp_path: Path, max_length: int, stride: int
-) -> None:
-    """Trained on whole texts, it need not know all of them; but each answer stands where its text is."""
-    result = run(fine_tuned, questions.squad_file(), tmp_path / "out", max_length=max_length, stride=stride)
-    assert result.work["windows"] > 15
-    assert result.metrics["f1"] > 25
-    table = rows(tmp_path / "out")
-    for (context, _), answer, start, end in zip(
-        asked(questions.squad_file()), table["answer"], table["start"], table["end"], strict=True
-    ):
-        assert context[start:end] == answer
-
-
 @pytest.mark.parametrize("version", ["v1.1", "v2.0"])
 def test_answers_are_those_of_a_plain_loop(
     tiny: Path, data: dict[str, Path], tmp_path: Path, version: str
@@ -246,44 +230,6 @@ def test_questions_without_an_answer(tiny: Path, data: dict[str, Path], tmp_path
     }
 
 
-@pytest.mark.long
-def test_the_best_threshold_gives_the_best_score(
-    fine_tuned: Path, data: dict[str, Path], tmp_path: Path
-) -> None:
-    first = run(fine_tuned, data["v2.0"], tmp_path / "first")
-    for score, best in (("exact_match", "best_exact"), ("f1", "best_f1")):
-        # More than for no answer to any question.
-        assert first.metrics[best] > 100 * first.metrics["NoAns_total"] / first.samples["total"]
-        threshold = first.metrics[f"{best}_thresh"]
-        again = run(fine_tuned, data["v2.0"], tmp_path / score, null_threshold=threshold)
-        assert again.metrics[score] == pytest.approx(first.metrics[best], abs=1e-12)
-        assert again.metrics[best] == first.metrics[best]
-        assert again.fingerprint != first.fingerprint
-
-
-@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
-def test_scoring_the_file_gives_the_same_scores(
-    tiny: Path, data: dict[str, Path], tmp_path: Path, version: str
-) -> None:
-    # Every question is answered, so that the file tells as much as the model did.
-    threshold = {"null_threshold": 1e30} if version == "v2.0" else {}
-    out = tmp_path / "run"
-    answered = run(tiny, data[version], out, **threshold)
-    odds = out / "null_odds.json" if version == "v2.0" else None
-    task = GivenAnswers(data=data[version], predictions=out / "predictions.json", null_odds=odds)
-    scored = evaluate(task, tmp_path / "scored")
-    # An empty text has no span, and its odds are beyond any threshold.
-    wanted = {name: value for name, value in answered.metrics.items() if name != "nonfinite_logits"}
-    assert scored.metrics == wanted
-    # A file of answers has no logits to count. With the same metrics the digests are equal.
-    assert scored.metrics_digest != answered.metrics_digest
-    common = [metric for metric in metrics_of_run(out / JOB, ()) if metric.name != "nonfinite_logits"]
-    assert scored.metrics_digest == rescore(out, metrics=common).metrics_digest
-    assert scored.intervals == answered.intervals
-    assert rows(tmp_path / "scored")["answer"] == rows(out)["answer"]
-    assert scored.warnings == answered.warnings
-
-
 def test_padding_is_counted(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
     result = run(tiny, data["v1.1"], tmp_path / "out")
     task = QuestionAnswering(model=tiny, data=data["v1.1"], batch_size=BATCH)
@@ -305,82 +251,246 @@ def test_chosen_metrics(tiny: Path, data: dict[str, Path], tmp_path: Path) -> No
     assert result.work["windows"] > 0
 
 
-# -- answers from a file ---------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
-def write(path: Path, content: Any) -> Path:
-    path.write_text(json.dumps(content))
-    return path
-
-
-def test_missing_predictions_are_wrong_and_listed(tmp_path: Path) -> None:
-    file = questions.squad_file()
-    gold = {qa["id"]: qa["answers"][0]["text"] for _, qa in asked(file)}
-    first, second, *_ = gold
-    given = {name: text for name, text in gold.items() if name not in (first, second)}
-    path = write(tmp_path / "given.json", {**given, "stray": "text"})
-    result = evaluate(GivenAnswers(data=file, predictions=path), tmp_path / "out")
-    assert list(result.description) == ["task", "data", "predictions", "job"]
-    assert result.description["predictions"] == str(path)
-    official = questions.official_script().evaluate(json.loads(file.read_text("utf-8"))["data"], given)
-    assert result.metrics == official == {"exact_match": 60.0, "f1": 60.0}
-    assert result.data["findings"] == {
-        "no_prediction_so_wrong": [first, second],
-        "prediction_without_a_question": ["stray"],
-    }
-    assert any("no prediction so wrong: 2 samples" in warning for warning in result.warnings)
-    assert rows(tmp_path / "out")["answer"][:2] == [None, None]
-    assert rows(tmp_path / "out")["answer"][2:] == list(given.values())
-
-
-def test_a_missing_prediction_is_wrong_also_where_there_is_no_answer(
-    data: dict[str, Path], tmp_path: Path
-) -> None:
-    path = write(tmp_path / "given.json", {"long": "1719", "nothing-0": ""})
-    result = evaluate(GivenAnswers(data=data["v2.0"], predictions=path), tmp_path / "out")
-    answerable = [bool(qa["answers"]) for _, qa in asked(data["v2.0"])]
-    assert result.metrics["HasAns_exact"] == 100 / sum(answerable)
-    assert result.metrics["NoAns_exact"] == 100 / answerable.count(False)
-    assert "best_exact" not in result.metrics
-
-
-def test_files_that_do_not_belong_together(data: dict[str, Path], tmp_path: Path) -> None:
-    file = questions.squad_file()
-    given = write(tmp_path / "given.json", {qa["id"]: "" for _, qa in asked(data["v2.0"])})
-    other = write(tmp_path / "other.json", {"x": "y"})
-    empty = write(tmp_path / "empty.json", {})
-    with pytest.raises(
-        UsageError, match=r"none of the 1 ids in .*other\.json .* 5 questions in .*squad\.json"
-    ):
-        GivenAnswers(data=file, predictions=other)
-    with pytest.raises(UsageError, match=r"none of the 0 ids"):
-        GivenAnswers(data=file, predictions=empty)
-    with pytest.raises(UsageError, match=r"empty\.json has no value for \d+ questions with a prediction"):
-        GivenAnswers(data=data["v2.0"], predictions=given, null_odds=empty)
-    answers = write(tmp_path / "answers.json", {qa["id"]: "" for _, qa in asked(file)})
-    with pytest.raises(UsageError, match=r"--null-odds .*every question of .* has an answer"):
-        GivenAnswers(data=file, predictions=answers, null_odds=empty)
-
-
-def test_other_answers_are_another_job(tmp_path: Path) -> None:
-    file = questions.squad_file()
-    ids = [qa["id"] for _, qa in asked(file)]
-    for text in ("one", "two"):
-        path = write(tmp_path / f"{text}.json", dict.fromkeys(ids, text))
-        task = GivenAnswers(data=file, predictions=path)
-        if text == "two":
-            with pytest.raises(UsageError, match=r"another job \(job\.task_options\.predictions"):
-                evaluate(task, tmp_path / "out")
-        evaluate(task, tmp_path / "out", fresh=True)
-
-
-def test_fresh_removes_the_files_of_a_task(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(tiny, data["v2.0"], out)
-    (out / "mine.json").write_text("{}")
-    ids = [qa["id"] for _, qa in asked(data["v1.1"])]
-    given = write(tmp_path / "given.json", dict.fromkeys(ids, "x"))
-    evaluate(GivenAnswers(data=data["v1.1"], predictions=given), out, fresh=True)
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("job.json", "mine.json", "predictions.parquet", "result.json", "status.json")
+def test_a_question_that_leaves_no_room_is_left_out(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.json"
+    content = json.loads(questions.squad_file().read_text("utf-8"))
+    content["data"][0]["paragraphs"][1]["qas"][1]["question"] = "why " * 300
+    file.write_text(json.dumps(content))
+    broken = content["data"][0]["paragraphs"][1]["qas"][1]["id"]
+    with pytest.raises(UsageError, match=rf"{broken}.*room for 81 tokens.*--max-length.*--on-error skip"):
+        run(tiny, file, tmp_path / "stops")
+    task = QuestionAnswering(model=tiny, data=file, batch_size=BATCH)
+    result = evaluate(task, tmp_path / "out", batch_size=BATCH, on_error="skip")
+    assert result.samples == {"total": 5, "evaluated": 4, "failed": 1}
+    assert [entry["id"] for entry in result.failed] == [broken]
+    assert broken not in answers_of(tmp_path / "out")
+    assert len(answers_of(tmp_path / "out")) == 4
+    [answer] = [
+        answer
+        for name, answer in zip(*(rows(tmp_path / "out")[key] for key in ("id", "answer")), strict=True)
+        if name == broken
     ]
+    assert answer is None
+
+
+def test_a_model_that_gives_nan_is_wrong_everywhere(
+    tiny: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also on questions without an answer, where saying nothing would be right."""
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    library = questions.transformers()
+    model = library.AutoModelForQuestionAnswering.from_pretrained(tiny)
+    model.qa_outputs.bias.data.fill_(math.nan)
+    model.save_pretrained(broken)
+    result = run(broken, data["v2.0"], tmp_path / "out")
+    assert (result.metrics["exact_match"], result.metrics["f1"]) == (0.0, 0.0)
+    assert result.metrics["NoAns_exact"] == 0.0
+    assert result.metrics["nonfinite_logits"]["nan"] == result.samples["total"]
+    assert set(answers_of(tmp_path / "out").values()) == {""}
+    odds = json.loads((tmp_path / "out/null_odds.json").read_text("utf-8"))
+    assert set(odds.values()) == {float(np.finfo(np.float32).max)}
+    assert any("NaN" in warning for warning in result.warnings)
+
+
+def test_gold_answers_out_of_place_are_counted_and_listed(tiny: Path, tmp_path: Path) -> None:
+    content = json.loads(questions.squad_file().read_text("utf-8"))
+    qas = content["data"][0]["paragraphs"][1]["qas"]
+    qas[0]["answers"][0]["answer_start"] += 1
+    qas[2]["answers"][0]["answer_start"] = -5
+    file = tmp_path / "moved.json"
+    file.write_text(json.dumps(content))
+    moved = run(tiny, file, tmp_path / "moved")
+    plain = run(tiny, questions.squad_file(), tmp_path / "plain")
+    assert moved.data["findings"] == {"gold_answer_not_at_its_place": [qas[0]["id"], qas[2]["id"]]}
+    assert any(qas[0]["id"] in warning and "2 samples" in warning for warning in moved.warnings)
+    assert plain.data["findings"] == {}
+    assert moved.metrics == plain.metrics, "the script looks at the text alone"
+
+
+# -- weights, precision, tokenizers ----------------------------------------------------------------
+
+
+def test_weights_from_elsewhere(tiny: Path, tmp_path: Path) -> None:
+    file = questions.squad_file()
+    own = run(tiny, file, tmp_path / "own")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, bare)
+    same = run(bare, file, tmp_path / "same", weights=str(tiny / "model.safetensors"))
+    assert (same.metrics_digest, same.weights) == (own.metrics_digest, own.weights)
+    seeds = [run(bare, file, tmp_path / f"seed{n}", weights=f"random:{n % 2}") for n in range(3)]
+    assert seeds[0].weights == seeds[2].weights != seeds[1].weights
+    with pytest.raises(UsageError, match=r"bare holds no model for question answering"):
+        run(bare, file, tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "Longformer"])
+def test_a_model_without_token_types(tmp_path: Path, kind: str) -> None:
+    """Byte-level tokens, <s> and </s>, places that begin behind the padding token's.
+
+    Longformer counts the separators between question and text: nothing but a real window will do for it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    library = questions.transformers()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [context for context, _ in asked(questions.squad_file())]
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, special_tokens=special))
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), trim_offsets=False)
+    fast = library.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        cls_token="<s>",
+        pad_token="<pad>",
+        sep_token="</s>",
+        unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"max_position_embeddings": 130, "pad_token_id": 1, "sep_token_id": 2, "type_vocab_size": 1}
+    narrow = {"attention_window": [16]} if kind == "Longformer" else {}
+    config = getattr(library, f"{kind}Config")(vocab_size=len(fast), **sizes, **narrow)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = getattr(library, f"{kind}ForQuestionAnswering")(config)
+    for part in (fast, model):
+        part.save_pretrained(tmp_path / "model")
+    result = run(tmp_path / "model", questions.squad_file(), tmp_path / "out", max_length=128, stride=32)
+    assert result.work["windows"] > 5
+    for (context, _), answer in zip(
+        asked(questions.squad_file()), rows(tmp_path / "out")["answer"], strict=True
+    ):
+        # These tokens hold the space before them; no answer begins or ends with one.
+        assert answer in context
+        assert answer == answer.strip() != ""
+    with pytest.raises(UsageError, match=r"cannot take 129 tokens at once.*takes shorter ones.*--max-len"):
+        run(tmp_path / "model", questions.squad_file(), tmp_path / "wide", max_length=129, stride=32)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    file = questions.squad_file()
+    cases: list[tuple[Mapping[str, Any], str]] = [
+        ({"model": tmp_path / "none"}, r"none does not exist.*save_pretrained"),
+        ({"model": tmp_path}, r"holds no config\.json"),
+        ({"data": tmp_path / "none.json"}, r"none\.json cannot be read.*--data"),
+        ({"stride": 380, "max_length": 384, "weights": "random:x"}, r"random:SEED"),
+        ({"stride": 381}, r"--stride 381 is not less than the 381 tokens that --max-length 384"),
+        ({"null_threshold": 1.0}, r"--null-threshold 1: every question of .*squad\.json has an answer"),
+        (
+            {"data": data["v2.0"], "null_threshold": math.inf},
+            r"--null-threshold inf: expected a finite number",
+        ),
+        (
+            {"data": data["v2.0"], "null_threshold": math.nan},
+            r"--null-threshold nan: expected a finite number",
+        ),
+        ({"metrics": ["exact"]}, r"no metric 'exact' here. Nearest: exact_match. Metrics: exact_match, f1"),
+        ({"metrics": ["best_thresholds"]}, r"no metric 'best_thresholds'"),
+        ({"weights_key": "model"}, r"--weights-key was given with"),
+        ({"weights": str(tmp_path / "none.pt")}, r"none\.pt does not exist"),
+        ({"max_length": 513}, r"cannot take 513 tokens at once"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(UsageError, match=message):
+            task = QuestionAnswering(**{"model": tiny, "data": file, **changes})
+            task.build_model(torch.device("cpu"))
+    assert "best_thresholds" in [
+        metric.name for metric in QuestionAnswering(model=tiny, data=data["v2.0"]).metrics()
+    ]
+
+
+def test_what_changes_bits_is_another_job(tiny: Path, tmp_path: Path) -> None:
+    """The grouping by its padding; of a model's configuration the weights say nothing."""
+    heads = shutil.copytree(tiny, tmp_path / "heads")
+    config = json.loads((heads / "config.json").read_text())
+    (heads / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))
+    same = shutil.copytree(tiny, tmp_path / "same")
+    changes: list[dict[str, Any]] = [
+        *({}, {"batch_size": 8}, {"max_length": 200}, {"stride": 64}, {"n_best": 3}),
+        *({"max_answer_length": 9}, {"model": heads}),
+    ]
+    base: dict[str, Any] = {"model": tiny, "data": questions.squad_file()}
+    found = [QuestionAnswering(**{**base, **change}).fingerprint() for change in changes]
+    assert all(one != other for one, other in itertools.combinations(found, 2))
+    assert QuestionAnswering(**{**base, "model": same}).fingerprint() == found[0]
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:
+    """Training scripts leave predictions.json beside the model, where a person may want the results too."""
+    out = tmp_path / "model"
+    shutil.copytree(tiny, out)
+    (out / "predictions.json").write_text("mine")
+    task = QuestionAnswering(model=tiny, data=questions.squad_file(), batch_size=BATCH)
+    for fresh in (False, True):
+        with pytest.raises(UsageError, match=r"holds predictions\.json, which this run would overwrite"):
+            evaluate(task, out, batch_size=BATCH, fresh=fresh)
+    assert (out / "predictions.json").read_text() == "mine"
+
+
+def _without_tokenizer(folder: Path) -> None:
+    """Of a folder without its files the library makes one that knows five tokens."""
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def _not_fast(folder: Path) -> None:
+    _without_tokenizer(folder)
+    questions.transformers().ByT5Tokenizer().save_pretrained(folder)
+
+
+def _of_another_vocabulary(folder: Path) -> None:
+    """Met in the midst of a run, a token that the model does not know would end a GPU's context."""
+    questions.save_tiny_bert(folder, vocab_size=1000)
+
+
+def _needs_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    named = {"AutoConfig": "mine.Mine", "AutoModelForQuestionAnswering": "mine.M"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": named}))
+    (folder / "mine.py").write_text("raise SystemExit('run')")
+
+
+def _a_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs")
+
+
+def _a_web_page(folder: Path) -> None:
+    (folder / "tokenizer.json").write_bytes(b"<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_without_tokenizer, r"copy holds no tokenizer.*tokenizer\.json"),
+        (_not_fast, r"ByT5Tokenizer, is not fast.*tokenizer\.json"),
+        (_of_another_vocabulary, r"30522 tokens apart, its model only 1000"),
+        (_needs_code, r"copy holds no (tokenizer|model for question answering) that can be read"),
+        (_a_pointer, r"is a pointer of Git LFS.*git lfs pull"),
+        (_a_web_page, r"tokenizer\.json is a web page"),
+    ],
+)
+def test_folders_that_are_refused(
+    tiny: Path, data: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], None], said: str
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    spoil(folder)
+    with pytest.raises(UsageError, match=said):
+        QuestionAnswering(model=folder, data=data["v1.1"]).build_model(torch.device("cpu"))
+
+
+def test_a_model_without_a_trained_head(tmp_path: Path) -> None:
+    """The library would draw its weights at random, and any number might come out."""
+    task = QuestionAnswering(model=questions.minilm_folder(), data=questions.squad_file())
+    with pytest.raises(
+        UsageError, match=r"lack 2 tensors.*qa_outputs\.bias, qa_outputs\.weight.*random:SEED"
+    ):
+        task.build_model(torch.device("cpu"))

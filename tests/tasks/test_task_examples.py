@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 import runpy
 import shlex
 import sys
@@ -269,56 +268,6 @@ def test_two_ranks_give_the_same_bits(
         result = result_of(tmp_path, example)
         assert result["metrics_digest"] == alone[example.file][0].metrics_digest, example
         assert result["world"]["size"] == 2
-
-
-WAYS = [
-    pytest.param("none", 1, id="alone"),
-    *(pytest.param("torchrun", size, id=f"torchrun {size}") for size in (2, 3)),
-    *(
-        pytest.param("horovodrun", size, id=f"horovodrun {size}", marks=needs("horovodrun", ""))
-        for size in (2, 3)
-    ),
-]
-
-
-@pytest.mark.long
-@each_example
-@pytest.mark.parametrize("way", ["script", "command line"])
-@pytest.mark.parametrize(("launcher", "size"), WAYS)
-def test_each_way_gives_the_same_bits(
-    launch: Launch,
-    tmp_path: Path,
-    model: Path,
-    alone: dict[str, tuple[Result, dict[str, Any]]],
-    example: Example,
-    way: str,
-    launcher: str,
-    size: int,
-) -> None:
-    words = [sys.executable, *script(example, model)]
-    if way == "command line":
-        words = [sys.executable, "-m", *command_line(example, model)]
-    done = launch([*(start(launcher, size) if size > 1 else []), *words], cwd=tmp_path).ok()
-    result = result_of(tmp_path, example)
-    assert result["metrics_digest"] == alone[example.file][0].metrics_digest
-    assert result["world"]["size"] == size
-    if way == "script":
-        assert re.search(r"^(\[.*\]<stdout>: ?)?\{'", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.long
-@each_example
-def test_one_command_starts_ranks_over_horovod(
-    launch: Launch,
-    tmp_path: Path,
-    model: Path,
-    alone: dict[str, tuple[Result, dict[str, Any]]],
-    example: Example,
-) -> None:
-    pytest.importorskip("horovod")
-    words = command_line(example, model, "--nproc", "2", "--backend", "horovod")
-    launch([sys.executable, "-m", *words], cwd=tmp_path).ok()
-    assert result_of(tmp_path, example)["metrics_digest"] == alone[example.file][0].metrics_digest
 
 
 @pytest.mark.long

@@ -1,0 +1,201 @@
+"""The task question-answering with answers from a file, in one process and as ``dualeval score``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualeval.engine.rescoring import rescore
+from dualeval.errors import UsageError
+from dualeval.result import JOB
+from dualeval.tasks.given_answers import GivenAnswers
+from dualeval.tasks.stored import metrics_of_run
+from tests import questions
+from tests.conftest import Launch
+from tests.engine.test_evaluator import evaluate, rows
+from tests.environments import read_variables
+from tests.tasks.test_question_answering import asked, hard_questions, run
+from tests.tasks.test_task_ranks import DUALEVAL, error
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return questions.save_tiny_bert(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return hard_questions(tmp_path_factory.mktemp("data"))
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_missing_predictions_are_wrong_and_listed(tmp_path: Path) -> None:
+    file = questions.squad_file()
+    gold = {qa["id"]: qa["answers"][0]["text"] for _, qa in asked(file)}
+    first, second, *_ = gold
+    given = {name: text for name, text in gold.items() if name not in (first, second)}
+    path = write(tmp_path / "given.json", {**given, "stray": "text"})
+    result = evaluate(GivenAnswers(data=file, predictions=path), tmp_path / "out")
+    assert list(result.description) == ["task", "data", "predictions", "job"]
+    assert result.description["predictions"] == str(path)
+    official = questions.official_script().evaluate(json.loads(file.read_text("utf-8"))["data"], given)
+    assert result.metrics == official == {"exact_match": 60.0, "f1": 60.0}
+    assert result.data["findings"] == {
+        "no_prediction_so_wrong": [first, second],
+        "prediction_without_a_question": ["stray"],
+    }
+    assert any("no prediction so wrong: 2 samples" in warning for warning in result.warnings)
+    assert rows(tmp_path / "out")["answer"][:2] == [None, None]
+    assert rows(tmp_path / "out")["answer"][2:] == list(given.values())
+
+
+def test_a_missing_prediction_is_wrong_also_where_there_is_no_answer(
+    data: dict[str, Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "given.json", {"long": "1719", "nothing-0": ""})
+    result = evaluate(GivenAnswers(data=data["v2.0"], predictions=path), tmp_path / "out")
+    answerable = [bool(qa["answers"]) for _, qa in asked(data["v2.0"])]
+    assert result.metrics["HasAns_exact"] == 100 / sum(answerable)
+    assert result.metrics["NoAns_exact"] == 100 / answerable.count(False)
+    assert "best_exact" not in result.metrics
+
+
+def test_files_that_do_not_belong_together(data: dict[str, Path], tmp_path: Path) -> None:
+    file = questions.squad_file()
+    given = write(tmp_path / "given.json", {qa["id"]: "" for _, qa in asked(data["v2.0"])})
+    other = write(tmp_path / "other.json", {"x": "y"})
+    empty = write(tmp_path / "empty.json", {})
+    with pytest.raises(
+        UsageError, match=r"none of the 1 ids in .*other\.json .* 5 questions in .*squad\.json"
+    ):
+        GivenAnswers(data=file, predictions=other)
+    with pytest.raises(UsageError, match=r"none of the 0 ids"):
+        GivenAnswers(data=file, predictions=empty)
+    with pytest.raises(UsageError, match=r"empty\.json has no value for \d+ questions with a prediction"):
+        GivenAnswers(data=data["v2.0"], predictions=given, null_odds=empty)
+    answers = write(tmp_path / "answers.json", {qa["id"]: "" for _, qa in asked(file)})
+    with pytest.raises(UsageError, match=r"--null-odds .*every question of .* has an answer"):
+        GivenAnswers(data=file, predictions=answers, null_odds=empty)
+
+
+def test_other_answers_are_another_job(tmp_path: Path) -> None:
+    file = questions.squad_file()
+    ids = [qa["id"] for _, qa in asked(file)]
+    for text in ("one", "two"):
+        path = write(tmp_path / f"{text}.json", dict.fromkeys(ids, text))
+        task = GivenAnswers(data=file, predictions=path)
+        if text == "two":
+            with pytest.raises(UsageError, match=r"another job \(job\.task_options\.predictions"):
+                evaluate(task, tmp_path / "out")
+        evaluate(task, tmp_path / "out", fresh=True)
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_scoring_the_file_gives_the_same_scores(
+    tiny: Path, data: dict[str, Path], tmp_path: Path, version: str
+) -> None:
+    # Every question is answered, so that the file tells as much as the model did.
+    threshold = {"null_threshold": 1e30} if version == "v2.0" else {}
+    out = tmp_path / "run"
+    answered = run(tiny, data[version], out, **threshold)
+    odds = out / "null_odds.json" if version == "v2.0" else None
+    task = GivenAnswers(data=data[version], predictions=out / "predictions.json", null_odds=odds)
+    scored = evaluate(task, tmp_path / "scored")
+    # An empty text has no span, and its odds are beyond any threshold.
+    wanted = {name: value for name, value in answered.metrics.items() if name != "nonfinite_logits"}
+    assert scored.metrics == wanted
+    # A file of answers has no logits to count. With the same metrics the digests are equal.
+    assert scored.metrics_digest != answered.metrics_digest
+    common = [metric for metric in metrics_of_run(out / JOB, ()) if metric.name != "nonfinite_logits"]
+    assert scored.metrics_digest == rescore(out, metrics=common).metrics_digest
+    assert scored.intervals == answered.intervals
+    assert rows(tmp_path / "scored")["answer"] == rows(out)["answer"]
+    assert scored.warnings == answered.warnings
+
+
+def test_fresh_removes_the_files_of_a_task(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(tiny, data["v2.0"], out)
+    (out / "mine.json").write_text("{}")
+    ids = [qa["id"] for _, qa in asked(data["v1.1"])]
+    given = write(tmp_path / "given.json", dict.fromkeys(ids, "x"))
+    evaluate(GivenAnswers(data=data["v1.1"], predictions=given), out, fresh=True)
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("job.json", "mine.json", "predictions.parquet", "result.json", "status.json")
+    ]
+
+
+# -- dualeval score --------------------------------------------------------------------------------
+
+
+def test_score(launch: Launch, tmp_path: Path) -> None:
+    """As it is typed, on real questions, for all to see and for scripts."""
+    data = questions.squad_file()
+    content = json.loads(data.read_text("utf-8"))["data"]
+    given = {
+        qa["id"]: qa["answers"][0]["text"].upper() + "!"
+        for article in content
+        for paragraph in article["paragraphs"]
+        for qa in paragraph["qas"]
+    }
+    last = list(given)[-1]
+    given[last] = "the wind"
+    (tmp_path / "preds.json").write_text(json.dumps(given))
+    words: list[str | Path] = [
+        *("--task", "question-answering", "--data", data, "--predictions", "preds.json"),
+        *("--out", "scores"),
+    ]
+    done = launch([*DUALEVAL, "score", *words], cwd=tmp_path).ok()
+    assert "80.00 %" in done.stdout
+    result = json.loads((tmp_path / "scores/result.json").read_text())
+    assert result["metrics"] == questions.official_script().evaluate(content, given)
+    assert result["samples"] == {"total": 5, "evaluated": 5, "failed": 0}
+    assert json.loads((tmp_path / "scores/status.json").read_text())["state"] == "done"
+    again = launch([*DUALEVAL, "score", *words, "--json"], cwd=tmp_path)
+    assert json.loads(again.stdout)["metrics_digest"] == result["metrics_digest"]
+    assert "finished before" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--predictions", "number.json"], ["'a' is the number 3", "expected a text"]),
+        ([], ["Missing option '--predictions'"]),
+        (["--predictions", "stray.json"], ["none of the 1 ids"]),
+        (["--predictions", "stray.json", "--task", "image-classification"], ["--task", "question-answering"]),
+    ],
+)
+def test_bad_input_of_score(launch: Launch, tmp_path: Path, words: list[str], said: list[str]) -> None:
+    for name, content in {"number": {"a": 3}, "stray": {"a": "b"}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    done = launch(
+        [*DUALEVAL, "score", "--data", questions.squad_file(), *words, "--out", "out"], cwd=tmp_path
+    )
+    message = error(done)
+    for part in said:
+        assert part in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_score_does_not_remove_what_it_reads(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "preds.json").write_text("{}")
+    words: list[str | Path] = ["score", "--data", questions.squad_file(), "--predictions", "preds.json"]
+    message = error(launch([*DUALEVAL, *words, "--out", ".", "--fresh"], cwd=tmp_path))
+    assert "--predictions preds.json lies in the output folder" in message
+    assert (tmp_path / "preds.json").exists()
+
+
+def test_score_is_one_process(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "stray.json").write_text("{}")
+    words: list[str | Path] = ["score", "--data", questions.squad_file(), "--predictions", "stray.json"]
+    variables = read_variables("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0")
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    message = error(launch([*DUALEVAL, *words], cwd=tmp_path, variables=variables))
+    assert "'dualeval score' is one process, but torchrun has started 2" in message

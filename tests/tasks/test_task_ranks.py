@@ -1,0 +1,258 @@
+"""The built-in tasks from the command line: the same bits on any ranks, killed runs, pages, bad input."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from dualeval.tasks.options import TASKS
+from tests import causal_models, masked_pictures, questions, texts
+from tests.conftest import BIN, ROOT, Finished, Launch
+from tests.launchers import needs, start
+from tests.workers.example_tasks_worker import KILL
+
+DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
+WORKER = ROOT / "tests/workers/example_tasks_worker.py"
+Run = Callable[..., dict[str, Any]]
+# Two texts that cannot be read, in the third of seven batches; no sample of the last batch is whole.
+EMPTY = (20, 22)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A small job of a task: what is typed in the folder ``home``, with a few batches."""
+
+    task: str
+    words: str
+
+    def command(self, out: Path, *more: str | Path) -> list[str | Path]:
+        words = ["run", "--task", self.task, *self.words.split(), "--no-progress"]
+        return [*words, "--out", out, *more]
+
+
+_LANGUAGE = "--model gpt2 --batch-size 3 --data"
+JOBS = {
+    "questions": Job(task="question-answering", words="--model bert --data v2.json --batch-size 4"),
+    "labels": Job(
+        task="text-classification",
+        words="--model classifier --max-length 32 --data dev.csv --batch-size 8 --workers 0 --on-error skip",
+    ),
+    "masks": Job(
+        task="segmentation",
+        words="--model nets:make --weights net.pt --data val/img --masks val/masks --num-classes 5 "
+        "--preprocessing none --batch-size 3 --workers 0",
+    ),
+    "documents": Job(task="language-modeling", words=f"{_LANGUAGE} texts"),
+    "choices": Job(task="language-modeling", words=f"{_LANGUAGE} choices.jsonl"),
+    "prompts": Job(task="language-modeling", words=f"{_LANGUAGE} prompts.jsonl"),
+}
+each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and data of all jobs."""
+    folder = tmp_path_factory.mktemp("home")
+    questions.save_tiny_bert(folder / "bert")
+    questions.write_questions(folder / "v2.json", unanswerable=True)
+    texts.save_classifier(folder / "classifier")
+    table = texts.rows(52)
+    texts.write(folder / "whole.csv", table)
+    for place in EMPTY:
+        table[place]["sentence"] = ""
+    texts.write(folder / "dev.csv", table)
+    (folder / "nets.py").write_text(masked_pictures.NETS)
+    masked_pictures.write_pictures(folder / "val")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = torch.nn.Conv2d(3, masked_pictures.CLASSES, 3)
+    torch.save({f"layer.{name}": value for name, value in layer.state_dict().items()}, folder / "net.pt")
+    causal_models.save_causal(folder / "gpt2")
+    causal_models.write_texts(folder / "texts")
+    causal_models.write_lines(folder / "choices.jsonl", causal_models.choice_rows())
+    causal_models.write_lines(folder / "prompts.jsonl", causal_models.prompt_rows())
+    return folder
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return found
+
+
+def bits_of(out: Path) -> dict[str, Any]:
+    """What has to be equal, to the last bit, however it was computed."""
+    result = result_of(out)
+    names = ("metrics", "metrics_digest", "samples_digest", "fingerprint", "intervals", "work", "failed")
+    exports = {path.name: path.read_bytes() for path in sorted(out.glob("*.json"))}
+    for name in ("result.json", "job.json", "status.json"):
+        del exports[name]
+    rows = pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict()
+    return {**{name: result[name] for name in names}, **exports, "rows": rows}
+
+
+@pytest.fixture(scope="module")
+def wanted(launch: Launch, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The bits of a job in one process, which is evaluated once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def once(job: Job) -> dict[str, Any]:
+        if job.words not in known:
+            out = tmp_path_factory.mktemp("one") / "out"
+            launch([*DUALEVAL, *job.command(out, "--workers", "0")], cwd=home).ok()
+            known[job.words] = bits_of(out)
+        return known[job.words]
+
+    return once
+
+
+@each_job
+@pytest.mark.parametrize(
+    ("launcher", "size"),
+    [
+        ("torchrun", 2),
+        pytest.param("torchrun", 3, marks=pytest.mark.long),
+        pytest.param("horovodrun", 2, marks=[*needs("horovodrun", "horovod"), pytest.mark.long]),
+    ],
+)
+def test_the_same_bits(
+    launch: Launch, home: Path, wanted: Run, tmp_path: Path, job: Job, launcher: str, size: int
+) -> None:
+    """Of questions with reading processes, of which each has a tokenizer of its own."""
+    launch([*start(launcher, size), *DUALEVAL, *job.command(tmp_path)], cwd=home).ok()
+    assert bits_of(tmp_path) == wanted(job)
+    result = result_of(tmp_path)
+    assert result["world"]["size"] == size
+    assert result["chunks"]["total"] >= 4 and result["chunks"]["resumed"] == 0
+    assert len(result["failed"]) == (len(EMPTY) if job is JOBS["labels"] else 0)
+
+
+@pytest.mark.parametrize("name", ["questions", "masks", "documents"])
+def test_a_killed_run_goes_on_with_more_ranks(
+    launch: Launch, home: Path, wanted: Run, tmp_path: Path, name: str
+) -> None:
+    job = JOBS[name]
+    command = shlex.join(["dualeval", *map(str, job.command(tmp_path))])
+    killed = launch([sys.executable, WORKER, command], variables={KILL: "0"}, cwd=home)
+    assert killed.returncode != 0 and not (tmp_path / "result.json").exists()
+    launch([*start("torchrun", 2), sys.executable, WORKER, command], cwd=home).ok()
+    chunks = result_of(tmp_path)["chunks"]
+    assert 0 < chunks["resumed"] < chunks["total"]
+    assert bits_of(tmp_path) == wanted(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["documents", "choices", "prompts"])
+def test_a_sharded_model_has_the_same_bits(
+    launch: Launch, home: Path, wanted: Run, tmp_path: Path, kind: str
+) -> None:
+    """Its ranks need more and fewer forwards of a batch: answers end where they end."""
+    words = JOBS[kind].command(tmp_path, "--shard", "fsdp")
+    launch([*start("torchrun", 2), *DUALEVAL, *words], cwd=home).ok()
+    assert result_of(tmp_path)["metrics_digest"] == wanted(JOBS[kind])["metrics_digest"]
+
+
+# What the commands of the pages name, and what stands there in this test.
+PAGES = {
+    "question-answering": {"models/bert-squad": "bert", "dev-v2.0.json": "v2.json"},
+    "text-classification": {"models/reviews": "classifier", "reviews.csv": "whole.csv"},
+    "segmentation": {name: name for name in ("nets.py", "net.pt", "val")},
+    "language-modeling": {
+        "models/gpt2": "gpt2",
+        "models/gpt2-b": "gpt2",
+        **{name: name for name in ("texts", "choices.jsonl", "prompts.jsonl")},
+    },
+}
+
+
+@pytest.mark.parametrize("task", PAGES)
+def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path, task: str) -> None:
+    (tmp_path / "models").mkdir()
+    for name, there in PAGES[task].items():
+        (tmp_path / name).symlink_to(home / there)
+    page = (ROOT / f"docs/{task}.md").read_text("utf-8")
+    commands = [line for line in page.splitlines() if line.startswith("dualeval ")]
+    assert f"dualeval run --task {task} " in commands[0]
+    for line in commands:
+        done = launch([BIN / "dualeval", *shlex.split(line)[1:]], cwd=tmp_path).ok()
+        if line == commands[0]:
+            # The output that the page shows has the lines of a run.
+            shown = next((block for block in page.split("```") if block.startswith("\nmodel ")), "")
+            first = {line.split()[0] for line in shown.splitlines() if line and line[0].isalpha()}
+            printed = {line.split()[0] for line in (done.stdout + done.stderr).splitlines() if line.strip()}
+            assert first <= printed
+
+
+def test_every_task_with_a_model_of_its_own_has_its_page_tried() -> None:
+    assert {*PAGES, "image-classification"} == {*TASKS}
+
+
+def error(done: Finished) -> str:
+    assert done.returncode == 2, done.stderr
+    [message] = [line for line in done.stderr.splitlines() if line.startswith("dualeval: error: ")]
+    assert "Traceback" not in done.stderr
+    return message
+
+
+BAD = [
+    ("questions", ["--data", "cut.json"], ["cut.json is no JSON", "line 3 column"]),
+    ("questions", ["--model", "bert-base-uncased"], ["bert-base-uncased does not exist", "hf download"]),
+    ("labels", ["--on-error", "stop"], ["dev.csv, line 22: the column 'sentence' is empty, expected a text"]),
+    ("labels", ["--data", "mixed.csv"], ["mixed.csv, line 2: the label (column 'label') is 'mixed'"]),
+    ("masks", ["--masks", "empty"], ["empty", "of masks 0 files"]),
+    ("documents", ["--data", "other.jsonl"], ["has the columns title: expected text", "--text NAME"]),
+    ("documents", ["--max-length", "65"], ["--max-length 65 is more than the 64 positions"]),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "said"), BAD, ids=[" ".join(words) for _, words, _ in BAD])
+def test_bad_input(
+    launch: Launch, home: Path, tmp_path: Path, name: str, words: list[str], said: list[str]
+) -> None:
+    (tmp_path / "cut.json").write_text('{\n"data":\n[{"question": [}')
+    (tmp_path / "mixed.csv").write_text("text,label\na film,mixed\n")
+    (tmp_path / "other.jsonl").write_text('{"title": "a"}\n')
+    (tmp_path / "empty").mkdir()
+    given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
+    message = error(launch([*DUALEVAL, *JOBS[name].command(tmp_path / "out", *given)], cwd=home))
+    for part in said:
+        assert part in message
+
+
+def test_options_of_another_task(launch: Launch) -> None:
+    message = error(launch([*DUALEVAL, "run", "--stride", "3"]))
+    assert "--stride belongs to --task question-answering" in message
+    message = error(launch([*DUALEVAL, "run", "--task", "question-answering"]))
+    assert "needs --model DIR" in message
+
+
+def test_a_sample_that_cannot_be_read_stops_all_ranks_or_is_left_out(
+    launch: Launch, home: Path, tmp_path: Path
+) -> None:
+    masked_pictures.write_pictures(tmp_path, count=4)
+    (tmp_path / "masks/001.png").unlink()
+    words: list[str | Path] = ["--data", tmp_path / "img", "--masks", tmp_path / "masks", "--nproc", "2"]
+    command = [*DUALEVAL, *JOBS["masks"].command(tmp_path / "out", *words)]
+    message = error(launch(command, cwd=home))
+    assert "sample 001.png (index 1) cannot be read" in message
+    assert "masks/001.png: there is no such file" in message
+    assert "with the same --out also give --fresh" in message
+    launch([*command, "--on-error", "skip", "--fresh"], cwd=home).ok()
+    assert [failed["id"] for failed in result_of(tmp_path / "out")["failed"]] == ["001.png"]
+
+
+def test_a_job_file(launch: Launch, home: Path, wanted: Run, tmp_path: Path) -> None:
+    """Its paths count from its folder, the model's among them."""
+    lines = ['task = "question-answering"', 'model = "bert"', 'data = "v2.json"', "batch-size = 4"]
+    (home / "job.toml").write_text("\n".join([*lines, "null-threshold = 0.5", "n-best = 20"]))
+    words: list[str | Path] = ["run", "--config", home / "job.toml", "--null-threshold", "0", "--json"]
+    done = launch([*DUALEVAL, *words, "--out", tmp_path / "out"], cwd=tmp_path).ok()
+    assert json.loads(done.stdout)["metrics_digest"] == wanted(JOBS["questions"])["metrics_digest"]
