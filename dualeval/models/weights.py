@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import StateDict
+from dualeval.models.checkpoints.admitted import is_read
 from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.dtypes import changed_kinds
-from dualeval.models.extra_state import is_read
 from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
-from dualeval.models.tied import are_equal, with_tied_names
+from dualeval.models.tied import with_tied_names
 from dualeval.models.weights_name import is_published_name
 
 _LISTED_AT_MOST = 8
+# Which are converted to each other. Not the eighth-size ones: these go with scales, as integers do.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OTHER_WEIGHTS = " Give the weights of this --model."
 _RANDOM = "random:"
 _LARGEST_SEED = 2**64 - 1
@@ -126,13 +127,10 @@ def _advice(fitting: list[str]) -> str:
             f"The names that begin with {fitting[0]!r} are those of the model: "
             f"--weights-prefix {fitting[0]} takes them alone."
         )
-    shown = ", ".join(map(repr, fitting[:_LISTED_AT_MOST])) + (
-        ", ..." if len(fitting) > _LISTED_AT_MOST else ""
-    )
     return (
-        f"The names that begin with one of {len(fitting)} prefixes are those of the model: {shown}. They can "
-        f"give different results. Say which are meant: --weights-prefix PREFIX, such as --weights-prefix "
-        f"{fitting[0]}."
+        f"The names that begin with one of {len(fitting)} prefixes are those of the model: "
+        f"{', '.join(map(repr, fitting[:_LISTED_AT_MOST]))}. They can give different results. Say which are "
+        f"meant, such as --weights-prefix {fitting[0]}."
     )
 
 
@@ -150,14 +148,20 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
             "What a module keeps beside tensors is read where it is None, numbers, text, tensors, or lists "
             "and dicts of these. Save it as such (get_extra_state)."
         )
-    kinds = changed_kinds(own, state)
+    kinds = _changed_kinds(own, state)
     if kinds:
         raise _misfit(model, own, state, source, kinds)
     if not hasattr(state, "_metadata") and state.keys() == own.keys():
         # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
         state = OrderedDict(state)
         state._metadata = own._metadata  # type: ignore[attr-defined]
-    lacking = _Lacking(model.state_dict(keep_vars=True), state)
+    kept = model.state_dict(keep_vars=True)
+    # A module may still make them of others, or load less strictly than torch does and say nothing.
+    lacking = {
+        name: (value, value._version)
+        for name, value in kept.items()
+        if name not in state and isinstance(value, Tensor)
+    }
     try:
         refused = model.load_state_dict(state)
     # Beside torch's own errors, those of a module's set_extra_state.
@@ -166,40 +170,37 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         for failure in filter(None, unread_late):
             raise failure from error
         raise _misfit(model, own, state, source, [], error) from error
-    # A model may load less strictly than torch does, and say so or not.
-    if lacking.left(model) or any(
-        getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")
-    ):
+    now = model.state_dict(keep_vars=True)
+    left = [
+        name
+        for name, (value, version) in lacking.items()
+        if (now[name].is_meta if value.is_meta else value._version == version)
+    ]
+    if left or any(getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")):
         raise _misfit(model, own, state, source, [])
 
 
-class _Lacking:
-    """The tensors of a model that a state_dict does not name: a module may still make them of others."""
+def _changed_kinds(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Tensors whose values would become others in the model's dtype, by more than rounding."""
+    return [
+        f"{name} {value.dtype}, the model has {own[name].dtype}"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
+        if not _keeps_its_kind(value, own[name].dtype)
+    ]
 
-    def __init__(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        lacking = {name: value for name, value in own.items() if name not in state}
-        # Of a model that is built late: others take their places.
-        self._on_meta = [
-            name for name, value in lacking.items() if isinstance(value, Tensor) and value.is_meta
-        ]
-        self._before = [
-            (name, value, value._version, value.detach().clone())
-            for name, value in lacking.items()
-            if name not in self._on_meta
-            and isinstance(value, Tensor)
-            and value.layout == torch.strided
-            and not (value.is_quantized or nn.parameter.is_lazy(value))
-        ]
 
-    def left(self, model: nn.Module) -> list[str]:
-        """Those that nothing was written to."""
-        now = model.state_dict(keep_vars=True)
-        left = [name for name in self._on_meta if now[name].is_meta]
-        return left + [
-            name
-            for name, value, version, values in self._before
-            if value._version == version and are_equal(value, values)
-        ]
+def _keeps_its_kind(value: Tensor, wanted: torch.dtype) -> bool:
+    if value.dtype == wanted:
+        return True
+    if value.is_quantized:
+        return False
+    if wanted in _FLOATS or wanted.is_complex:
+        return value.dtype in _FLOATS or (wanted.is_complex and value.is_complex())
+    if value.is_complex() or wanted.is_floating_point:
+        return False
+    # Whole numbers that fit: an older library's uint8 for bool, or a counter that was cast with all the rest.
+    return bool(torch.equal(value.to(wanted).to(value.dtype), value))
 
 
 def _misfit(

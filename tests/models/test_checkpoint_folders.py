@@ -89,8 +89,11 @@ def test_files_of_another_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -
     name = content["weight_map"]["0.weight"]
     first, second = sorted({*content["weight_map"].values()})[:2]
     for change, said in (
-        ({"0.weight": second}, "does not belong to model.safetensors.index.json: it "),
-        ({"other.weight": first}, "lacks 1 tensors: other.weight"),
+        (
+            {"0.weight": second},
+            "does not belong to model.safetensors.index.json: only one of them has 0.weight",
+        ),
+        ({"other.weight": first}, "only one of them has other.weight"),
         ({"0.weight": "no.safetensors"}, "names the file no.safetensors, which is not beside it"),
     ):
         index.write_text(json.dumps({"weight_map": {**content["weight_map"], **change}}))
@@ -300,9 +303,9 @@ def test_partitioned_parameters_are_refused_with_the_command_that_gathers_them(
 def test_other_parts_of_deepspeed_are_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     step = save_deepspeed(state, tmp_path)
     shutil.copy(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
-    assert "was saved by 2 model-parallel ranks" in refused(tmp_path)
+    assert "was saved by a pipeline or by model-parallel ranks" in refused(tmp_path)
     shutil.copy(step / "mp_rank_00_model_states.pt", step / "layer_00-model_00-model_states.pt")
-    assert "DeepSpeed's pipeline" in refused(tmp_path)
+    assert "was saved by a pipeline or by model-parallel ranks" in refused(tmp_path)
     for path in step.iterdir():
         path.unlink()
     assert "has no mp_rank_00_model_states.pt" in refused(tmp_path)

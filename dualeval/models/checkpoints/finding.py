@@ -10,8 +10,7 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.models.extra_state import is_extra_state
-from dualeval.models.passed_over import PassedOver
+from dualeval.models.checkpoints.admitted import PassedOver, is_extra_state
 
 # Where training scripts put state_dicts: the model's own, and averages of it over the training.
 KNOWN_KEYS = (

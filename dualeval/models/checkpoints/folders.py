@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from dualeval.errors import UsageError
 
 METADATA = ".metadata"
 _INDEX = (".safetensors.index.json", ".bin.index.json")
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
-_LATEST = "latest"
 _MODEL_STATES = "mp_rank_*_model_states.pt"
 _PARTITIONED = "*zero_pp_rank_*_model_states.pt"
 _PIPELINE = "layer_*-model_*-model_states.pt"
@@ -65,7 +64,7 @@ def _named_in(index: Path) -> list[str]:
     """The files that an index names; none where it is damaged, which is said when it is read."""
     try:
         places = json.loads(index.read_bytes())["weight_map"].values()
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
     return [name for name in places if isinstance(name, str)]
 
@@ -106,10 +105,10 @@ def _no_checkpoint(folder: Path) -> UsageError:
 
 def _model_states(folder: Path) -> Path | None:
     """The file of a DeepSpeed checkpoint that holds the model; None for another folder."""
-    latest = folder / _LATEST
+    latest = folder / "latest"
     inner = folder
     if latest.is_file():
-        inner = folder / _named_by(latest)
+        inner = folder / latest.read_text("utf-8", "backslashreplace").strip()
         if not inner.is_dir():
             raise UsageError(
                 f"{latest} names the folder {inner.name}, which is not there. Copy the whole checkpoint, or "
@@ -124,27 +123,14 @@ def _model_states(folder: Path) -> Path | None:
             f"{inner} is a checkpoint of DeepSpeed's ZeRO-3, where each rank has saved parts of the "
             f"parameters. {gather}"
         )
-    if any(inner.glob(_PIPELINE)):
-        raise UsageError(
-            f"{inner} is a checkpoint of DeepSpeed's pipeline, with a file for each layer. Save the whole "
-            "model with torch.save(model.state_dict(), PATH)."
-        )
     states = sorted(inner.glob(_MODEL_STATES))
-    if len(states) > 1:
+    if len(states) > 1 or any(inner.glob(_PIPELINE)):
         raise UsageError(
-            f"{inner} was saved by {len(states)} model-parallel ranks ({states[0].name}, {states[1].name}, "
-            "...), each with a part of the model. Merge them with the tools of the library that has trained "
-            "it, and save one state_dict."
+            f"{inner} was saved by a pipeline or by model-parallel ranks, in parts. Merge them with the "
+            "tools of the library that has trained it, and save one state_dict."
         )
     if states:
         return states[0]
     if latest.is_file():
         raise UsageError(f"{inner} has no mp_rank_00_model_states.pt. Copy the whole checkpoint.")
     return None
-
-
-def _named_by(latest: Path) -> str:
-    name = latest.read_text("utf-8", "backslashreplace").strip()
-    if not name or len(PurePosixPath(name).parts) != 1 or name == "..":
-        raise UsageError(f"{latest} names {name[:60]!r}: expected the name of a folder beside it.")
-    return name
