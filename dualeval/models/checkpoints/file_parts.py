@@ -137,7 +137,7 @@ class FilePart:
     def _convert(self, descriptor: int, target: Tensor) -> None:
         """In pieces: a tensor in another dtype is not held whole beside the target."""
         offset = self.offset
-        for into in target.split(_PIECE_BYTES // self.dtype.itemsize):
+        for into in torch.split(target, _PIECE_BYTES // self.dtype.itemsize):
             values = torch.empty(len(into), dtype=self.dtype)
             self.file.read_into(descriptor, offset, values)
             into.copy_(values)

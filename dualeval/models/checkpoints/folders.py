@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from dualeval.errors import UsageError
+from dualeval.wording import listed
 
 METADATA = ".metadata"
 _INDEX = (".safetensors.index.json", ".bin.index.json")
@@ -14,7 +15,6 @@ _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
 _MODEL_STATES = "mp_rank_*_model_states.pt"
 _PARTITIONED = "*zero_pp_rank_*_model_states.pt"
 _PIPELINE = "layer_*-model_*-model_states.pt"
-_LISTED_AT_MOST = 5
 
 
 def is_index(path: Path) -> bool:
@@ -50,12 +50,10 @@ def saved_in(folder: Path) -> Path:
     if not found:
         raise _no_checkpoint(folder)
     if len(found) > 1:
-        shown = list(map(str, found))
         files = [path for path in found if path.name != METADATA]
         raise UsageError(
-            f"{folder} holds {len(found)} checkpoints: "
-            f"{', '.join(shown[:_LISTED_AT_MOST])}{', ...' if len(shown) > _LISTED_AT_MOST else ''}. They "
-            f"can give different results. Say which is meant, such as --weights {files[0]}"
+            f"{folder} holds {len(found)} checkpoints: {listed(map(str, found))}. They can give different "
+            f"results. Say which is meant, such as --weights {files[0]}"
         )
     return found[0]
 
@@ -76,27 +74,13 @@ def _single_files(folder: Path) -> list[Path]:
 
 
 def _no_checkpoint(folder: Path) -> UsageError:
-    distributed = next(folder.glob("*.distcp"), None)
-    if distributed is not None:
-        return UsageError(
-            f"{folder} has files of torch.distributed.checkpoint ({distributed.name}) without {METADATA}, "
-            "which is written last: the save has not ended, or the copy left out hidden files. Copy the "
-            "whole folder."
-        )
-    parts = [path for path in sorted(folder.iterdir()) if _ONE_OF_SEVERAL.search(path.stem)]
-    if parts:
-        return UsageError(
-            f"{folder} has one of several files with weights ({parts[0].name}), and no index "
-            "(model.safetensors.index.json), which says which tensor is where. Copy the whole folder."
-        )
-    files = [
-        path for path in sorted(folder.iterdir()) if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".tar")
-    ]
-    hint = f" Give the file: --weights {files[0]}" if files else ""
+    found = listed((path.name for path in sorted(folder.iterdir())), 5) or "nothing"
     return UsageError(
-        f"the folder {folder} holds no checkpoint. Expected one of torch.distributed.checkpoint ({METADATA} "
-        "and *.distcp), of DeepSpeed (latest), a *.safetensors file, pytorch_model.bin, or an index of "
-        f"several (*.safetensors.index.json, *.bin.index.json).{hint}"
+        f"the folder {folder} holds no checkpoint (found: {found}). Expected one of "
+        f"torch.distributed.checkpoint ({METADATA}, which is written last, and *.distcp), of DeepSpeed "
+        "(latest), a *.safetensors file, pytorch_model.bin, or an index with its files "
+        "(*.safetensors.index.json, *.bin.index.json). Copy the whole folder, hidden files too; of one file "
+        f"give the path: --weights {folder}/FILE"
     )
 
 

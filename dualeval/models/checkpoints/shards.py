@@ -11,8 +11,7 @@ from dualeval.errors import UsageError
 from dualeval.models.checkpoints.finding import is_state_dict
 from dualeval.models.checkpoints.safetensors_files import read_safetensors
 from dualeval.models.checkpoints.torch_files import TorchFile
-
-_LISTED_AT_MOST = 5
+from dualeval.wording import listed
 
 
 def read_shards(index: Path, *, trust: bool = False) -> OrderedDict[str, Any]:
@@ -28,10 +27,9 @@ def read_shards(index: Path, *, trust: bool = False) -> OrderedDict[str, Any]:
         tensors = _tensors_of(path, trust)
         wanted = {tensor for tensor, file in places.items() if file == name}
         if others := sorted(wanted ^ tensors.keys()):
-            listed = ", ".join(others[:_LISTED_AT_MOST]) + (", ..." if len(others) > _LISTED_AT_MOST else "")
             raise UsageError(
-                f"{path} does not belong to {index.name}: only one of them has {listed}. Copy all files of "
-                "one checkpoint."
+                f"{path} does not belong to {index.name}: only one of them has {listed(others)}. Copy "
+                "all files of one checkpoint."
             )
         found |= tensors
     return OrderedDict((name, found[name]) for name in places)
