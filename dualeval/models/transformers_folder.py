@@ -208,6 +208,8 @@ def reading(folder: Path, begin: str, advice: str = "") -> Iterator[None]:
         except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if is_building():
+                raise  # whatever it is: it comes again, or not, where the model is built whole
             said = other_file(folder) or first_line(error)
             raise UsageError(f"{begin} that can be read: {said}{advice}") from error
 

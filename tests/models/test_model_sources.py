@@ -623,7 +623,7 @@ def test_a_module_and_a_folder_are_the_command_lines_task(
     assert dualeval.evaluate(**given).metrics_digest == result.metrics_digest
     del net.preprocessing
 
-    size_of = {"preprocessing": "imagenet", "resize": SIZE, "crop": SIZE}
+    size_of: dict[str, Any] = {"preprocessing": "imagenet", "resize": SIZE, "crop": SIZE}
     named = dualeval.evaluate(**given, **size_of, metrics=["top1", "loss"])
     assert [*named.metrics] == ["top1", "loss"]
 

@@ -106,13 +106,16 @@ class TimmModel(ModelSource):
         self._check_published(weights)
         if self._cached() is not None:
             return
-        from huggingface_hub import file_exists, hf_hub_download
+        from huggingface_hub import hf_hub_download
 
-        repository = self._config["hf_hub_id"]
-        try:
-            hf_hub_download(repository, next(file for file in _FILES if file_exists(repository, file)))
-        except (OSError, RuntimeError, ValueError, StopIteration) as error:  # no network, for example
-            raise DualevalError(f"the weights of {self.name} cannot be fetched: {error}") from error
+        failed = []
+        for file in _FILES:
+            try:
+                hf_hub_download(self._config["hf_hub_id"], file)
+                return
+            except (OSError, RuntimeError, ValueError) as error:  # no network, or no such file
+                failed.append(f"{file}: {error}")
+        raise DualevalError(f"the weights of {self.name} cannot be fetched: {'; '.join(failed)}")
 
     def create(self, num_classes: int | None, *, entry: Any = None, **options: Any) -> nn.Module:
         classes = {} if num_classes is None else {"num_classes": num_classes}
