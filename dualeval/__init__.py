@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dualeval.metrics import Measured as Measured
     from dualeval.metrics import Metric as Metric
     from dualeval.metrics import RowMetric as RowMetric
-    from dualeval.models.own_checkpoint import late_model as late_model
+    from dualeval.models.late_building import late_model as late_model
     from dualeval.options.job import Job as Job
     from dualeval.result import Result as Result
     from dualeval.tasks import Dataset as Dataset
@@ -64,7 +64,7 @@ _NAMES = {
     ),
     "dualeval.launch": ("detect",),
     "dualeval.metrics": ("Measured", "Metric", "RowMetric"),
-    "dualeval.models.own_checkpoint": ("late_model",),
+    "dualeval.models.late_building": ("late_model",),
     "dualeval.options.job": ("Job",),
     "dualeval.result": ("Result",),
     "dualeval.tasks": ("Dataset", "Task"),

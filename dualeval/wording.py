@@ -35,6 +35,13 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    shown = [*names]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return f"{', '.join(shown[:most])}{more}"
+
+
 def printable(text: str) -> str:
     """A text of strangers for a terminal: control characters, which could move its cursor, as ``\\x1b``."""
     if text.isprintable():

@@ -11,20 +11,10 @@ from torch import nn
 
 from dualeval.errors import UsageError
 from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource
-from dualeval.models.sources.embedded import EMBEDDED, EmbeddedModel
+from dualeval.models.sources.embedded import EMBEDDED as EMBEDDED
+from dualeval.models.sources.embedded import EmbeddedModel
+from dualeval.models.sources.module import ModuleModel
 from dualeval.models.weights import LoadedWeights
-
-__all__ = [
-    "EMBEDDED",
-    "KINDS",
-    "Loading",
-    "ModelSource",
-    "WeightsSource",
-    "arguments_of",
-    "build",
-    "create",
-    "source_of",
-]
 
 # What --model takes besides torchvision's names and the embedded one: how it is written, and what it is.
 KINDS = {
@@ -44,8 +34,6 @@ def source_of(
     """The source of a model."""
     if isinstance(name, str):
         return _kind_of(name)(name, arguments, trust=trust)
-    from dualeval.models.sources.module import ModuleModel
-
     return ModuleModel(name, arguments, trust=trust)
 
 

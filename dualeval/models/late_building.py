@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +22,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError
+from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.checkpoints.file_parts import InMemory
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.model_errors import first_line
 from dualeval.models.tied import are_equal
+from dualeval.models.weights import load_state_dict
+from dualeval.wording import listed
 
-_LISTED_AT_MOST = 3
 _DEVICE = Tensor.device.__get__
 _OF_META = ("meta tensor", "incompatible tensor type")
 _local = threading.local()
@@ -36,6 +40,50 @@ _lock = threading.RLock()
 
 class NotLate(Exception):
     """Why a model is built whole, in words that follow "because"."""
+
+
+def late_model(
+    make: Callable[[], nn.Module],
+    weights: str | Path,
+    *,
+    key: str | None = None,
+    prefix: str | None = None,
+    trust: bool = False,
+) -> nn.Module:
+    """Make a model without memory for its parameters, for an evaluation with ``shard``.
+
+    The values stay in the checkpoint. Each rank reads its own part when the model is sharded; until then,
+    an operation reads the parameters that it needs, and does not keep them. ``model.to("cpu")`` reads all.
+
+    Args:
+        make: makes the model, with any values; may be called up to three times.
+        weights: a checkpoint in any form that ``--weights`` takes.
+        key: where the state_dict lies in it, as ``--weights-key``; None finds the only one.
+        prefix: take only the names that begin with this, without it, as ``--weights-prefix``.
+        trust: also read files that run code when they are read, as ``--trust-checkpoint``.
+
+    Returns:
+        The model on the CPU, in evaluation mode. Where it cannot be made so it is made whole, with a warning
+        that says why.
+
+    Raises:
+        UsageError: the checkpoint cannot be read, or does not fit the model.
+    """
+    if not callable(make) or isinstance(make, nn.Module):
+        raise UsageError(
+            f"late_model was given a {type(make).__name__}: expected a function that makes the model, as "
+            "late_model(lambda: Net(width=8), 'checkpoint.pt')"
+        )
+
+    def build() -> nn.Module:
+        model = make()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"late_model: make() returned a {type(model).__name__}, expected an nn.Module")
+        found = read_state_dict(Path(weights), key, trust=trust)
+        load_state_dict(model, found, prefix=prefix, source=f"the weights {weights}")
+        return model.eval()
+
+    return late_or_whole(build, lambda said: warnings.warn(said, stacklevel=3))
 
 
 def late_or_whole(
@@ -174,7 +222,7 @@ class _Building:
         """Check that a model is as it would be with memory for its parameters."""
         unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if unset:
-            raise NotLate(f"no file gives it {_listed(unset)}")
+            raise NotLate(f"no file gives it {listed(unset, 3)}")
         of_file = {id(value) for value in model.state_dict(keep_vars=True).values()}
         for what, value in _tensors_and_devices(model):
             if value.type == "meta" if isinstance(value, torch.device) else value.is_meta:
@@ -186,7 +234,7 @@ class _Building:
             gc.collect()  # what an error or a cycle still holds is not the model's
             held = self._held()
         if held:
-            raise NotLate(f"it keeps {_listed(held)} also in another place than its parameters")
+            raise NotLate(f"it keeps {listed(held, 3)} also in another place than its parameters")
 
     def _held(self) -> list[str]:
         """Parameters, as they were made or on the meta device, that something still refers to."""
@@ -267,8 +315,3 @@ def _building(shifted: bool) -> Iterator[_Building]:
             _local.is_building = False
             nn.Module.load_state_dict = load  # type: ignore[method-assign]
             hook.remove()
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED_AT_MOST} more" if len(names) > _LISTED_AT_MOST else ""
-    return f"{', '.join(names[:_LISTED_AT_MOST])}{more}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,6 @@ from dualeval.errors import text_of
 _ON_DEVICE = "device-side assert"
 _OF_SHAPES = ("shape", "size", "channels", "dimension", "elements")
 _OTHER_DTYPES = ("same dtype", "should be the same", "expected scalar type", "expected m1 and m2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """A call that an error came through: a layer of the model, or a function of torch."""
-
-    function: str
-    values: dict[str, Any]
 
 
 def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
@@ -55,10 +46,10 @@ def first_line(error: BaseException) -> str:
 def channels_of(error: BaseException) -> tuple[int, int] | None:
     """Where a convolution was given another number of channels than it has: its own, and those given."""
     for call in reversed(list(_calls(error))):
-        layer = call.values.get("self")
+        layer = call.f_locals.get("self")
         # _ConvNd is the base of all of them.
         own = getattr(layer, "in_channels", None)
-        inputs = call.values.get("input", call.values.get("x"))
+        inputs = call.f_locals.get("input", call.f_locals.get("x"))
         if isinstance(layer, nn.Module) and isinstance(own, int):
             if isinstance(inputs, Tensor) and inputs.ndim > 1 and inputs.shape[1] != own:
                 return own, int(inputs.shape[1])
@@ -71,44 +62,38 @@ def floating_dtypes(model: nn.Module) -> list[torch.dtype]:
     return list(dict.fromkeys(each.dtype for each in model.parameters() if each.is_floating_point()))
 
 
-def _calls(error: BaseException) -> Iterator[_Call]:
-    trace = error.__traceback__
-    while trace is not None:
-        frame: FrameType = trace.tb_frame
-        yield _Call(function=frame.f_code.co_name, values=frame.f_locals)
-        trace = trace.tb_next
+def _calls(error: BaseException) -> Iterator[FrameType]:
+    """The calls that an error came through: layers of the model, and functions of torch."""
+    return (frame for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _is_leaf(call: _Call) -> bool:
-    layer = call.values.get("self")
-    return call.function == "forward" and isinstance(layer, nn.Module) and not list(layer.children())
+def _is_leaf(call: FrameType) -> bool:
+    layer = call.f_locals.get("self")
+    return call.f_code.co_name == "forward" and isinstance(layer, nn.Module) and not list(layer.children())
 
 
-def _layer(call: _Call, model: nn.Module) -> str:
-    layer = call.values["self"]
+def _layer(call: FrameType, model: nn.Module) -> str:
+    layer = call.f_locals["self"]
     name = next((name for name, module in model.named_modules() if module is layer), "")
     text = str(layer)
     short = text if len(text) <= 100 and "\n" not in text else type(layer).__name__
     return f"the layer {name!r}, {short}," if name else f"the layer {short}"
 
 
-def _given(call: _Call) -> str:
-    tensors = [value for name, value in call.values.items() if isinstance(value, Tensor)]
-    return " and ".join(f"{_shown(tensor)}" for tensor in tensors[:2]) or "what it was given"
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)} and {_plain(tensor.dtype)}"
+def _given(call: FrameType) -> str:
+    tensors = [value for name, value in call.f_locals.items() if isinstance(value, Tensor)]
+    shown = [f"a tensor of shape {tuple(each.shape)} and {_plain(each.dtype)}" for each in tensors[:2]]
+    return " and ".join(shown) or "what it was given"
 
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _index_of_embedding(calls: list[_Call], model: nn.Module) -> str | None:
+def _index_of_embedding(calls: list[FrameType], model: nn.Module) -> str | None:
     """The index that an embedding has no row for."""
     for call in reversed(calls):
-        layer, indices = call.values.get("self"), call.values.get("input")
+        layer, indices = call.f_locals.get("self"), call.f_locals.get("input")
         if isinstance(layer, nn.Embedding) and isinstance(indices, Tensor):
             outside = indices[(indices < 0) | (indices >= layer.num_embeddings)]
             if not outside.numel():
@@ -123,36 +108,36 @@ def _index_of_embedding(calls: list[_Call], model: nn.Module) -> str | None:
     return None
 
 
-def _target_out_of_range(calls: list[_Call]) -> str | None:
+def _target_out_of_range(calls: list[FrameType]) -> str | None:
     """The target that a loss has no class for."""
     for call in reversed(calls):
-        outputs, targets = call.values.get("input"), call.values.get("target")
-        if call.function not in ("cross_entropy", "nll_loss") or not (
+        outputs, targets = call.f_locals.get("input"), call.f_locals.get("target")
+        if call.f_code.co_name not in ("cross_entropy", "nll_loss") or not (
             isinstance(outputs, Tensor) and isinstance(targets, Tensor)
         ):
             continue
         classes = outputs.shape[0 if outputs.ndim == 1 else 1]
-        ignored = targets == call.values.get("ignore_index", -100)
+        ignored = targets == call.f_locals.get("ignore_index", -100)
         outside = targets[((targets < 0) | (targets >= classes)) & ~ignored]
         if not outside.numel():
             return None
         return (
-            f"{call.function} was given the target {int(outside.flatten()[0])} and outputs of shape "
+            f"{call.f_code.co_name} was given the target {int(outside.flatten()[0])} and outputs of shape "
             f"{tuple(outputs.shape)}, expected targets of 0 to {classes - 1} (the classes are dimension "
-            f"{0 if outputs.ndim == 1 else 1} of the outputs), or {call.values.get('ignore_index', -100)} "
+            f"{0 if outputs.ndim == 1 else 1} of the outputs), or {call.f_locals.get('ignore_index', -100)} "
             "for what does not count. Give data and model of the same classes or vocabulary"
         )
     return None
 
 
-def _two_kinds(said: str, calls: list[_Call], model: nn.Module) -> str | None:
+def _two_kinds(said: str, calls: list[FrameType], model: nn.Module) -> str | None:
     """Inputs of one dtype for parameters of another."""
-    layer = next((call for call in reversed(calls) if isinstance(call.values.get("self"), nn.Module)), None)
+    layer = next((call for call in reversed(calls) if isinstance(call.f_locals.get("self"), nn.Module)), None)
     if layer is None or not any(words in said for words in _OTHER_DTYPES):
         return None
-    module = layer.values["self"]
+    module = layer.f_locals["self"]
     own = floating_dtypes(module) or floating_dtypes(model)
-    given = next((value for value in layer.values.values() if isinstance(value, Tensor)), None)
+    given = next((value for value in layer.f_locals.values() if isinstance(value, Tensor)), None)
     if not own or given is None or given.dtype in own:
         return None
     found = f"the model has {_plain(own[0])} parameters and was given {_plain(given.dtype)} inputs"

@@ -71,19 +71,13 @@ def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> 
             f"{', '.join(list(tensors)[:3])}{', ...' if len(tensors) > 3 else ''}). "
             "Give a prefix that the names have, or leave it out."
         )
-    dotted = [name for name in inside if name[len(prefix)] == "." and len(name) > len(prefix) + 1]
-    if len(dotted) == len(inside):
+    # "model" is "model." also where there is a "model_ema.": what is left out is said.
+    if any(name.startswith(f"{prefix}.") for name in inside):
         prefix += "."
-    elif dotted and not prefix.endswith("."):
-        other = next(name for name in inside if name not in set(dotted))
-        raise UsageError(
-            f"--weights-prefix {prefix}: of the names in {source}, some continue with a dot ({dotted[0]}) "
-            f"and others do not ({other}). Type --weights-prefix {prefix}. for those with a dot."
-        )
     return Unwrapped(
         tensors=_without(tensors, prefix),
         prefix=prefix,
-        left_out=tuple(name for name in tensors if name not in set(inside)),
+        left_out=tuple(name for name in tensors if not name.startswith(prefix)),
     )
 
 

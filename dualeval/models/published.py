@@ -25,15 +25,13 @@ _TRANSFORM_INPUT = ("googlenet", "inception_v3")
 def torchvision_names() -> list[str]:
     """The names of torchvision's classifiers."""
     models = torchvision().models
-    names: list[str] = models.list_models(module=models)
-    return names
+    return list(models.list_models(module=models))
 
 
 def segmentation_names() -> list[str]:
     """The names of torchvision's networks for segmentation."""
     models = torchvision().models
-    names: list[str] = models.list_models(module=models.segmentation)
-    return names
+    return list(models.list_models(module=models.segmentation))
 
 
 def entries_of(model: str) -> list[Any]:

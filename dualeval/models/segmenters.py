@@ -16,7 +16,7 @@ from dualeval.models.sources.processors import said_by_folder, uncropped_of
 from dualeval.models.sources.program import is_path_of_program
 from dualeval.models.sources.transformers_models import PREFIX, TransformersModel
 from dualeval.models.sources.vision import TorchvisionModel
-from dualeval.models.transformers_folder import CONFIG, quiet
+from dualeval.models.transformers_folder import CONFIG
 from dualeval.wording import nearest
 
 # It helps in training alone; published weights have it, and a network without it gives the same ``out``.
@@ -47,11 +47,8 @@ class TransformersSegmenter(TransformersModel):
     noun, trained_for = "image segmentation network", "semantic segmentation"
 
     def _said(self) -> tuple[dict[str, Any], str]:
-        with quiet():
-            found: tuple[dict[str, Any], str] = self._reading(
-                lambda: said_by_folder(self._folder, self.name), "image processor"
-            )
-        return found
+        with self._reading("image processor"):
+            return said_by_folder(self._folder, self.name)
 
     def uncropped(self) -> Uncropped:
         """What the folder's image processor does to a picture."""

@@ -16,18 +16,16 @@ from torch import nn
 from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.late_building import NotLate, is_building, late_or_whole
+from dualeval.models.late_building import late_or_whole
 from dualeval.models.model_errors import first_line
 from dualeval.models.sources.module import ModuleModel
 from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,
     config_of,
-    load_by_name,
     load_pretrained,
     missing_library,
-    other_file,
-    quiet,
+    reading,
     refuse_foreign_kernels,
     transformers_for,
 )
@@ -72,24 +70,13 @@ def check_folder(folder: Path, use: Use) -> None:
 def read_tokenizer(folder: Path, use: Use) -> Any:
     """A fast tokenizer of the library."""
     transformers = transformers_for(use.name)
-    with quiet():
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
-        except MemoryError:
-            raise
-        except Exception as error:  # what is missing or damaged decides what is raised
-            said = other_file(folder) or first_line(error)
-            raise UsageError(
-                f"{folder} holds no tokenizer that can be read: {said}. Save it beside the model, with "
-                "tokenizer.save_pretrained(DIR)."
-            ) from error
+    advice = "Save it beside the model, with tokenizer.save_pretrained(DIR)."
+    with reading(folder, f"{folder} holds no tokenizer", f". {advice}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
     names = sorted(tokenizer.vocab_files_names.values())
     if names and not any((folder / name).is_file() for name in names):
         # The library then makes one that knows five tokens, and says nothing.
-        raise UsageError(
-            f"{folder} holds no tokenizer: there is none of {', '.join(names)}. Save it beside the model, "
-            "with tokenizer.save_pretrained(DIR)."
-        )
+        raise UsageError(f"{folder} holds no tokenizer: there is none of {', '.join(names)}. {advice}")
     if not tokenizer.is_fast:
         raise UsageError(
             f"the tokenizer in {folder}, {type(tokenizer).__name__}, is not fast: it cannot tell which "
@@ -187,28 +174,17 @@ class TextModel:
     def _of_folder(self, folder: Path, weights: str | None, use: Use) -> nn.Module:
         """With its weights as float32."""
         kind = getattr(transformers_for(use.name), use.kind)
-        with quiet(), torch.random.fork_rng(devices=[]):
-            try:
-                if weights is None and is_building():
-                    return load_by_name(kind, folder).eval()
-                if weights is None:
-                    model = load_pretrained(kind, folder, use.name)
-                else:
-                    seed = seed_of(weights)
-                    torch.manual_seed(0 if seed is None else seed)
-                    config = transformers_for(use.name).AutoConfig.from_pretrained(folder, **LOCAL)
-                    refuse_foreign_kernels(config_of(folder), folder)
-                    model = kind.from_config(config, trust_remote_code=False)
-            except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # what is missing or damaged decides what is raised
-                said = other_file(folder) or first_line(error)
-                raise UsageError(
-                    f"{folder} holds no model for {use.name} that can be read: {said}"
-                ) from error
-        # A checkpoint in half precision is computed with as --precision says.
+        said = f"{folder} holds no model for {use.name}"
+        with reading(folder, said), torch.random.fork_rng(devices=[]):
+            if weights is None:
+                return load_pretrained(kind, folder, use.name).eval()
+            seed = seed_of(weights)
+            torch.manual_seed(0 if seed is None else seed)
+            config = transformers_for(use.name).AutoConfig.from_pretrained(folder, **LOCAL)
+            refuse_foreign_kernels(config_of(folder), folder)
+            model: nn.Module = kind.from_config(config, trust_remote_code=False)
         model = model.float().eval()
-        if weights is not None and seed is None:
+        if seed is None:
             found = read_state_dict(Path(weights), self._key, trust=self.trust)
             self.loaded = load_state_dict(model, found, prefix=self._prefix, source=f"the weights {weights}")
         return model

@@ -23,11 +23,9 @@ def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> 
         for name in there[1:]:
             if not are_equal(state[there[0]], state[name]):
                 raise UsageError(
-                    f"{source} have different values for {there[0]} and {name}, which are one tensor in "
-                    "the model "
-                    f"{type(model).__name__}. One of them would be lost. Give weights of a model that ties "
-                    "them, "
-                    "or a model that does not."
+                    f"{source} have different values for {there[0]} and {name}, which are one tensor in the "
+                    f"model {type(model).__name__}. Give weights of a model that ties them, or a model that "
+                    "does not."
                 )
         if there:
             left_out |= {name: state[there[0]] for name in names if name not in state}

@@ -16,7 +16,8 @@ from torch import nn
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.late_building import NotLate
+from dualeval.models.late_building import NotLate, is_building
+from dualeval.models.model_errors import first_line
 from dualeval.models.weights import load_into
 from dualeval.vision_library import torchvision
 from dualeval.wording import counted
@@ -67,8 +68,10 @@ def task_of(folder: Path) -> str:
 
 
 def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
-    """A model with the weights of its folder, all of which must be there."""
+    """A model in float32 with the weights of its folder, all of which must be there."""
     refuse_foreign_kernels(config_of(folder), folder)
+    if is_building():
+        return _load_by_name(kind, folder)
     # Tensors of another shape are refused below, by their names.
     model, report = kind.from_pretrained(
         folder, output_loading_info=True, ignore_mismatched_sizes=True, **LOCAL
@@ -85,17 +88,14 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
             f"{len(mismatched)} of another shape: {shown}. Give a checkpoint that was trained for "
             f"{trained_for}; --weights random:SEED runs an untrained one.{task_of(folder)}"
         )
-    assert isinstance(model, nn.Module)
-    return model
+    # A checkpoint in half precision is computed with as --precision says.
+    made: nn.Module = model.float()
+    return made
 
 
-def load_by_name(kind: Any, folder: Path) -> nn.Module:
-    """A model in float32 with the tensors of its folder's files, where they have the names of the model.
-
-    It is what ``load_pretrained`` gives, cast to float32; but each tensor is read when it is used.
-    """
+def _load_by_name(kind: Any, folder: Path) -> nn.Module:
+    """What ``load_pretrained`` gives, but each tensor is read from its file when it is used."""
     found = config_of(folder)
-    refuse_foreign_kernels(found, folder)
     if found.get("quantization_config") is not None:
         raise NotLate("it is quantized")
     saved = next((folder / name for name in _SAVED if (folder / name).is_file()), None)
@@ -197,6 +197,21 @@ def other_file(folder: Path) -> str | None:
             if found is not None:
                 return f"{path.name} {found}"
     return None
+
+
+@contextmanager
+def reading(folder: Path, begin: str, advice: str = "") -> Iterator[None]:
+    """Quietly let the library read a folder: what is missing or damaged decides what it raises."""
+    with quiet():
+        try:
+            yield
+        except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if is_building():
+                raise  # whatever it is: it comes again, or not, where the model is built whole
+            said = other_file(folder) or first_line(error)
+            raise UsageError(f"{begin} that can be read: {said}{advice}") from error
 
 
 @contextmanager

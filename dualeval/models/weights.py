@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import StateDict
+from dualeval.models.checkpoints.admitted import is_read
 from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.dtypes import changed_kinds
-from dualeval.models.extra_state import is_read
 from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
-from dualeval.models.tied import are_equal, with_tied_names
+from dualeval.models.tied import with_tied_names
 from dualeval.models.weights_name import is_published_name
+from dualeval.wording import listed
 
-_LISTED_AT_MOST = 8
+# Which are converted to each other. Not the eighth-size ones: these go with scales, as integers do.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OTHER_WEIGHTS = " Give the weights of this --model."
 _RANDOM = "random:"
 _LARGEST_SEED = 2**64 - 1
@@ -80,7 +81,7 @@ def notes_of(loaded: LoadedWeights | None) -> list[str]:
         return []
     where = f"the state_dict under {loaded.key!r} of {loaded.file}" if loaded.key else loaded.file
     removed = f", prefix {loaded.prefix!r} removed" if loaded.prefix else ""
-    left_out = f", {_listed('left out', list(loaded.left_out))}" if loaded.left_out else ""
+    left_out = f", {len(loaded.left_out)} left out: {listed(loaded.left_out)}" if loaded.left_out else ""
     return [f"weights: {where}{removed}{left_out}"]
 
 
@@ -126,13 +127,10 @@ def _advice(fitting: list[str]) -> str:
             f"The names that begin with {fitting[0]!r} are those of the model: "
             f"--weights-prefix {fitting[0]} takes them alone."
         )
-    shown = ", ".join(map(repr, fitting[:_LISTED_AT_MOST])) + (
-        ", ..." if len(fitting) > _LISTED_AT_MOST else ""
-    )
     return (
-        f"The names that begin with one of {len(fitting)} prefixes are those of the model: {shown}. They can "
-        f"give different results. Say which are meant: --weights-prefix PREFIX, such as --weights-prefix "
-        f"{fitting[0]}."
+        f"The names that begin with one of {len(fitting)} prefixes are those of the model: "
+        f"{listed(map(repr, fitting))}. They can give different results. Say which are "
+        f"meant, such as --weights-prefix {fitting[0]}."
     )
 
 
@@ -146,18 +144,24 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     unread = [name for name, value in state.items() if name in own and not is_read(value)]
     if unread:
         raise UsageError(
-            f"{source} cannot be put into the model {type(model).__name__}: {_listed('not plain', unread)}. "
-            "What a module keeps beside tensors is read where it is None, numbers, text, tensors, or lists "
-            "and dicts of these. Save it as such (get_extra_state)."
+            f"{source} cannot be put into the model {type(model).__name__}: {len(unread)} not plain: "
+            f"{listed(unread)}. What a module keeps beside tensors is read where it is None, numbers, text, "
+            "tensors, or lists and dicts of these. Save it as such (get_extra_state)."
         )
-    kinds = changed_kinds(own, state)
+    kinds = _changed_kinds(own, state)
     if kinds:
         raise _misfit(model, own, state, source, kinds)
     if not hasattr(state, "_metadata") and state.keys() == own.keys():
         # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
         state = OrderedDict(state)
         state._metadata = own._metadata  # type: ignore[attr-defined]
-    lacking = _Lacking(model.state_dict(keep_vars=True), state)
+    kept = model.state_dict(keep_vars=True)
+    # A module may still make them of others, or load less strictly than torch does and say nothing.
+    lacking = {
+        name: (value, value._version)
+        for name, value in kept.items()
+        if name not in state and isinstance(value, Tensor)
+    }
     try:
         refused = model.load_state_dict(state)
     # Beside torch's own errors, those of a module's set_extra_state.
@@ -166,40 +170,37 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         for failure in filter(None, unread_late):
             raise failure from error
         raise _misfit(model, own, state, source, [], error) from error
-    # A model may load less strictly than torch does, and say so or not.
-    if lacking.left(model) or any(
-        getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")
-    ):
+    now = model.state_dict(keep_vars=True)
+    left = [
+        name
+        for name, (value, version) in lacking.items()
+        if (now[name].is_meta if value.is_meta else value._version == version)
+    ]
+    if left or any(getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")):
         raise _misfit(model, own, state, source, [])
 
 
-class _Lacking:
-    """The tensors of a model that a state_dict does not name: a module may still make them of others."""
+def _changed_kinds(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Tensors whose values would become others in the model's dtype, by more than rounding."""
+    return [
+        f"{name} {value.dtype}, the model has {own[name].dtype}"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
+        if not _keeps_its_kind(value, own[name].dtype)
+    ]
 
-    def __init__(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        lacking = {name: value for name, value in own.items() if name not in state}
-        # Of a model that is built late: others take their places.
-        self._on_meta = [
-            name for name, value in lacking.items() if isinstance(value, Tensor) and value.is_meta
-        ]
-        self._before = [
-            (name, value, value._version, value.detach().clone())
-            for name, value in lacking.items()
-            if name not in self._on_meta
-            and isinstance(value, Tensor)
-            and value.layout == torch.strided
-            and not (value.is_quantized or nn.parameter.is_lazy(value))
-        ]
 
-    def left(self, model: nn.Module) -> list[str]:
-        """Those that nothing was written to."""
-        now = model.state_dict(keep_vars=True)
-        left = [name for name in self._on_meta if now[name].is_meta]
-        return left + [
-            name
-            for name, value, version, values in self._before
-            if value._version == version and are_equal(value, values)
-        ]
+def _keeps_its_kind(value: Tensor, wanted: torch.dtype) -> bool:
+    if value.dtype == wanted:
+        return True
+    if value.is_quantized:
+        return False
+    if wanted in _FLOATS or wanted.is_complex:
+        return value.dtype in _FLOATS or (wanted.is_complex and value.is_complex())
+    if value.is_complex() or wanted.is_floating_point:
+        return False
+    # Whole numbers that fit: an older library's uint8 for bool, or a counter that was cast with all the rest.
+    return bool(torch.equal(value.to(wanted).to(value.dtype), value))
 
 
 def _misfit(
@@ -218,46 +219,29 @@ def _misfit(
         if isinstance(own[name], Tensor) and isinstance(state.get(name), Tensor)
         if state[name].shape != own[name].shape
     }
-    if not missing and not unexpected and not kinds and (rows := _embedding_rows(model, shapes)):
-        name, found_rows, own_rows = rows
-        return UsageError(
-            f"{source} have {found_rows} rows in the embedding {name}, and the model {own_rows}: the "
-            "vocabulary (or the number of positions) is another one. Give weights, "
-            "config.json and tokenizer of one and the same model."
-        )
-    if not missing and not unexpected and not kinds and (counts := _class_counts(own, shapes)):
+    if not missing and not unexpected and not kinds and (counts := _class_counts(model, own, shapes)):
         return OtherClasses(
             f"{source} are for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
             "folders, or --num-classes). Give data and weights of the same classes.",
             counts[0],
         )
-    parts = [
-        _listed("missing in the file", missing),
-        _listed("not in the model", unexpected),
-        _listed("of another shape", [f"{name} {a}, the model has {b}" for name, (a, b) in shapes.items()]),
-        _listed("of another dtype", kinds),
-    ]
+    differing = {
+        "missing in the file": missing,
+        "not in the model": unexpected,
+        "of another shape": [f"{name} {a}, the model has {b}" for name, (a, b) in shapes.items()],
+        "of another dtype": kinds,
+    }
     said = str(error).strip() or type(error).__name__
-    found = "; ".join(filter(None, parts)) or said.splitlines()[-1].strip()
+    parts = [f"{len(names)} {what}: {listed(names)}" for what, names in differing.items() if names]
+    found = "; ".join(parts) or said.splitlines()[-1].strip()
     advice = " Integers in place of weights are quantized ones: save them as floats." if kinds else ""
     return UsageError(
         f"{source} do not fit the model {type(model).__name__}: {found}.{advice or _OTHER_WEIGHTS}"
     )
 
 
-def _embedding_rows(
-    model: nn.Module, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-) -> tuple[str, int, int] | None:
-    """The first embedding with another number of rows: its name, the rows found and those of the model."""
-    for name, (found, wanted) in shapes.items():
-        layer = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, nn.Embedding) and found[1:] == wanted[1:]:
-            return name, found[0], wanted[0]
-    return None
-
-
 def _class_counts(
-    own: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    model: nn.Module, own: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> tuple[int, int] | None:
     """(found, wanted) outputs, where layers differ in these alone: the first dimension of weight and bias."""
     pairs = {(found[0], wanted[0]) for found, wanted in shapes.values() if found and wanted}
@@ -269,11 +253,6 @@ def _class_counts(
         pair = [name.removesuffix(last) + part for part in ("weight", "bias")]
         if not last.startswith(_OF_OUTPUTS) or any(part in own and part not in shapes for part in pair):
             return None
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+            return None  # its rows are a vocabulary
     return pairs.pop()
-
-
-def _listed(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _LISTED_AT_MOST} more" if len(names) > _LISTED_AT_MOST else ""
-    return f"{len(names)} {what}: {', '.join(names[:_LISTED_AT_MOST])}{more}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import warnings
@@ -75,22 +74,17 @@ def test_several_files(tmp_path: Path, state: dict[str, Tensor], safe: bool) -> 
     assert f"Give the whole: --weights {tmp_path}" in refused(files[0])
 
 
-def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    sharded(state, tmp_path / "blobs")
-    (tmp_path / "snapshot").mkdir()
-    for path in (tmp_path / "blobs").iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(path)
-    assert read_state_dict(tmp_path / "snapshot").tensors.keys() == state.keys()
-
-
 def test_files_of_another_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> None:
     index = sharded(state, tmp_path)
     content = json.loads(index.read_text())
     name = content["weight_map"]["0.weight"]
     first, second = sorted({*content["weight_map"].values()})[:2]
     for change, said in (
-        ({"0.weight": second}, "does not belong to model.safetensors.index.json: it "),
-        ({"other.weight": first}, "lacks 1 tensors: other.weight"),
+        (
+            {"0.weight": second},
+            "does not belong to model.safetensors.index.json: only one of them has 0.weight",
+        ),
+        ({"other.weight": first}, "only one of them has other.weight"),
         ({"0.weight": "no.safetensors"}, "names the file no.safetensors, which is not beside it"),
     ):
         index.write_text(json.dumps({"weight_map": {**content["weight_map"], **change}}))
@@ -100,7 +94,7 @@ def test_files_of_another_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -
     index.write_text("{")
     assert "is not readable JSON" in refused(tmp_path)
     index.unlink()
-    assert "no index (model.safetensors.index.json)" in refused(tmp_path)
+    assert "or an index with its files" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -124,9 +118,9 @@ def test_of_two_in_a_folder_none_is_taken(tmp_path: Path, state: dict[str, Tenso
 
 
 def test_a_folder_without_a_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    assert "holds no checkpoint" in refused(tmp_path)
+    assert "holds no checkpoint (found: nothing)" in refused(tmp_path)
     torch.save(state, tmp_path / "epoch3.pth")
-    assert refused(tmp_path).endswith(f"Give the file: --weights {tmp_path / 'epoch3.pth'}")
+    assert "holds no checkpoint (found: epoch3.pth)" in refused(tmp_path)
 
 
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------
@@ -149,19 +143,6 @@ def test_saved_by_one_process(tmp_path: Path) -> None:
     other = small()
     load_state_dict(other, found, source="w")
     assert_equal(other.state_dict(), model.state_dict())
-
-
-def test_a_state_dict_alone(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    save_distributed(state, tmp_path)
-    assert_equal(read_state_dict(tmp_path).tensors, state)
-
-
-def test_of_model_and_average_the_user_says_which(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    average = {name: tensor + 1 for name, tensor in state.items()}
-    save_distributed({"model": state, "ema": [average], "steps": {"a": 1}}, tmp_path)
-    assert "holds 2 state_dicts: model (9 tensors), ema.0 (9 tensors)" in refused(tmp_path)
-    assert_equal(read_state_dict(tmp_path, "ema.0").tensors, average)
-    assert "an object there" in refused(tmp_path, "steps.a")
 
 
 def test_other_dtypes_and_layouts(tmp_path: Path) -> None:
@@ -200,24 +181,6 @@ def test_parts_of_a_tensor_are_put_together(tmp_path: Path, launch: Launch) -> N
     assert max(map(len, parts)) == 2
 
 
-@pytest.mark.long
-def test_the_result_of_a_folder_is_that_of_a_file_on_any_number_of_ranks(
-    tmp_path: Path, launch: Launch
-) -> None:
-    worker = ROOT / "tests/workers/sharded_worker.py"
-    launch([*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}).ok()
-    digests = set()
-    for ranks, weights in ((1, "whole.pt"), (1, "folder"), (3, "folder")):
-        out = tmp_path / f"{weights}-{ranks}"
-        words: list[str | Path] = [
-            *("run", "--model", "fashion-cnn", "--weights", tmp_path / weights, "--limit", "600"),
-        ]
-        words += ["--data", ROOT / "dualeval/assets", "--nproc", str(ranks), "--out", out]
-        launch([sys.executable, "-m", "dualeval", *words]).ok()
-        digests.add(json.loads((out / "result.json").read_text())["metrics_digest"])
-    assert len(digests) == 1
-
-
 def test_a_folder_that_is_not_whole(tmp_path: Path, state: dict[str, Tensor]) -> None:
     save_distributed({"model": state}, tmp_path)
     data = tmp_path / "__0_0.distcp"
@@ -236,7 +199,7 @@ def test_a_folder_that_is_not_whole(tmp_path: Path, state: dict[str, Tensor]) ->
         assert ".metadata is damaged" in refused(tmp_path)
     (tmp_path / ".metadata").unlink()
     data.write_bytes(whole)
-    assert "without .metadata, which is written last" in refused(tmp_path)
+    assert "holds no checkpoint (found: __0_0.distcp)" in refused(tmp_path)
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------
@@ -249,24 +212,12 @@ def save_deepspeed(module: dict[str, Tensor], folder: Path) -> Path:
     (folder / "latest").write_text(step.name)
     content = {
         "module": module,
-        "buffer_names": [name for name in module if "running" in name],
         "optimizer": None,
         "param_shapes": [OrderedDict((name, tensor.shape) for name, tensor in module.items())],
-        "frozen_param_shapes": None,
         "shared_params": {},
-        "frozen_param_fragments": None,
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
         "sparse_tensor_module_names": set[str](),
-        "skipped_steps": 0,
-        "global_steps": 7,
-        "global_samples": 56,
-        "dp_world_size": 2,
-        "mp_world_size": 1,
         "ds_config": {"train_batch_size": 8, "zero_optimization": {"stage": 2}},
         "ds_version": "0.19.8",
-        "epoch": 3,
     }
     torch.save(content, step / "mp_rank_00_model_states.pt")
     for rank in range(2):
@@ -300,9 +251,9 @@ def test_partitioned_parameters_are_refused_with_the_command_that_gathers_them(
 def test_other_parts_of_deepspeed_are_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     step = save_deepspeed(state, tmp_path)
     shutil.copy(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
-    assert "was saved by 2 model-parallel ranks" in refused(tmp_path)
+    assert "was saved by a pipeline or by model-parallel ranks" in refused(tmp_path)
     shutil.copy(step / "mp_rank_00_model_states.pt", step / "layer_00-model_00-model_states.pt")
-    assert "DeepSpeed's pipeline" in refused(tmp_path)
+    assert "was saved by a pipeline or by model-parallel ranks" in refused(tmp_path)
     for path in step.iterdir():
         path.unlink()
     assert "has no mp_rank_00_model_states.pt" in refused(tmp_path)
@@ -379,13 +330,6 @@ def test_tied_names_with_different_values() -> None:
         load_into(model, state, "the weights w.pt")
 
 
-def test_a_tied_name_without_any_of_its_others_is_missing() -> None:
-    model = tied()
-    state = {name: value for name, value in model.state_dict().items() if not name.endswith("weight")}
-    with pytest.raises(UsageError, match=r"2 missing in the file: 0\.weight, 1\.weight"):
-        load_into(model, state, "the weights w.pt")
-
-
 # -- all ranks ---------------------------------------------------------------------------------------------
 
 
@@ -403,21 +347,3 @@ def test_ranks_with_different_files_under_one_path_do_not_start(tmp_path: Path, 
     assert "rank 1 on" in done.stderr, done.stderr
     assert "the file of --weights is not the same for all ranks. Compare it on " in done.stderr
     assert not (tmp_path / "out/result.json").exists()
-
-
-def test_a_file_that_changes_between_its_header_and_its_values(
-    tmp_path: Path, state: dict[str, Tensor]
-) -> None:
-    """A training goes on, and writes the next epoch over it."""
-    for path in (tmp_path / "w.pt", tmp_path / "w.safetensors", tmp_path / "folder"):
-        saved = path / "__0_0.distcp" if path.name == "folder" else path
-        if path.suffix == ".pt":
-            torch.save(state, path)
-        elif path.name == "folder":
-            save_distributed(state, path)
-        else:
-            save_file(state, path)
-        found = read_state_dict(path)
-        os.truncate(saved, 100)
-        with pytest.raises(UsageError, match="has changed while it was read"):
-            load_into(small(), found.tensors, "w")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import os
 import pickle
 import warnings
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -29,11 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import distributed, read_state_dict
-from dualeval.models.extra_state import is_read
-from dualeval.models.weights import load_state_dict, refuse_choice_without_file
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.admitted import is_read
 from tests.conftest import working_module
-from tests.models.test_checkpoint_folders import refused, save_distributed, sharded
+from tests.models.test_checkpoint_folders import refused, save_distributed
 from tests.models.test_weights import CANARY, Canary, assert_equal, small
 
 
@@ -94,6 +91,7 @@ def test_a_full_pickle_is_read_only_where_it_is_trusted(
     torch.save(saved, "w.pt", _use_new_zipfile_serialization=zip_format)
     message = refused(Path("w.pt"))
     assert "which could run code" in message
+    assert "weights_only" not in message  # torch's advice to switch the protection off
     assert message.endswith("--trust-checkpoint reads it as it is, and runs its code.")
     found = read_state_dict(Path("w.pt"), trust=True)
     assert_equal(found.tensors, state)
@@ -101,14 +99,6 @@ def test_a_full_pickle_is_read_only_where_it_is_trusted(
     assert canary.exists() == (content == "canary")
     if canary.exists():
         canary.rmdir()
-
-
-def test_trust_reads_plain_files_as_ever(state: dict[str, Tensor], canary: Path) -> None:
-    torch.save({"model": state}, "w.pt")
-    assert_equal(read_state_dict(Path("w.pt"), trust=True).tensors, state)
-    Path("w.pt").write_bytes(b"\x80\x02no pickle")
-    with pytest.raises(UsageError, match=r"w\.pt is not a readable torch file"):
-        read_state_dict(Path("w.pt"), trust=True)
 
 
 def test_a_class_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,42 +133,7 @@ def test_programs_are_no_weights(trust: bool) -> None:
         assert f"--model {name} takes it, with --trust-checkpoint and without --weights" in str(caught.value)
 
 
-@pytest.mark.long
-def test_what_torch_export_writes_is_known() -> None:
-    program = torch.export.export(small().eval(), (torch.ones(3, 4),))
-    torch.export.save(program, "program.pt2")
-    assert "is a torch.export program" in refused(Path("program.pt2"))
-
-
-def test_trust_without_a_file() -> None:
-    with pytest.raises(UsageError, match="--trust-checkpoint was given with --weights random:0"):
-        refuse_choice_without_file("random:0", None, None, trust=True)
-
-
 # -- several files -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a/../../out.safetensors", 3, None])
-def test_an_index_leads_nowhere_else(tmp_path: Path, state: dict[str, Tensor], name: object) -> None:
-    index = sharded(state, tmp_path / "folder")
-    save_file(state, tmp_path / "out.safetensors")
-    content = json.loads(index.read_text())
-    content["weight_map"]["0.weight"] = name
-    index.write_text(json.dumps(content))
-    assert "expected the name of a file in this folder" in refused(index.parent)
-
-
-@pytest.mark.parametrize("name", ["..", "../folder", "/etc", ""])
-def test_latest_leads_nowhere_else(tmp_path: Path, name: str) -> None:
-    (tmp_path / "latest").write_text(name)
-    assert "expected the name of a folder beside it" in refused(tmp_path)
-
-
-def test_one_of_several_files_that_runs_code(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    index = sharded(state, tmp_path / "folder", safe=False)
-    first = sorted(index.parent.glob("*.bin"))[0]
-    torch.save({"0.weight": state["0.weight"], "more": Canary()}, first)
-    assert f"{first} cannot be read as plain tensors" in refused(index.parent)
 
 
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------
@@ -211,20 +166,6 @@ def test_metadata_that_is_code(folder: Path, place: str) -> None:
     else:
         change(folder, lambda metadata: metadata.storage_data.update({(Canary(),): 1}))
     assert ".metadata is damaged" in refused(folder)
-
-
-@pytest.mark.parametrize("name", ["torch.load", "torch.serialization.load", "builtins.eval", "os.system"])
-def test_no_name_is_imported(folder: Path, name: str) -> None:
-    module, _, function = name.rpartition(".")
-    (folder / ".metadata").write_bytes(f"c{module}\n{function}\n(tR.".encode())
-    assert ".metadata is damaged" in refused(folder)
-
-
-def test_what_stands_for_a_class_cannot_be_changed(folder: Path) -> None:
-    """A pickle may also set attributes of what it names."""
-    (folder / ".metadata").write_bytes(b"cany.module\nMetadata\n}}S'x'\nI1\nsb.")
-    assert ".metadata is damaged" in refused(folder)
-    assert not hasattr(distributed._Record, "x")
 
 
 def test_the_metadata_of_an_older_torch(folder: Path, state: dict[str, Tensor]) -> None:
@@ -294,19 +235,6 @@ def test_a_part_that_is_no_plain_tensor(folder: Path, content: str) -> None:
     assert "holds more than plain tensors: model.0.weight cannot be read" in refused(folder)
 
 
-@pytest.mark.parametrize("kind", ["up", "absolute"])
-def test_a_path_that_leaves_the_folder(tmp_path: Path, folder: Path, kind: str) -> None:
-    (folder / "__0_0.distcp").rename(tmp_path / "data")
-    path = {"up": "../data", "absolute": str(tmp_path / "data")}[kind]
-
-    def lead(metadata: Metadata) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = path
-
-    change(folder, lead)
-    assert f"names the file {path!r}, which lies outside of the folder" in refused(folder)
-
-
 def forged(**fields: Any) -> Metadata:
     """The metadata of one tensor of two values."""
     chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([2]))
@@ -334,21 +262,18 @@ def of_parts(*parts: tuple[list[int], list[int]]) -> Metadata:
         (of_parts(([0], [1])), "the parts of w are not the whole tensor"),
         (of_parts(([0], [2]), ([1], [1])), "the parts of w are not the whole tensor"),
         (of_parts(([1], [2])), "the parts of w are not the whole tensor"),
-        (of_parts(([-1], [2])), "the parts of w are not the whole tensor"),
-        (of_parts(([0, 0], [2, 1])), "is damaged"),
-        (of_parts(), "the parts of w are not the whole tensor"),
         (forged(storage_data={}), "does not say where w lies"),
         (forged(storage_data=3), "is damaged"),
-        (forged(state_dict_metadata=None), "is damaged"),
         (forged(planner_data={"w": ([],)}), "is damaged"),
         (
             forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", -1, 10)}),
             "cannot be read",
         ),
         (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 2**62)}), "is cut short"),
-        (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 4, ["zstd"])}), "zstd"),
-        (forged(storage_data={MetadataIndex("w"): _StorageInfo(".", 0, 4)}), "is missing"),
-        (forged(storage_data={MetadataIndex("w"): _StorageInfo("a\0b", 0, 4)}), "is missing"),
+        (
+            forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 4, ["zstd"])}),
+            "compressed",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -365,12 +290,3 @@ def test_torch_itself_runs_what_is_refused_here(folder: Path, canary: Path) -> N
         load({"model": small().state_dict()}, checkpoint_id=folder, no_dist=True)
     assert canary.exists()
     canary.rmdir()
-
-
-def test_a_trusted_model_is_evaluated_as_its_state_dict_is(state: dict[str, Tensor]) -> None:
-    torch.save({"ema": small()}, "w.pt")
-    model = small()
-    for tensor in model.state_dict().values():
-        tensor.zero_()
-    load_state_dict(model, read_state_dict(Path("w.pt"), trust=True), source="w")
-    assert_equal(model.state_dict(), state)

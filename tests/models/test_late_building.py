@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,9 @@ from dualeval.models import classifiers
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.weights import OtherClasses, load_state_dict
-from dualeval.own_code import is_raised_by_own_code
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.question_answering import QuestionAnswering
+from tests import questions
 from tests.models.test_checkpoint_folders import save_distributed, sharded
 
 
@@ -194,14 +198,6 @@ class Keeps(nn.Linear):
         self.listed = [mine]
 
 
-class KeepsAView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        values = torch.zeros(4, 3)
-        self.one = nn.Parameter(values)
-        self.turned = values.t()
-
-
 class Draws(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -217,25 +213,6 @@ class ChangesWhatItLoads(nn.Linear):
                 module.weight.mul_(2)
 
         self.register_load_state_dict_post_hook(double)  # type: ignore[no-untyped-call]
-
-
-class ChangesAPart(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
-        def clear(module: Any, keys: Any) -> None:
-            module.weight.data[0].zero_()
-
-        self.register_load_state_dict_post_hook(clear)  # type: ignore[no-untyped-call]
-
-
-class LoadsByHand(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
-    def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        for name, value in state.items():
-            getattr(self, name).data = value + 0
 
 
 class CopiesByHand(nn.Linear):
@@ -254,11 +231,8 @@ class CopiesByHand(nn.Linear):
         (Reads, "it needs values while it is built"),
         (Derives, "makes twice of the values of parameters"),
         (Keeps, "it keeps Keeps.mine"),
-        (KeepsAView, "it keeps KeepsAView.one"),
         (Draws, "draws noise at random"),
         (ChangesWhatItLoads, "values are in a file"),
-        (ChangesAPart, "values are in a file"),
-        (LoadsByHand, "incompatible tensor type"),
         (CopiesByHand, "no file gives it weight, bias"),
     ],
 )
@@ -401,24 +375,78 @@ def test_an_evaluation_without_shards_reads_a_late_model(tmp_path: Path) -> None
     assert late.metrics_digest == whole.metrics_digest
 
 
-def test_an_error_of_own_code_is_told_apart_from_one_of_a_layer(tmp_path: Path) -> None:
-    """The parameter computes in frames of the package, which are behind the user's statement."""
+# -- the built-in tasks, on real forms of files --------------------------------------------------------------
 
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(3, 4)
-            self.shift = nn.Parameter(torch.zeros(4))
+CPU = torch.device("cpu")
 
-        def forward(self, inputs: Tensor) -> Tensor:
-            found: Tensor = self.head(inputs) + (self.shift if inputs.ndim == 1 else self.shift[:3])
-            return found
 
-    save_file(Shifted().state_dict(), tmp_path / "net.safetensors")
-    for model in (Shifted(), dualeval.late_model(Shifted, tmp_path / "net.safetensors")):
-        with pytest.raises(RuntimeError) as own:
-            model(torch.zeros(2, 3))
-        assert is_raised_by_own_code(own.value)
-        with pytest.raises(RuntimeError) as layer:
-            model(torch.zeros(5))
-        assert not is_raised_by_own_code(layer.value)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return questions.save_tiny_bert(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return questions.write_questions(tmp_path_factory.mktemp("data") / "squad.json", unanswerable=False)
+
+
+def answers(model: Path, data: Path, **options: Any) -> QuestionAnswering:
+    return QuestionAnswering(model=model, data=data, batch_size=4, max_length=64, stride=16, **options)
+
+
+@pytest.mark.parametrize("form", ["one", "several", "pickled", "half", "weights"])
+def test_questions(form: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+    library = questions.transformers()
+    folder, options = tmp_path / "model", {}
+    shutil.copytree(tiny, folder)
+    model = library.AutoModelForQuestionAnswering.from_pretrained(tiny)
+    if form == "several":
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder, max_shard_size="1MB")
+        assert (folder / "model.safetensors.index.json").is_file()
+    elif form == "pickled":
+        (folder / "model.safetensors").unlink()
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    elif form == "half":
+        model.half().save_pretrained(folder)
+    elif form == "weights":
+        torch.save({"model": model.state_dict()}, tmp_path / "w.pt")
+        options["weights"] = str(tmp_path / "w.pt")
+    task = answers(folder, data, **options)
+    late = task.build_late(CPU)
+    assert is_late(late)
+    again = answers(folder, data, **options)
+    whole = again.build_model(CPU)
+    check_same(late, whole)
+    assert list(task.notes()) == list(again.notes())
+    assert task.options() == again.options()
+    batch = task.collate(task.dataset().__getitems__([0, 1]))
+    with torch.no_grad():
+        for one, other in zip(task.forward(late, batch), again.forward(whole, batch), strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
+def test_a_folder_whose_values_the_library_rounds_is_loaded_by_it(
+    tiny: Path, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"dtype": "float16"}))
+    task = answers(tmp_path / "model", data)
+    late = task.build_late(CPU)
+    assert not any(isinstance(parameter, LateTensor) for parameter in late.parameters())
+    check_same(late, answers(tmp_path / "model", data).build_model(CPU))
+    assert "each rank builds all of it" in task.notes()[-1]
+    assert "several dtypes (torch.float16, torch.float32)" in task.notes()[-1]
+
+
+def test_images() -> None:
+    task, again = ImageClassification(), ImageClassification()
+    late, whole = task.build_late(CPU), again.build_model(CPU)
+    assert is_late(late)
+    check_same(late, whole)
+    assert task.fingerprint() == again.fingerprint()
+    assert task.notes() == again.notes()
+    batch = task.collate(task.dataset().__getitems__([0, 1, 2]))
+    assert torch.equal(task.forward(late, batch), again.forward(whole, batch))

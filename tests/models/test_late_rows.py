@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,23 +13,8 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.checkpoints.file_parts import Chunks, FilePart, StampedFile
 from dualeval.models.checkpoints.late import LateTensor
 from tests.models.test_checkpoint_folders import save_distributed
-
-
-@pytest.fixture
-def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many bytes each read has brought."""
-    counts: list[int] = []
-    read = os.preadv
-
-    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        counts.append(read(descriptor, buffers, offset))
-        return counts[-1]
-
-    monkeypatch.setattr(os, "preadv", counted)
-    yield counts
 
 
 def tensors() -> dict[str, Tensor]:
@@ -63,35 +48,6 @@ def test_rows_are_those_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> Non
             late.read_rows(first, last, into)
             expected = whole.view(1)[first:last] if not whole.ndim else whole[first:last]
             assert torch.equal(into, expected.to(dtype)), (name, first, last)
-
-
-def test_only_the_rows_are_read(tmp_path: Path, bytes_read: list[int]) -> None:
-    torch.save(tensors(), tmp_path / "all.pt")
-    late = read_state_dict(tmp_path / "all.pt").tensors["large"]
-    bytes_read.clear()
-    late.read_rows(0, 300, torch.empty(300, 1000))
-    assert sum(bytes_read) == 300 * 1000 * 4
-    bytes_read.clear()
-    late.read_rows(300, 600, torch.empty(300, 1000, dtype=torch.bfloat16))
-    assert sum(bytes_read) == 300 * 1000 * 4
-    assert max(bytes_read) <= 1 << 20, "values that are converted go through small pieces"
-
-
-def test_parts_of_other_rows_are_not_read(tmp_path: Path, bytes_read: list[int]) -> None:
-    values = torch.arange(60.0).view(10, 6)
-    path = tmp_path / "values"
-    path.write_bytes(values.numpy().tobytes())
-    file = StampedFile.of(path)
-
-    def part(rows: int, first: int) -> FilePart:
-        return FilePart(file=file, offset=first * 24, shape=(rows, 6), strides=(6, 1), dtype=torch.float32)
-
-    parts = (((0, 0), part(3, 0)), ((3, 0), part(4, 3)), ((7, 0), part(3, 7)))
-    late = LateTensor(Chunks(shape=(10, 6), dtype=torch.float32, parts=parts))
-    into = torch.empty(4, 6)
-    late.read_rows(2, 6, into)
-    assert torch.equal(into, values[2:6])
-    assert bytes_read == [24, 72]
 
 
 def test_a_dtype_of_its_own_rounds_first(tmp_path: Path) -> None:

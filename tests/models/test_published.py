@@ -11,7 +11,6 @@ from torch import nn
 
 from dualeval.errors import UsageError
 from dualeval.models import classifiers, published
-from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.models.sources import WeightsSource
 from dualeval.vision_library import torchvision
 from tests.published_weights import Publish, cache, publish
@@ -141,40 +140,6 @@ def test_another_file_is_not(both: list[Path], tmp_path: Path) -> None:
         torch.load(both[1], weights_only=True), tmp_path / "mine.pt", _use_new_zipfile_serialization=False
     )
     assert classifiers.source_of(MODEL).find_weights(str(tmp_path / "mine.pt")).entry is None
-
-
-def test_a_model_of_ones_own_has_no_published_files(tmp_path: Path) -> None:
-    torch.save(FashionCNN().state_dict(), tmp_path / "w.pt")
-    assert classifiers.source_of("fashion-cnn").find_weights(str(tmp_path / "w.pt")).entry is None
-    assert classifiers.source_of("package.models:make").find_weights(str(tmp_path / "w.pt")).entry is None
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "w.pt").touch()
-
-    def no_entry(self: Path, mode: str) -> None:  # root reads any file
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", no_entry)
-    assert refused(MODEL, str(tmp_path / "w.pt")).endswith("w.pt cannot be read: Permission denied")
-
-
-def test_the_same_file_is_the_same_model_by_name_and_by_path(
-    publish: Publish, cache: Path, tmp_path: Path
-) -> None:
-    """googlenet, which torchvision builds with transform_input where it is given its weights."""
-    network = classifiers.build("googlenet", "random:0", None)
-    path = publish("googlenet", "IMAGENET1K_V1", network, cache)
-    copy = shutil.copy(path, tmp_path / "renamed.pth")
-    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    found = {}
-    for weights in ("DEFAULT", "IMAGENET1K_V1", str(path), str(copy), "random:0"):
-        with torch.inference_mode():
-            found[weights] = classifiers.build("googlenet", weights, None)(images)
-    first = found.pop("DEFAULT")
-    assert not torch.equal(found.pop("random:0"), first)
-    for logits in found.values():
-        assert torch.equal(logits, first)
 
 
 @pytest.mark.parametrize(

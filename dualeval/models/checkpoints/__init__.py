@@ -35,15 +35,13 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
     if path.is_dir():
         saved = saved_in(path)
         if saved.name == METADATA:
-            content = DistributedFolder(path)
-            found, tensors = choose(path, content.tree, key)
-            return StateDict(path=path, key=found, tensors=content.late_state_dict(tensors))
+            distributed = DistributedFolder(path)
+            found, tensors = choose(path, distributed.tree, key)
+            return StateDict(path=path, key=found, tensors=distributed.late_state_dict(tensors))
     _check_file(saved)
-    if is_index(saved):
-        found, tensors = choose(path, read_shards(saved, trust=trust), key)
-        return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
-    if saved.suffix == ".safetensors":
-        found, tensors = choose(path, read_safetensors(saved), key)
+    if is_index(saved) or saved.suffix == ".safetensors":
+        content = read_shards(saved, trust=trust) if is_index(saved) else read_safetensors(saved)
+        found, tensors = choose(path, content, key)
         return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
     file = TorchFile(saved, trust=trust)
     found, tensors = choose(path, file.tree, key)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
-from dualeval.models.passed_over import PassedOver
+_EXTRA_STATE = "_extra_state"
+# Of a quantised linear layer or LSTM: a dtype; weights and bias together.
+_PACKED = re.compile(r"(^|\.)_packed_params\.(dtype|_packed_params)")
+
+
+class PassedOver:
+    """Takes the place of an object in a file that is no tensor: it ignores all that the file says of it."""
+
+    def __new__(cls, *_: object, **__: object) -> PassedOver:
+        return object.__new__(cls)
+
+    def __setstate__(self, _: object) -> None:
+        """Keep nothing."""
 
 
 class _AsDict:
@@ -73,3 +86,25 @@ def admitting() -> Iterator[None]:
 
 def _name_in_files(entry: Any) -> str:
     return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+
+
+# -- entries of a state_dict that need not be tensors: ``_extra_state``, packed weights of quantised layers --
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether torch gives this name to what a module keeps beside tensors."""
+    return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}") or _PACKED.search(name) is not None
+
+
+def is_read(value: object) -> bool:
+    """Whether nothing in a value was passed over when the file was read."""
+    waiting = [value]
+    seen: set[int] = set()
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, PassedOver):
+            return False
+        if isinstance(inner, (Mapping, list, tuple, set)) and id(inner) not in seen:
+            seen.add(id(inner))
+            waiting += [*inner, *inner.values()] if isinstance(inner, Mapping) else inner
+    return True

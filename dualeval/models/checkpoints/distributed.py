@@ -15,19 +15,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
+from dualeval.models.checkpoints.admitted import PassedOver
 from dualeval.models.checkpoints.file_parts import Chunks, FilePart, StampedFile
 from dualeval.models.checkpoints.folders import METADATA
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.checkpoints.places import NotInPlace, part_of, records_of
 from dualeval.models.model_errors import first_line
-from dualeval.models.passed_over import PassedOver
 
 
 class _Record:
@@ -74,22 +74,22 @@ class DistributedFolder:
     def late_state_dict(self, tensors: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """A state_dict of the tree, with tensors that are read when they are used."""
         return OrderedDict(
-            (name, self._opened(value) if id(value) in self._saved else value)
+            (name, self._opened(*self._saved[id(value)], value) if id(value) in self._saved else value)
             for name, value in tensors.items()
         )
 
     @contextmanager
     def _read_as_metadata(self) -> Iterator[None]:
+        path = self._folder / METADATA
         try:
             yield
         except UsageError:
             raise
         except OSError as error:
-            raise UsageError(
-                f"{self._folder / METADATA} cannot be read: {error.strerror or error}"
-            ) from error
+            raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
-            raise self._damaged(first_line(error)) from error
+            said = f"{path} is damaged: {first_line(error)}. Copy or save the checkpoint again."
+            raise UsageError(said) from error
 
     def _nest(self, content: Mapping[str, Any]) -> None:
         keys = content.get("planner_data")  # from torch 2.0 on
@@ -99,7 +99,7 @@ class DistributedFolder:
             for key in above:
                 inner = inner.setdefault(key, {})
             if last in inner:
-                raise self._damaged(f"two entries are at {name}")
+                raise ValueError(f"two entries are at {name}")
             inner[last] = PassedOver()
             if type(saved).__name__ == "TensorStorageMetadata":
                 properties = saved.state["properties"].state
@@ -108,8 +108,7 @@ class DistributedFolder:
                 inner[last] = made = torch.empty(saved.state["size"], dtype=dtype, device="meta")
                 self._saved[id(made)] = name, saved.state["chunks"]
 
-    def _opened(self, tensor: Tensor) -> LateTensor:
-        name, chunks = self._saved[id(tensor)]
+    def _opened(self, name: str, chunks: Any, tensor: Tensor) -> LateTensor:
         with self._read_as_metadata():
             shapes = {chunk.state["offsets"]: chunk.state["sizes"] for chunk in chunks}
             is_inside = all(
@@ -119,25 +118,20 @@ class DistributedFolder:
             )
             # What has no part would be left at random.
             if not is_inside or sum(map(prod, shapes.values())) != tensor.numel():
-                raise self._damaged(f"the parts of {name} are not the whole tensor")
+                raise ValueError(f"the parts of {name} are not the whole tensor")
             parts = []
             for begins, shape in shapes.items():
                 stored = self._stored.get((name, begins))
                 if stored is None and len(shapes) == 1:
                     stored = self._stored.get((name, None))
                 if stored is None:
-                    raise self._damaged(f"it does not say where {name} lies")
+                    raise ValueError(f"it does not say where {name} lies")
                 parts.append((begins, self._part(name, shape, tensor.dtype, stored)))
         return LateTensor(Chunks(shape=tuple(tensor.shape), dtype=tensor.dtype, parts=tuple(parts)))
 
     def _part(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, stored: Mapping[str, Any]
     ) -> FilePart:
-        if transformed := stored.get("transform_descriptors"):
-            raise UsageError(
-                f"{self._folder} has compressed parts ({', '.join(transformed)}), which are not read. "
-                "Save it again without extensions."
-            )
         file, offset, length = self._file(stored["relative_path"]), stored["offset"], stored["length"]
         if offset + length > file.size:
             raise UsageError(f"{file.path} is cut short: {name} lies beyond its end. Copy the folder again.")
@@ -157,26 +151,17 @@ class DistributedFolder:
         except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
             raise UsageError(
                 f"{file.path} is damaged, or holds more than plain tensors: {name} cannot be read. It is not "
-                "read in another way, because it could run code. Copy the folder again."
+                "read in another way, because it could run code. Copy the folder again; parts that were "
+                "compressed have to be saved without extensions."
             ) from error
 
     def _file(self, relative: str) -> StampedFile:
-        """A file in the folder."""
         if relative not in self._files:
-            named = PurePosixPath(relative)
-            if named.is_absolute() or ".." in named.parts:
-                raise UsageError(
-                    f"{self._folder / METADATA} names the file {relative!r}, which lies outside of the "
-                    "folder. It is not read. Copy the checkpoint into one folder."
-                )
             path = self._folder / relative
             if not path.is_file():
                 raise UsageError(f"{path} is missing, which {METADATA} names. Copy the whole folder.")
             self._files[relative] = StampedFile.of(path)
         return self._files[relative]
-
-    def _damaged(self, what: str) -> UsageError:
-        return UsageError(f"{self._folder / METADATA} is damaged: {what}. Copy or save the checkpoint again.")
 
 
 class _Window(io.RawIOBase):
@@ -189,21 +174,17 @@ class _Window(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As for a file."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """As for a file."""
         room = memoryview(buffer)[: max(0, self._length - self._position)]
         count = os.preadv(self._descriptor, [room], self._offset + self._position)
         self._position += count

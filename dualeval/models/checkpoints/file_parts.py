@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -38,7 +37,6 @@ class StampedFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return self.stamp[1]
 
     @contextmanager
@@ -114,12 +112,7 @@ class FilePart:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of the file the values are in."""
         return self.extent * self.dtype.itemsize
-
-    @property
-    def _is_contiguous(self) -> bool:
-        return 0 in self.shape or self.strides == contiguous_strides(self.shape)
 
     def rows(self, first: int, last: int) -> FilePart:
         """Some rows, as they lie in the file."""
@@ -132,7 +125,7 @@ class FilePart:
             return
         with self.file.opened() as descriptor:
             self._check_crc(descriptor)
-            if not (self._is_contiguous and target.is_contiguous()):
+            if self.strides != contiguous_strides(self.shape) or not target.is_contiguous():
                 values = torch.empty(self.extent, dtype=self.dtype)
                 self.file.read_into(descriptor, self.offset, values)
                 target.copy_(values.as_strided(self.shape, self.strides))
@@ -144,9 +137,7 @@ class FilePart:
     def _convert(self, descriptor: int, target: Tensor) -> None:
         """In pieces: a tensor in another dtype is not held whole beside the target."""
         offset = self.offset
-        step = _PIECE_BYTES // self.dtype.itemsize
-        for first in range(0, len(target), step):
-            into = target[first : first + step]
+        for into in torch.split(target, _PIECE_BYTES // self.dtype.itemsize):
             values = torch.empty(len(into), dtype=self.dtype)
             self.file.read_into(descriptor, offset, values)
             into.copy_(values)
@@ -204,20 +195,16 @@ class InMemory:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
         return tuple(self.values.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
         return self.values.dtype
 
     def copy_to(self, target: Tensor) -> None:
-        """Write the values into a tensor of this shape, in its dtype."""
         target.copy_(self.values)
 
     def rows(self, first: int, last: int) -> InMemory:
-        """Some rows, which share the memory."""
         return InMemory(values=self.values[first:last])
 
 
@@ -227,4 +214,4 @@ Source = FilePart | Chunks | InMemory
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, as torch gives them."""
-    return tuple(prod(max(size, 1) for size in shape[dimension + 1 :]) for dimension in range(len(shape)))
+    return torch.empty(shape, device="meta").stride()

@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.models.extra_state import is_extra_state
-from dualeval.models.passed_over import PassedOver
+from dualeval.models.checkpoints.admitted import PassedOver, is_extra_state
+from dualeval.wording import listed
 
 # Where training scripts put state_dicts: the model's own, and averages of it over the training.
 KNOWN_KEYS = (
@@ -21,7 +21,6 @@ KNOWN_KEYS = (
 )
 # Momenta are many, by the names of parameters, and never meant.
 _OF_AN_OPTIMIZER = "optim"
-_LISTED_AT_MOST = 8
 
 StateDict = Mapping[str, Any]
 
@@ -62,17 +61,9 @@ def _only_one(path: Path, content: object, above: str = "") -> tuple[str, StateD
     ]
     every = [*found, *rivals]
     if len(every) > 1:
-        keys = [key for key, _ in every]
-        repeated = next((key for key in keys if keys.count(key) > 1), None)
-        advice = (
-            f"Say which is meant: --weights-key KEY, such as --weights-key {keys[0]}."
-            if repeated is None
-            else f"Two things answer to {repeated}. Save the one that is meant alone, with "
-            "torch.save(model.state_dict(), PATH)."
-        )
         raise UsageError(
-            f"{path} holds {len(every)} state_dicts: {_listed(every)}. They can give different results. "
-            f"{advice}"
+            f"{path} holds {len(every)} state_dicts: {_listed(every)}. They can give different results. Say "
+            f"which is meant: --weights-key KEY, such as --weights-key {every[0][0]}."
         )
     return found[0]
 
@@ -99,8 +90,8 @@ def _under(path: Path, content: object, key: str) -> tuple[str, StateDict]:
     """The state_dict that a key leads to, or the only one below it."""
     found = list(_values_under(content, key))
     if not found:
-        elsewhere = _state_dicts(content)
-        hint = f" State_dicts lie under {_listed(elsewhere)}." if elsewhere else ""
+        others = _state_dicts(content)
+        hint = f" State_dicts lie under {_listed(others)}." if others else ""
         raise UsageError(f"--weights-key {key}: {path} holds no such key ({_keys_of(content)}).{hint}")
     if any(other is not found[0] for other in found):
         raise UsageError(
@@ -119,37 +110,27 @@ def _under(path: Path, content: object, key: str) -> tuple[str, StateDict]:
 
 
 def _none_there(path: Path, content: object, above: str) -> UsageError:
-    # What is there instead, under the known keys.
-    nested = [content.get(key) for key in KNOWN_KEYS] if isinstance(content, Mapping) else []
-    inner = next((value for value in nested if isinstance(value, Mapping)), content)
     others = _state_dicts(content, above)
-    hint = (
-        f" State_dicts lie under other keys: {_listed(others)}; --weights-key KEY takes one."
-        if others
-        else ""
-    )
+    hint = f" State_dicts lie under {_listed(others)}; --weights-key KEY takes one." if others else ""
     place = f" under the key {above}" if above else ""
     return UsageError(
-        f"{path} holds no state_dict{place} ({_keys_of(inner)}); expected tensors by name, or such a mapping "
-        f"under one of {', '.join(KNOWN_KEYS)}.{hint} Save one with torch.save(model.state_dict(), PATH)."
+        f"{path} holds no state_dict{place} ({_keys_of(content)}); expected tensors by name, or such a "
+        f"mapping under one of {', '.join(KNOWN_KEYS)}.{hint} Save one with torch.save(model.state_dict(), "
+        "PATH)."
     )
 
 
 def _keys_of(content: object) -> str:
     if not isinstance(content, Mapping):
         return f"found: {type(content).__name__}"
-    found = f"found: {', '.join(map(str, content))[:200]}"
     others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
-    if len(others) == len(content):
-        return found
-    return f"{found}; no tensor is {', '.join(others[:_LISTED_AT_MOST])}"
+    only = "" if len(others) == len(content) else f"; no tensor is {listed(others)}"
+    return f"found: {', '.join(map(str, content))[:200]}{only}"
 
 
 def _listed(found: list[tuple[str, StateDict]]) -> str:
     """Keys and numbers of tensors."""
-    shown = [f"{key or 'the file itself'} ({_counted(content)})" for key, content in found]
-    more = f" and {len(shown) - _LISTED_AT_MOST} more" if len(shown) > _LISTED_AT_MOST else ""
-    return ", ".join(shown[:_LISTED_AT_MOST]) + more
+    return listed(f"{key or 'the file itself'} ({_counted(content)})" for key, content in found)
 
 
 def _counted(content: Mapping[Any, Any]) -> str:
@@ -157,7 +138,7 @@ def _counted(content: Mapping[Any, Any]) -> str:
     tensors = f"{len(content) - len(others)} tensors"
     if is_state_dict(content):
         return tensors
-    return f"{tensors}, and {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
+    return f"{tensors}, and {listed(others, 3)}"
 
 
 # -- walking ---------------------------------------------------------------------------------------------

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from dualeval.errors import UsageError
+from dualeval.wording import listed
 
 METADATA = ".metadata"
 _INDEX = (".safetensors.index.json", ".bin.index.json")
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
-_LATEST = "latest"
 _MODEL_STATES = "mp_rank_*_model_states.pt"
 _PARTITIONED = "*zero_pp_rank_*_model_states.pt"
 _PIPELINE = "layer_*-model_*-model_states.pt"
-_LISTED_AT_MOST = 5
 
 
 def is_index(path: Path) -> bool:
@@ -51,12 +50,10 @@ def saved_in(folder: Path) -> Path:
     if not found:
         raise _no_checkpoint(folder)
     if len(found) > 1:
-        shown = list(map(str, found))
         files = [path for path in found if path.name != METADATA]
         raise UsageError(
-            f"{folder} holds {len(found)} checkpoints: "
-            f"{', '.join(shown[:_LISTED_AT_MOST])}{', ...' if len(shown) > _LISTED_AT_MOST else ''}. They "
-            f"can give different results. Say which is meant, such as --weights {files[0]}"
+            f"{folder} holds {len(found)} checkpoints: {listed(map(str, found))}. They can give different "
+            f"results. Say which is meant, such as --weights {files[0]}"
         )
     return found[0]
 
@@ -65,7 +62,7 @@ def _named_in(index: Path) -> list[str]:
     """The files that an index names; none where it is damaged, which is said when it is read."""
     try:
         places = json.loads(index.read_bytes())["weight_map"].values()
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
     return [name for name in places if isinstance(name, str)]
 
@@ -77,27 +74,13 @@ def _single_files(folder: Path) -> list[Path]:
 
 
 def _no_checkpoint(folder: Path) -> UsageError:
-    distributed = next(folder.glob("*.distcp"), None)
-    if distributed is not None:
-        return UsageError(
-            f"{folder} has files of torch.distributed.checkpoint ({distributed.name}) without {METADATA}, "
-            "which is written last: the save has not ended, or the copy left out hidden files. Copy the "
-            "whole folder."
-        )
-    parts = [path for path in sorted(folder.iterdir()) if _ONE_OF_SEVERAL.search(path.stem)]
-    if parts:
-        return UsageError(
-            f"{folder} has one of several files with weights ({parts[0].name}), and no index "
-            "(model.safetensors.index.json), which says which tensor is where. Copy the whole folder."
-        )
-    files = [
-        path for path in sorted(folder.iterdir()) if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".tar")
-    ]
-    hint = f" Give the file: --weights {files[0]}" if files else ""
+    found = listed((path.name for path in sorted(folder.iterdir())), 5) or "nothing"
     return UsageError(
-        f"the folder {folder} holds no checkpoint. Expected one of torch.distributed.checkpoint ({METADATA} "
-        "and *.distcp), of DeepSpeed (latest), a *.safetensors file, pytorch_model.bin, or an index of "
-        f"several (*.safetensors.index.json, *.bin.index.json).{hint}"
+        f"the folder {folder} holds no checkpoint (found: {found}). Expected one of "
+        f"torch.distributed.checkpoint ({METADATA}, which is written last, and *.distcp), of DeepSpeed "
+        "(latest), a *.safetensors file, pytorch_model.bin, or an index with its files "
+        "(*.safetensors.index.json, *.bin.index.json). Copy the whole folder, hidden files too; of one file "
+        f"give the path: --weights {folder}/FILE"
     )
 
 
@@ -106,10 +89,10 @@ def _no_checkpoint(folder: Path) -> UsageError:
 
 def _model_states(folder: Path) -> Path | None:
     """The file of a DeepSpeed checkpoint that holds the model; None for another folder."""
-    latest = folder / _LATEST
+    latest = folder / "latest"
     inner = folder
     if latest.is_file():
-        inner = folder / _named_by(latest)
+        inner = folder / latest.read_text("utf-8", "backslashreplace").strip()
         if not inner.is_dir():
             raise UsageError(
                 f"{latest} names the folder {inner.name}, which is not there. Copy the whole checkpoint, or "
@@ -124,27 +107,14 @@ def _model_states(folder: Path) -> Path | None:
             f"{inner} is a checkpoint of DeepSpeed's ZeRO-3, where each rank has saved parts of the "
             f"parameters. {gather}"
         )
-    if any(inner.glob(_PIPELINE)):
-        raise UsageError(
-            f"{inner} is a checkpoint of DeepSpeed's pipeline, with a file for each layer. Save the whole "
-            "model with torch.save(model.state_dict(), PATH)."
-        )
     states = sorted(inner.glob(_MODEL_STATES))
-    if len(states) > 1:
+    if len(states) > 1 or any(inner.glob(_PIPELINE)):
         raise UsageError(
-            f"{inner} was saved by {len(states)} model-parallel ranks ({states[0].name}, {states[1].name}, "
-            "...), each with a part of the model. Merge them with the tools of the library that has trained "
-            "it, and save one state_dict."
+            f"{inner} was saved by a pipeline or by model-parallel ranks, in parts. Merge them with the "
+            "tools of the library that has trained it, and save one state_dict."
         )
     if states:
         return states[0]
     if latest.is_file():
         raise UsageError(f"{inner} has no mp_rank_00_model_states.pt. Copy the whole checkpoint.")
     return None
-
-
-def _named_by(latest: Path) -> str:
-    name = latest.read_text("utf-8", "backslashreplace").strip()
-    if not name or len(PurePosixPath(name).parts) != 1 or name == "..":
-        raise UsageError(f"{latest} names {name[:60]!r}: expected the name of a folder beside it.")
-    return name

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualeval.errors import UsageError
@@ -59,7 +60,6 @@ class LateTensor(Tensor):
     __hash__ = object.__hash__
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Shape and dtype, without reading."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: object) -> LateTensor:
@@ -84,14 +84,16 @@ class LateTensor(Tensor):
             return False  # Module.to and its like put new parameters in the place of late ones
         if func is Tensor.copy_ and not kwargs and not isinstance(args[0], LateTensor):
             args[1]._copy_to(args[0])
+            if not args[0].is_inference():
+                increment_version(args[0])  # the bytes were read into its memory without torch
             return args[0]
         return _with_values(func, args, kwargs or {})
 
+    # As above, where torch calls its own functions from C++.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """As above, where torch calls its own functions from C++."""
         return _with_values(func, args, kwargs or {})
 
     def read(self) -> Tensor:

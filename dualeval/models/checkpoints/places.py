@@ -1,4 +1,4 @@
-"""Where the tensors of a stream of ``torch.save`` lie, found without reading them."""
+"""What lies where in a zip file of torch: the tensors of ``torch.save``, and whether it is a program."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from dualeval.models.checkpoints.file_parts import FilePart, Record, StampedFile
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _BYTE_ORDER = "byteorder"  # the name of a record behind the folder's
 _PICKLE = "data.pkl"  # likewise: small, and read before any tensor
+SCRIPT = "a TorchScript archive"
+EXPORTED = "a torch.export program"
 
 
 class NotInPlace(Exception):
@@ -75,3 +77,21 @@ def part_of(value: Tensor, file: StampedFile, records: Mapping[int, Record], beg
     if first + part.nbytes > record.size:
         raise NotInPlace
     return part
+
+
+def program_in(path: Path) -> str | None:
+    """What kind of program a file is; None for one that is none."""
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # The first part is a folder that is named like the file.
+            names = {name.partition("/")[2] or name for name in archive.namelist()}
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return None
+    if "archive_format" in names or "serialized_exported_program.json" in names:
+        return EXPORTED  # the second of torch before 2.8
+    # What torch.save writes has neither code nor constants.
+    if "constants.pkl" in names or any(name.startswith("code/") for name in names):
+        return SCRIPT
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,9 +31,6 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-_ABOUT_THE_FILE = "__metadata__"
-# What torch.distributed.checkpoint says of a file that has parts of tensors.
-_PARTS_OF_TENSORS = "DCP_SHARDING_INFO"
 
 
 def read_safetensors(path: Path) -> OrderedDict[str, LateTensor]:
@@ -42,44 +40,28 @@ def read_safetensors(path: Path) -> OrderedDict[str, LateTensor]:
     file = StampedFile.of(path)
     try:
         # The library checks the header: that it is whole, and that the tensors fill the file without gaps.
-        with safe_open(path, "pt") as checked:
-            about = checked.metadata() or {}
+        safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not a readable safetensors file: {error}") from error
-    if _PARTS_OF_TENSORS in about:
-        raise UsageError(
-            f"{path} holds parts of tensors, as torch.distributed.checkpoint writes them to safetensors. Put "
-            "them together with torch.distributed.checkpoint._consolidate_hf_safetensors."
-            "consolidate_safetensors_files(FOLDER, OUT), and give --weights OUT."
-        )
     with file.opened() as descriptor:
         length = torch.empty(1, dtype=torch.int64)
         file.read_into(descriptor, 0, length)
         header = torch.empty(int(length), dtype=torch.uint8)
         file.read_into(descriptor, 8, header)
     entries = json.loads(header.numpy().tobytes())
-    entries.pop(_ABOUT_THE_FILE, None)
+    entries.pop("__metadata__", None)
     first = 8 + len(header)
     # In the order in which they lie in the file, and are read.
     ordered = sorted(entries.items(), key=lambda entry: entry[1]["data_offsets"])
     return OrderedDict((name, _late(file, first, name, entry)) for name, entry in ordered)
 
 
-def _late(file: StampedFile, first: int, name: str, entry: dict[str, object]) -> LateTensor:
-    dtype = _DTYPES.get(str(entry["dtype"]))
+def _late(file: StampedFile, first: int, name: str, entry: dict[str, Any]) -> LateTensor:
+    dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise UsageError(
             f"{file.path} holds {name} as {entry['dtype']}, which is not read. Save it as floats."
         )
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    assert isinstance(shape, list)
-    assert isinstance(offsets, list)
-    return LateTensor(
-        FilePart(
-            file=file,
-            offset=first + offsets[0],
-            shape=tuple(shape),
-            strides=contiguous_strides(tuple(shape)),
-            dtype=dtype,
-        )
-    )
+    shape, begin = tuple(entry["shape"]), first + entry["data_offsets"][0]
+    strides = contiguous_strides(shape)
+    return LateTensor(FilePart(file=file, offset=begin, shape=shape, strides=strides, dtype=dtype))

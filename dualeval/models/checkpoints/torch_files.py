@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import sys
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -18,14 +17,19 @@ from torch.utils._pytree import tree_map_only
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.admitted import admitting
-from dualeval.models.checkpoints.file_parts import Record, StampedFile
+from dualeval.models.checkpoints.file_parts import StampedFile
 from dualeval.models.checkpoints.finding import choose
 from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.checkpoints.places import NotInPlace, check_records, part_of, records_of
-from dualeval.models.checkpoints.programs import program_in
+from dualeval.models.checkpoints.places import (
+    NotInPlace,
+    check_records,
+    part_of,
+    program_in,
+    records_of,
+)
+from dualeval.own_code import importable
 
 _REFUSED = re.compile(r"unsupported global(?:: global)? (\S+)", re.IGNORECASE)
-_BEGINS_AS_ZIP = b"PK"
 
 
 class TorchFile:
@@ -41,9 +45,11 @@ class TorchFile:
         self._path = path
         self._trust = trust
         self._file = StampedFile.of(path)
-        # Only the zip format of torch >= 1.6 has tensors in their own places.
-        self._is_zip = self._begins_as_zip() and zipfile.is_zipfile(path)
-        self._records = self._places() if self._is_zip else {}
+        with self._file.opened() as descriptor, open(descriptor, "rb", closefd=False) as opened:
+            self._begins_as_zip = opened.read(2) == b"PK"
+            # Only the zip format of torch >= 1.6 has tensors in their own places.
+            self._is_zip = self._begins_as_zip and zipfile.is_zipfile(opened)
+            self._records = records_of(opened) if self._is_zip else {}
         # Of a compressed file torch would take the compressed bytes for values.
         self._can_be_mapped = bool(self._records)
         # What the file holds; of the tensors only shape and dtype where the format allows it.
@@ -63,19 +69,8 @@ class TorchFile:
 
     def _late(self, value: Any) -> Any:
         if not isinstance(value, Tensor):  # the extra state of a module, of whatever type
-            return tree_map_only(Tensor, lambda tensor: self._late_tensor(tensor).read(), value)
-        return self._late_tensor(value)
-
-    def _late_tensor(self, value: Tensor) -> LateTensor:
+            return tree_map_only(Tensor, lambda tensor: self._late(tensor).read(), value)
         return LateTensor(part_of(value, self._file, self._records))
-
-    def _begins_as_zip(self) -> bool:
-        with self._path.open("rb") as file:
-            return file.read(len(_BEGINS_AS_ZIP)) == _BEGINS_AS_ZIP
-
-    def _places(self) -> dict[int, Record]:
-        with self._file.opened() as descriptor, open(descriptor, "rb", closefd=False) as opened:
-            return records_of(opened)
 
     def _without_values(self) -> object:
         """The tree with tensors that have no values; None where torch cannot make it."""
@@ -93,25 +88,17 @@ class TorchFile:
             if self._trust:
                 return self._with_code()
             detail = _refusal(str(error))
-            why = f" ({detail})" if detail else ""
-            trusted = (
-                " If you trust whoever wrote it, --trust-checkpoint reads it as it is, and runs its code."
-                if "global" in detail.lower()
-                else ""
-            )
             raise UsageError(
-                f"{self._path} cannot be read as plain tensors{why}. It is damaged, or holds pickled Python "
-                "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) or "
-                f"as safetensors.{trusted}"
+                f"{self._path} cannot be read as plain tensors ({detail}). It is damaged, or holds pickled "
+                "Python objects, which could run code. Save it again with torch.save(model.state_dict(), "
+                "PATH) or as safetensors. If you trust whoever wrote it, --trust-checkpoint reads it as it "
+                "is, and runs its code."
             ) from error
         except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
             raise self._damaged(error) from error
 
     def _with_code(self) -> object:
-        # The folder a person stands in, as for `python -m`: a console script does not look there.
-        here = str(Path.cwd())
-        if here not in sys.path:
-            sys.path.insert(0, here)
+        importable(Path.cwd())
         try:
             return _modules_as_state_dicts(self._load("cpu", weights_only=False))
         except (ImportError, AttributeError) as error:
@@ -133,7 +120,7 @@ class TorchFile:
             )
 
     def _damaged(self, error: Exception) -> UsageError:
-        if not self._is_zip and self._begins_as_zip():
+        if self._begins_as_zip and not self._is_zip:
             return UsageError(
                 f"{self._path} is cut short: it begins as a file of torch.save, and its end is missing "
                 f"({self._file.size:,} bytes are there). Fetch or save it again."

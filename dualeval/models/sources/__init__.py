@@ -66,6 +66,11 @@ class ModelSource(ABC):
         self.name = name
         self.arguments = arguments
         self.trust = trust
+        self.check()
+
+    def check(self) -> None:
+        """Check name and arguments; called when it is made."""
+        return
 
     # -- what every source says --------------------------------------------------------------------
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from dualeval.errors import UsageError
 from dualeval.models.sources import (
-    NO_ARGUMENTS,
     ModelSource,
     WeightsSource,
     refuse_arguments,
@@ -25,11 +23,8 @@ class EmbeddedModel(ModelSource):
 
     needs_weights = False
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
-    ) -> None:
-        super().__init__(name, arguments, trust=trust)
-        refuse_arguments(name, arguments, "beside its number of classes (--num-classes)")
+    def check(self) -> None:
+        refuse_arguments(self.name, self.arguments, "beside its number of classes (--num-classes)")
 
     def find_weights(self, weights: str | None) -> WeightsSource:
         assert weights is not None, "the task knows where the shipped ones are"

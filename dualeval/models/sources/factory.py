@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +14,11 @@ import torch
 from torch import nn
 
 from dualeval.errors import UsageError
-from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources import ModelSource, WeightsSource, weights_of_file
 from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.models.weights_name import is_published_name
 from dualeval.own_code import importable
-from dualeval.wording import nearest
-
-_LISTED_AT_MOST = 8
+from dualeval.wording import listed, nearest
 
 
 class FactoryModel(ModelSource):
@@ -29,11 +27,8 @@ class FactoryModel(ModelSource):
     It is called with the arguments of ``--model-arg``, and with ``num_classes`` where it takes that.
     """
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
-    ) -> None:
-        super().__init__(name, arguments, trust=trust)
-        refuse_file_of_code(name)
+    def check(self) -> None:
+        refuse_file_of_code(self.name)
 
     def find_weights(self, weights: str | None) -> WeightsSource:
         assert weights is not None, "a model without weights of its own"
@@ -54,16 +49,11 @@ class FactoryModel(ModelSource):
         try:
             signature.bind(**given)
         except TypeError as error:
-            called = ", ".join(given) or "no arguments"
-            needs_classes = "num_classes" in takes and "num_classes" not in given
-            advice = (
-                "The data does not say how many classes there are: give --num-classes N"
-                if needs_classes and takes["num_classes"].default is inspect.Parameter.empty
-                else "Give the others with --model-arg NAME=VALUE"
-            )
             raise UsageError(
-                f"--model {self.name}: {factory.__name__}{signature} is called with {called}: {error}. "
-                f"{advice}, or a function that needs no others, as def make(num_classes=10): return Net(...)."
+                f"--model {self.name}: {factory.__name__}{signature} is called with "
+                f"{', '.join(given) or 'no arguments'}: {error}. Give --num-classes N where the data does "
+                "not say it, others with --model-arg NAME=VALUE, or a function that needs none, as def "
+                "make(num_classes=10): return Net(...)."
             ) from error
         model = factory(**given)
         if not isinstance(model, nn.Module):
@@ -111,24 +101,14 @@ def refuse_file_of_code(name: str) -> None:
             "that returns the model."
         )
     module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
-    found = _callables(path)
+    found = re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text("utf-8", "replace"), re.MULTILINE)
     example = function or next(iter(found), "FUNCTION")
-    inside = f" It has {', '.join(found[:_LISTED_AT_MOST])}." if found else ""
+    inside = f" It has {listed(found)}." if found else ""
     where = f" in {path.parent}" if path.is_absolute() else ""
     raise UsageError(
         f"--model {name} is a file of code: expected MODULE:FUNCTION, a function or class that returns the "
         f"model. Type{where}: --model {module}:{example}.{inside}"
     )
-
-
-def _callables(path: Path) -> list[str]:
-    """The functions and classes of a file, which is not run."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def _import_factory(name: str) -> Any:
@@ -144,13 +124,9 @@ def _import_factory(name: str) -> Any:
         raise UsageError(f"--model {name}: no module named {error.name!r} can be imported.{hint}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        hint = nearest(attribute, dir(module), most=5)
         own = [
-            entry
-            for entry, value in vars(module).items()
-            if getattr(value, "__module__", None) == module.__name__ and callable(value)
+            name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name
         ]
-        if own and not hint:
-            hint = f" It has {', '.join(own[:_LISTED_AT_MOST])}."
+        hint = nearest(attribute, dir(module), most=5) or f" It has {listed(own)}."
         raise UsageError(f"--model {name}: module {module_name} has no callable {attribute!r}.{hint}")
     return factory

@@ -70,20 +70,17 @@ def uncropped_of(said: Mapping[str, Any], begin: str) -> Uncropped:
 
 
 def _without_sizes(said: Mapping[str, Any], begin: str) -> Preprocessing:
-    if said["kind"] not in _PLAIN:
-        raise _refusal(begin, f"is not one of {', '.join(_PLAIN)}")
-    if said.get("do_rescale") is False or not math.isclose(said.get("rescale_factor") or _SCALES, _SCALES):
-        raise _refusal(
-            begin,
-            f"has do_rescale {said.get('do_rescale')} and rescale_factor {said.get('rescale_factor')}, "
-            "expected 1/255",
-        )
-    if said["kind"] == "EfficientNet" and said.get("include_top", True):
-        raise _refusal(begin, "normalises twice (include_top)")
-    if said.get("rescale_offset"):
-        raise _refusal(begin, "subtracts 1 from scaled pixels (rescale_offset)")
-    if said.get("do_pad"):
-        raise _refusal(begin, "adds borders (do_pad)")
+    scales, scale = said.get("do_rescale"), said.get("rescale_factor") or _SCALES
+    not_so = {
+        f"is not one of {', '.join(_PLAIN)}": said["kind"] not in _PLAIN,
+        f"has do_rescale {scales} and rescale_factor {scale}, expected 1/255": scales is False
+        or not math.isclose(scale, _SCALES),
+        "normalises twice (include_top)": said["kind"] == "EfficientNet" and said.get("include_top", True),
+        "subtracts 1 from scaled pixels (rescale_offset)": said.get("rescale_offset"),
+        "adds borders (do_pad)": said.get("do_pad"),
+    }
+    for what in [what for what, found in not_so.items() if found]:
+        raise _refusal(begin, what)
     normalised = said.get("do_normalize")
     return Preprocessing(
         mean=_three(said["image_mean"]) if normalised else (0.0,) * 3,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.places import check_records
-from dualeval.models.checkpoints.programs import SCRIPT, program_in
+from dualeval.models.checkpoints.places import SCRIPT, check_records, program_in
 from dualeval.models.model_errors import first_line
-from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, refuse_arguments
+from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments
 from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.models.weights_name import PROGRAM_SUFFIXES
 
@@ -41,17 +39,14 @@ class ProgramModel(ModelSource):
     needs_weights = False
     needs_trust = True
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
-    ) -> None:
-        super().__init__(name, arguments, trust=trust)
-        refuse_arguments(name, arguments, "because its model was built when the file was written")
-        self._path = Path(name)
+    def check(self) -> None:
+        refuse_arguments(self.name, self.arguments, "because its model was built when the file was written")
+        self._path = Path(self.name)
         self._kind = _kind_of(self._path)
-        if not trust:
+        if not self.trust:
             raise UsageError(
-                f"--model {name} is {self._kind}: such a file is a program, and opening it can run any code. "
-                "If you trust who wrote it, add --trust-checkpoint."
+                f"--model {self.name} is {self._kind}: such a file is a program, and opening it can run any "
+                "code. If you trust who wrote it, add --trust-checkpoint."
             )
         # Of a program of torch.export, as far as it says: the least and the largest batch.
         self._batches: tuple[int, int | None] | None = None
@@ -75,15 +70,20 @@ class ProgramModel(ModelSource):
                 warnings.simplefilter("ignore")
                 check_records(self._path)
                 if self._kind == SCRIPT:
-                    load: Any = torch.jit.load
-                    return _in_evaluation(load(self._path, map_location="cpu"))
+                    script: Any = torch.jit.load(self._path, map_location="cpu")  # type: ignore[no-untyped-call]
+                    # A frozen one has no mode left to set.
+                    return script.eval() if hasattr(script, "training") else script  # type: ignore[no-any-return]
                 program = torch.export.load(self._path)
                 model = program.module()
         except (RuntimeError, ValueError, KeyError, OSError, EOFError, AssertionError) as error:
             said = first_line(error)
             raise UsageError(f"--model {self.name} cannot be read as {self._kind}: {said}") from error
         self._batches = _batches_of(program)
-        self._refuse_training(list(_trained_in(program)))
+        if trained := sorted(set(_trained_in(program))):
+            raise UsageError(
+                f"--model {self.name} was exported in training mode (in it, {', '.join(trained)} work as in "
+                "training). Export it again after model.eval()."
+            )
         return _Program(model)
 
     def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
@@ -100,13 +100,6 @@ class ProgramModel(ModelSource):
     def why_whole(self, weights: WeightsSource) -> str | None:
         return "a program holds its weights"
 
-    def _refuse_training(self, found: list[str]) -> None:
-        if found:
-            raise UsageError(
-                f"--model {self.name} was exported in training mode (in it, {', '.join(sorted(set(found)))} "
-                "work as in training). Export it again after model.eval()."
-            )
-
     def notes(self) -> list[str]:
         return [f"model: {self.name} is {self._kind}, which can run any code; --trust-checkpoint allows it"]
 
@@ -121,33 +114,17 @@ class ProgramModel(ModelSource):
         if self._batches is None:
             return
         least, largest = self._batches
-        last = samples % batch_size
-        if least == largest:
-            if batch_size == least and not last:
-                return
-            whole = samples // least * least
-            raise UsageError(
-                f"--model {self.name} was exported for batches of exactly {least} images"
-                + (f", and the batch size is {batch_size}" if batch_size != least else "")
-                + (
-                    f"; of {samples} images the last batch of {least} has {samples % least}"
-                    if samples % least
-                    else ""
-                )
-                + f". Give --batch-size {least}"
-                + _fitting(whole, samples)
-                + " Or export it with a dynamic batch dimension (torch.export.Dim)."
-            )
-        sizes = [batch_size] if samples >= batch_size else []
-        sizes += [last] if last else []
+        sizes = [min(batch_size, samples), samples % batch_size or batch_size]
         wrong = [size for size in sizes if size < least or (largest is not None and size > largest)]
         if wrong:
-            upto = "" if largest is None else f" to {largest}"
-            size = batch_size if largest is None else max(least, min(batch_size, largest))
+            size = max(least, min(batch_size, largest or batch_size))
+            rest = samples % size
+            limit = f" and --limit {samples - rest}" if size <= samples and 0 < rest < least else ""
+            taken = least if least == largest else f"{least} to {largest or 'any number of'}"
             raise UsageError(
-                f"--model {self.name} was exported for batches of {least}{upto or ' or more'} images, and "
-                f"this run has one of {wrong[0]}. Give --batch-size {size}"
-                + (_fitting(samples // size * size, samples) if 0 < samples % size < least else ".")
+                f"--model {self.name} was exported for batches of {taken} images, and this run has one of "
+                f"{wrong[0]}. Give --batch-size {size}{limit}; or export it with a dynamic batch dimension "
+                "(torch.export.Dim)."
             )
 
 
@@ -185,26 +162,13 @@ def _kind_of(path: Path) -> str:
         raise UsageError(
             f"--model {path} {found}. Expected a TorchScript archive or a torch.export program (.pt2)."
         )
-    try:
-        other = what_it_is(path)
-        with zipfile.ZipFile(path) as archive:
-            names = [name.partition("/")[2] for name in archive.namelist()]
-    except (OSError, zipfile.BadZipFile) as error:
-        what = "is neither a TorchScript archive nor a torch.export program" if other is None else other
-        raise UsageError(f"--model {path} {what}: {error}") from error
     if (kind := program_in(path)) is not None:
         return kind
-    hint = " It holds tensors: name the model, and give it with --weights." if "data.pkl" in names else ""
-    raise UsageError(
-        f"--model {path} is neither a TorchScript archive (torch.jit.save) nor a torch.export program "
-        f"(torch.export.save).{hint}"
+    what = what_it_is(path) or (
+        "is neither a TorchScript archive (torch.jit.save) nor a torch.export program (torch.export.save). "
+        "If it holds tensors, name the model, and give it with --weights"
     )
-
-
-def _in_evaluation(script: Any) -> nn.Module:
-    # A frozen one has no mode left to set.
-    found: nn.Module = script.eval() if hasattr(script, "training") else script
-    return found
+    raise UsageError(f"--model {path} {what}.")
 
 
 def _batches_of(program: Any) -> tuple[int, int | None] | None:
@@ -224,12 +188,7 @@ def _batches_of(program: Any) -> tuple[int, int | None] | None:
     if limits is None:
         return 1, None
     # An unbounded dimension has an infinity, or a number that stands for one.
-    largest = None if limits.is_int and not _is_finite(limits.upper) else int(limits.upper)
-    return max(1, int(limits.lower)), largest
-
-
-def _is_finite(bound: Any) -> bool:
-    return bool(getattr(bound, "is_finite", True)) and bound < 2**60
+    return max(1, int(limits.lower)), int(limits.upper) if limits.upper < 2**60 else None
 
 
 def _trained_in(program: Any) -> Iterator[str]:
@@ -242,9 +201,3 @@ def _trained_in(program: Any) -> Iterator[str]:
             continue
         if "dropout" not in kind or node.args[1] != 0:
             yield kind
-
-
-def _fitting(whole: int, samples: int) -> str:
-    if whole == samples:
-        return "."
-    return f" and --limit {whole}." if whole else f"; {samples} images are fewer than one batch."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import math
 from collections.abc import Mapping
@@ -16,10 +15,11 @@ from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.models import published
 from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources import Loading, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.models.weights_name import is_published_name
 from dualeval.vision_library import torchvision
+from dualeval.wording import nearest
 
 PREFIX = "timm:"
 _IMAGENET_CLASSES = 1000
@@ -30,8 +30,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _TAKEN = {
     "pretrained": "--weights",
     "checkpoint_path": "--weights",
-    "pretrained_cfg": "--weights, --resize, --crop, --mean and --std",
-    "pretrained_cfg_overlay": "--weights, --resize, --crop, --mean and --std",
+    **dict.fromkeys(("pretrained_cfg", "pretrained_cfg_overlay"), "--weights, --resize, --mean and so on"),
     "cache_dir": "the environment variable HF_HUB_CACHE",
 }
 
@@ -44,33 +43,24 @@ class TimmModel(ModelSource):
 
     publishes_weights = True
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
-    ) -> None:
-        super().__init__(name, arguments, trust=trust)
-        for taken in [argument for argument in arguments if argument in _TAKEN]:
+    def check(self) -> None:
+        for taken in [argument for argument in self.arguments if argument in _TAKEN]:
             raise UsageError(f"--model-arg {taken}: this is said by {_TAKEN[taken]}. Leave it out.")
-        self._name = name.removeprefix(PREFIX)
+        self._name = self.name.removeprefix(PREFIX)
         timm = _timm()
         architecture, _, tag = self._name.partition(".")
         if not timm.is_model(architecture):
-            near = difflib.get_close_matches(architecture, timm.list_models(), n=5, cutoff=0.5)
-            hint = f" Nearest: {', '.join(PREFIX + other for other in near)}." if near else ""
+            hint = nearest(self.name, [PREFIX + other for other in timm.list_models()], most=5)
             raise UsageError(
-                f"--model {name}: timm {timm.__version__} has no model {architecture!r}.{hint} Python lists "
-                "them: timm.list_models('*resnet*')."
+                f"--model {self.name}: timm {timm.__version__} has no model {architecture!r}.{hint} Python "
+                "lists them: timm.list_models('*resnet*')."
             )
         try:
             found = timm.get_pretrained_cfg(self._name)
         except RuntimeError as error:  # what it raises for a tag that it does not know
-            tags = [
-                other.partition(".")[2]
-                for other in timm.list_pretrained(f"{architecture}*")
-                if other.partition(".")[0] == architecture
-            ]
             raise UsageError(
-                f"--model {name}: timm {timm.__version__} has no weights {tag!r} for {architecture}. "
-                f"{'Its tags: ' + ', '.join(tags) if tags else 'It has none'}."
+                f"--model {self.name}: timm {timm.__version__} has no weights {tag!r} for {architecture}, "
+                f"but {', '.join(timm.list_pretrained(f'{architecture}.*')) or 'none at all'}."
             ) from error
         self._config: dict[str, Any] = {} if found is None else found.to_dict()
 
@@ -99,16 +89,11 @@ class TimmModel(ModelSource):
                 f"--weights {weights}: {self.name} has no weights of this name. Give --weights {_DEFAULT}; "
                 "others have a tag behind the model's name, as timm:resnet50.a1_in1k."
             )
-        if not self._config.get("hf_hub_id"):
-            elsewhere = f"but {self._config['url']}" if self._config.get("url") else "nor elsewhere"
+        if not self._config.get("hf_hub_id") or not self._config.get("num_classes"):
             raise UsageError(
-                f"--weights {_DEFAULT}: timm publishes no weights for {self.name} on the hub, {elsewhere}. "
-                "Give a state_dict file."
-            )
-        if not self._config.get("num_classes"):
-            raise UsageError(
-                f"--weights {_DEFAULT}: {self._full_name} are weights without a classifier, so there is "
-                "nothing to evaluate. Choose another tag, or give your own weights."
+                f"--weights {_DEFAULT}: timm publishes no weights with a classifier for {self.name} on the "
+                f"hub (url: {self._config.get('url') or 'none'}). Choose another tag, or give a state_dict "
+                "file."
             )
 
     def _cached(self) -> Path | None:
@@ -122,24 +107,17 @@ class TimmModel(ModelSource):
         if self._cached() is not None:
             return
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
 
-        repository = self._config["hf_hub_id"]
-        try:
-            for file in _FILES:
-                try:
-                    hf_hub_download(repository, file)
-                    return
-                except EntryNotFoundError:
-                    continue
-        except (OSError, RuntimeError, ValueError) as error:  # no network, for example
-            raise DualevalError(f"the weights of {self.name} cannot be fetched: {error}") from error
-        raise DualevalError(f"{repository} holds none of {', '.join(_FILES)}")
+        failed = []
+        for file in _FILES:
+            try:
+                hf_hub_download(self._config["hf_hub_id"], file)
+                return
+            except (OSError, RuntimeError, ValueError) as error:  # no network, or no such file
+                failed.append(f"{file}: {error}")
+        raise DualevalError(f"the weights of {self.name} cannot be fetched: {'; '.join(failed)}")
 
-    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
-        return self._created(num_classes)
-
-    def _created(self, num_classes: int | None, **options: Any) -> nn.Module:
+    def create(self, num_classes: int | None, *, entry: Any = None, **options: Any) -> nn.Module:
         classes = {} if num_classes is None else {"num_classes": num_classes}
         with self.blaming_arguments(TypeError, ValueError, AssertionError, RuntimeError):
             model = _timm().create_model(self._name, **classes, **self.arguments, **options)
@@ -159,19 +137,15 @@ class TimmModel(ModelSource):
                 own,
             )
         if "in_chans" in self.arguments:
-            raise UsageError(
-                f"--model-arg in_chans: {weights.entry} are for {self._config['input_size'][0]} channels. "
-                "Leave it out, or give your own weights."
-            )
+            raise UsageError("--model-arg in_chans: with --weights DEFAULT leave it out.")
         tensors = read_state_dict(weights.path, trust=self.trust).tensors
         # timm renames what its older files name otherwise, and refuses what then is missing.
-        model: Any = self._created(
+        model: Any = self.create(
             None, pretrained=True, pretrained_cfg_overlay={"state_dict": dict(tensors), "source": ""}
         )
         config = {name: value for name, value in model.pretrained_cfg.items() if name != "state_dict"}
         model.pretrained_cfg = model.default_cfg = config
-        made: nn.Module = model
-        return made
+        return model  # type: ignore[no-any-return]
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing | None:
         """That of timm.data.create_transform for the model's pretrained configuration."""

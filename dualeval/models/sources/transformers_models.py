@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models import published
-from dualeval.models.late_building import NotLate, is_building
-from dualeval.models.model_errors import first_line
 from dualeval.models.sources import (
-    NO_ARGUMENTS,
     Loading,
     ModelSource,
     WeightsSource,
@@ -28,10 +24,8 @@ from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,
     config_of,
-    load_by_name,
     load_pretrained,
-    other_file,
-    quiet,
+    reading,
     refuse_foreign_kernels,
     task_of,
     transformers_for,
@@ -54,12 +48,9 @@ class TransformersModel(ModelSource):
     kind, forms = "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"
     noun, trained_for = "image classifier", "image classification"
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
-    ) -> None:
-        super().__init__(name, arguments, trust=trust)
-        refuse_arguments(name, arguments, f"because its {CONFIG} says what it is made of")
-        self._folder = Path(name.removeprefix(PREFIX))
+    def check(self) -> None:
+        refuse_arguments(self.name, self.arguments, f"because its {CONFIG} says what it is made of")
+        self._folder = Path(self.name.removeprefix(PREFIX))
         transformers_for(_WHAT)
         self._require(CONFIG)
         self._config = config_of(self._folder)
@@ -70,10 +61,8 @@ class TransformersModel(ModelSource):
     def _read_config(self) -> Any:
         """The library's configuration, of a model that has a form for images and classes."""
         transformers = transformers_for(_WHAT)
-        with quiet():
-            config = self._reading(
-                lambda: transformers.AutoConfig.from_pretrained(self._folder, **LOCAL), "configuration"
-            )
+        with self._reading("configuration"):
+            config = transformers.AutoConfig.from_pretrained(self._folder, **LOCAL)
         known = getattr(transformers, self.forms)
         made = ", ".join(self._config.get("architectures") or ()) or config.model_type
         if type(config) not in known:
@@ -92,14 +81,8 @@ class TransformersModel(ModelSource):
             "fetches one."
         )
 
-    def _reading(self, read: Callable[[], Any], what: str) -> Any:
-        try:
-            return read()
-        except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # what is missing or damaged decides what is raised
-            said = other_file(self._folder) or first_line(error)
-            raise UsageError(f"--model {self.name} holds no {what} that can be read: {said}") from error
+    def _reading(self, what: str) -> AbstractContextManager[None]:
+        return reading(self._folder, f"--model {self.name} holds no {what}")
 
     @property
     def identity(self) -> str:
@@ -121,31 +104,19 @@ class TransformersModel(ModelSource):
 
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
         self._check_classes(num_classes)
-        transformers = transformers_for(_WHAT)
-        with quiet():
-            config = self._read_config()
-            model = self._reading(
-                lambda: getattr(transformers, self.kind).from_config(config, trust_remote_code=False),
-                self.noun,
-            )
-        assert isinstance(model, nn.Module)
-        return model.float()
+        kind = getattr(transformers_for(_WHAT), self.kind)
+        config = self._read_config()
+        with self._reading(self.noun):
+            model: nn.Module = kind.from_config(config, trust_remote_code=False).float()
+        return model
 
     def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
         if weights.path != self._folder:
             return super().load(weights, num_classes, loading)
         self._check_classes(num_classes)
-        transformers = transformers_for(_WHAT)
-        with quiet():
-            kind = getattr(transformers, self.kind)
-            if is_building():
-                return load_by_name(kind, self._folder)
-            model: nn.Module = self._reading(
-                lambda: load_pretrained(kind, self._folder, self.trained_for),
-                self.noun,
-            )
-        # A checkpoint in half precision is computed with as --precision says.
-        return model.float()
+        kind = getattr(transformers_for(_WHAT), self.kind)
+        with self._reading(self.noun):
+            return load_pretrained(kind, self._folder, self.trained_for)
 
     def _check_classes(self, num_classes: int | None) -> None:
         own = self._classes
@@ -158,11 +129,8 @@ class TransformersModel(ModelSource):
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
         """That of the folder's image processor."""
-        with quiet():
-            found: Preprocessing = self._reading(
-                lambda: preprocessing_of_folder(self._folder, self.name), "image processor"
-            )
-        return found
+        with self._reading("image processor"):
+            return preprocessing_of_folder(self._folder, self.name)
 
     def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
         return f"the folder's {PROCESSOR}"

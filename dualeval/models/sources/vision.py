@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models import published
-from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources import ModelSource, WeightsSource, weights_of_file
 from dualeval.models.sources.embedded import EMBEDDED
 from dualeval.models.weights_name import is_published_name
 from dualeval.vision_library import torchvision
@@ -27,19 +26,17 @@ class TorchvisionModel(ModelSource):
 
     publishes_weights = True
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
-    ) -> None:
-        super().__init__(name, arguments, trust=trust)
+    def check(self) -> None:
         known = self.names()
-        if name not in known:
-            hint = nearest(name, [*known, EMBEDDED], most=5, cutoff=0.5)
+        if self.name not in known:
+            hint = nearest(self.name, [*known, EMBEDDED], most=5, cutoff=0.5)
             raise UsageError(
-                f"there is no model {name!r}.{hint} Give a torchvision classifier, {EMBEDDED}, timm:NAME, "
-                "hf:DIR, package.module:factory, or the path of a TorchScript archive or .pt2 program."
+                f"there is no model {self.name!r}.{hint} Give a torchvision classifier, {EMBEDDED}, "
+                "timm:NAME, hf:DIR, package.module:factory, or the path of a TorchScript archive or .pt2 "
+                "program."
             )
         for taken in ("weights", "weights_backbone", "pretrained"):
-            if taken in arguments:
+            if taken in self.arguments:
                 raise UsageError(f"--model-arg {taken}: weights are chosen with --weights. Leave it out.")
 
     def names(self) -> list[str]:
