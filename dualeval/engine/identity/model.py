@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from dualeval.engine.identity.attributes import attributes_of, is_incidental
 from dualeval.engine.identity.hasher import Hasher, script_code
-from dualeval.engine.identity.plain import short_hex
+from dualeval.engine.identity.plain import attributes_of, is_incidental, short_hex
 from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.engine.sharding.detect import class_of, is_of_fsdp, is_state_of_fsdp, whole
 

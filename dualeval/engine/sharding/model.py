@@ -52,8 +52,6 @@ class ShardedModel:
         self._digests = WeightsDigests.of(model)
         self._identity = ModelIdentity.with_weights(model, {})
         for parameter in self._parameters:
-            assert parameter.source is not None
-            self._identity.hasher.hold_weakly(parameter.source)
             _put_all(model, parameter, _empty(parameter, parameter.dtype))
 
     def filled(self) -> tuple[nn.Module, ModelIdentity]:
