@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dualeval
 from dualeval.columns import Ragged, to_rows
 from dualeval.engine import proving, recorder
-from dualeval.engine.folder import mapped_columns
+from dualeval.engine.folder import windows
 from dualeval.engine.verification import verify
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
@@ -208,7 +208,7 @@ def test_a_full_temporary_folder_is_named(done: tuple[Path, Result], monkeypatch
         def __exit__(self, *error: object) -> None:
             pass
 
-    monkeypatch.setattr(mapped_columns, "_nameless", lambda folder: Full())
+    monkeypatch.setattr(windows, "_nameless", lambda folder: Full())
     with pytest.raises(DualevalError, match=r"temporary file in .*No space left.*TMPDIR"):
         dualeval.rescore(done[0], metrics=RaggedTask(1).metrics())
 

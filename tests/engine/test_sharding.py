@@ -19,8 +19,7 @@ from dualeval.backends.base import Backend
 from dualeval.cli import dualeval as command
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.sharding.parameters import check_device, parameters_of
-from dualeval.engine.sharding.reads import reads_refused
-from dualeval.engine.sharding.torch_fsdp import check_torch, of_rows
+from dualeval.engine.sharding.torch_fsdp import check_torch, of_rows, reads_refused
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch
