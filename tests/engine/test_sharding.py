@@ -354,7 +354,7 @@ def test_parameters_go_by_their_first_names_and_small_ones_leave_ranks_without_r
 
 def test_an_identity_keeps_no_parameter_alive() -> None:
     model = nn.Linear(2, 2)
-    identity = ModelIdentity.with_weights(model, {})
+    identity = ModelIdentity.of(model, weights={})
     weight = model.weight
     assert identity.hasher._name_of(id(weight)) == b"tensor weight"
     model.weight, number = nn.Parameter(torch.zeros(2, 2)), id(weight)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dualeval.engine import numerics
 from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.identity.model import WeightsDigests
+from dualeval.engine.identity.model import model_fingerprint
 from dualeval.engine.layouts import converter
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
@@ -54,8 +54,7 @@ class ShardedModel:
         self._run = run
         self._device = run.backend.device
         self._parameters = parameters_of(model)
-        self._digests = WeightsDigests.of(model)
-        self._identity = ModelIdentity.with_weights(model, {})
+        self._identity = ModelIdentity.of(model, weights={})
         for parameter in self._parameters:
             _put_all(model, parameter, _empty(parameter, parameter.dtype))
 
@@ -73,7 +72,7 @@ class ShardedModel:
             reading.read(parameter)
         # Here a rank that could not read is heard of.
         control.meet()
-        weights = self._digests.fingerprint(reading.digests())
+        weights = model_fingerprint(self._model, digests=reading.digests())
         return replace(self._identity, weights=weights)
 
     def _divided(self, options: RunOptions) -> nn.Module:
