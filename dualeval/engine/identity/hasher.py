@@ -96,7 +96,7 @@ class Hasher:
         self.met = set[str]()
         # By id; weakly, so that a model that is divided can let go of its parameters.
         self._known = {
-            id(value): (weakref.ref(value), name) for name, value in reversed((known or {}).items())
+            id(value): (weakref.ref(value), name) for name, value in reversed([*(known or {}).items()])
         }
         # The objects are kept, so that nothing else gets their ids.
         self._done: dict[int, tuple[Any, bytes]] = {}
