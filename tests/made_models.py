@@ -208,6 +208,7 @@ FAMILIES: dict[str, list[Callable[[], nn.Module]]] = {
         *(lambda: Holder(functools.lru_cache(scaled)), lambda: Holder(torch.ops.aten.relu.default)),
         *(lambda: Holder(torch.ops.aten.gelu.default), lambda: Holder(nn.ReLU), lambda: Holder(nn.GELU)),
         *(lambda: Holder([nn.ReLU()]), lambda: Holder([nn.GELU()]), lambda: Holder([nn.LeakyReLU(0.3)])),
+        lambda: Holder([nn.LeakyReLU(0.1)]),
     ],
     "hooks": [
         *(lambda: nn.Sequential(nn.Linear(2, 2)), lambda: hooked(1.0), lambda: hooked(2.0)),

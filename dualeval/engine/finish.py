@@ -22,8 +22,7 @@ from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
-from dualeval.engine.folder.stored_columns import RowsOfChunks
-from dualeval.engine.folder.windows import read_columns
+from dualeval.engine.folder.windows import RowsOfChunks, read_columns
 from dualeval.engine.in_memory import MemoryWriter, collect_rows
 from dualeval.engine.loop import Loop, unwritable
 from dualeval.engine.machines import chunks_by_machine

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns import Column
-from dualeval.engine.folder.stored_columns import RowsOfChunks, describe_columns, place_columns
+from dualeval.engine.folder.windows import RowsOfChunks, describe_columns, place_columns
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend

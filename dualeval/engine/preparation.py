@@ -21,7 +21,7 @@ from dualeval.engine.layouts import converter, fixed_part, is_changeable, layout
 from dualeval.engine.nests import map_tensors
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import is_sharded
-from dualeval.engine.sharding.reads import NOT_GATHERED
+from dualeval.engine.sharding.torch_fsdp import NOT_GATHERED
 from dualeval.errors import UsageError, text_of, with_type
 from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
 

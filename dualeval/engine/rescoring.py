@@ -15,7 +15,7 @@ import torch
 from dualeval.columns import to_column
 from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import check_declarations, columns_of, update
-from dualeval.engine.folder.mapped_columns import MappedColumns, copied
+from dualeval.engine.folder.windows import MappedColumns, copied
 from dualeval.engine.measured import check_keys, fields_of_result, plain, rough_warnings
 from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import RowSource, StoredRows

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from dualeval.engine.identity.attributes import attributes_of
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
-from dualeval.engine.identity.plain import module_name
+from dualeval.engine.identity.plain import attributes_of, module_name
 from dualeval.errors import UsageError
 from dualeval.further_columns import FurtherColumns, WithColumns
 from dualeval.tasks import Dataset, Task

@@ -19,8 +19,7 @@ from dualeval.columns import RaggedRows, Rows, to_column
 from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import columns_of, update
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.mapped_columns import MappedColumns, copied
-from dualeval.engine.folder.windows import WINDOW_ROWS
+from dualeval.engine.folder.windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.measured import fields_of_result, plain
 from dualeval.engine.rescoring import check_column_of_clusters
 from dualeval.engine.stored_rows import RowSource

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from dualeval.columns import Rows, offsets_of, rows_of
 from dualeval.engine.folder.predictions import COLUMN_OF_DATA, COLUMN_OF_TEXT
-from dualeval.engine.folder.stored_columns import RowsOfChunks
-from dualeval.engine.folder.windows import WINDOW_ROWS, evaluated_of, windows_of
+from dualeval.engine.folder.windows import WINDOW_ROWS, RowsOfChunks, evaluated_of, windows_of
 from dualeval.engine.parts import texts_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError

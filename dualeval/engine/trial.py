@@ -19,9 +19,8 @@ from dualeval.columns import Column, Ragged, Rows, parts_of, to_rows
 from dualeval.columns import copied as copied_column
 from dualeval.engine.clusters import check_scores
 from dualeval.engine.columns import columns_of
-from dualeval.engine.folder.mapped_columns import read_only
 from dualeval.engine.folder.predictions import json_entries, parquet_bytes
-from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.folder.windows import EVALUATED, read_only
 from dualeval.engine.guest import version_of
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.identity.source import is_own

@@ -31,7 +31,7 @@ from dualeval.columns import (
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder import windows
 from dualeval.engine.folder.journal import JournalWriter, read_journal_file
-from dualeval.engine.folder.mapped_columns import MappedColumns
+from dualeval.engine.folder.windows import MappedColumns
 from dualeval.engine.in_memory import MemoryWriter, collect_rows
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder

@@ -308,13 +308,7 @@ def test_where_no_file_can_be_made_the_status_is_written_over(tmp_path: Path, la
     assert read_status(tmp_path) == Status(state="failed", exit_code=1)
 
 
-def test_how_a_run_has_ended_replaces_that_it_is_ending(opened: RunFolder) -> None:
-    other = RunFolder(opened.path, opened.token, rank=1)
-    opened.note_end(Stopped("SIGTERM"), provisional=True)
-    other.note_end(DualevalError("another process's"))
-    assert (read_status(opened.path) or Status(state="")).state == "stopped"
-    opened.note_end(DualevalError("rank 1 was killed"))
-    opened.note_end(DualevalError("a later word"))
-    opened.note_end(Stopped("SIGTERM"), provisional=True)
-    status = read_status(opened.path)
-    assert status is not None and (status.state, status.reason) == ("failed", "rank 1 was killed")
+def test_a_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
+    """As the text of an error that names a file of such a name."""
+    Status(state="failed", reason="bad \udcff name").write(tmp_path)
+    assert read_status(tmp_path) == Status(state="failed", reason="bad \udcff name")

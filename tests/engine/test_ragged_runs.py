@@ -16,6 +16,7 @@ import torch
 import dualeval
 from dualeval.columns import Ragged, to_rows
 from dualeval.engine import proving, recorder
+from dualeval.engine.folder import windows
 from dualeval.engine.verification import verify
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
@@ -180,6 +181,22 @@ def test_a_changed_row_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(DualevalError, match="not the file that the run has written"):
         dualeval.rescore(tmp_path, metrics=RaggedTask(1).metrics())
     assert result.metrics_digest == evaluate(RaggedTask(60), None, batch_size=BATCH).metrics_digest
+
+
+def test_a_full_temporary_folder_is_named(done: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, data: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(windows, "_nameless", lambda folder: Full())
+    with pytest.raises(DualevalError, match=r"temporary file in .*No space left.*TMPDIR"):
+        dualeval.rescore(done[0], metrics=RaggedTask(1).metrics())
 
 
 # -- comparing a finished batch ----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +194,7 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("result.json", "{}", r"holds an earlier run \(result.json\), but no job.json.*--fresh"),
-        ("job.json", '{"mine": 1}', r"job\.json is not a run's: it would be overwritten"),
+        ("job.json", '{"mine": 1}', r"job\.json is damaged, or not a run's"),
     ],
 )
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:
@@ -205,14 +204,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, conten
     assert (tmp_path / name).read_text() == content
 
 
-def test_a_damaged_job_is_named_and_written_anew(tmp_path: Path, wanted: str) -> None:
+def test_a_result_of_another_job_than_job_json_says_is_refused(tmp_path: Path) -> None:
+    evaluate(TinyTask(SAMPLES), tmp_path / "other", batch_size=BATCH + 1)
     begin(tmp_path / "out")
-    (tmp_path / "out/job.json").write_text("{")
-    notes: list[str] = []
-    result = go_on(tmp_path / "out", note=notes.append)
-    assert (result.metrics_digest, result.chunks["resumed"]) == (wanted, 23)
-    assert "job.json is damaged" in notes[0]
-    assert json.loads((tmp_path / "out/job.json").read_text())["fingerprint"] == result.fingerprint
+    shutil.copy(tmp_path / "other/result.json", tmp_path / "out")
+    with pytest.raises(UsageError, match=r"holds the result of another job\. Give another --out, or --fresh"):
+        go_on(tmp_path / "out")
 
 
 def test_a_finished_run_is_returned(tmp_path: Path, wanted: str) -> None:

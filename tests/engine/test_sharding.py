@@ -17,6 +17,7 @@ import dualeval
 from dualeval.backends import check_mesh
 from dualeval.backends.base import Backend
 from dualeval.cli import dualeval as command
+from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.sharding.parameters import parameters_of
 from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.errors import UsageError
@@ -266,6 +267,16 @@ def test_parameters_go_by_their_first_names_and_small_ones_leave_ranks_without_r
     assert [parameter.name for parameter in found] == ["0.bias", "0.weight", "1.bias"]
     assert found[1].names == ("0.weight", "1.weight")
     assert [found[0].rows_of(rank, 4) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+
+
+def test_an_identity_keeps_no_parameter_alive() -> None:
+    model = nn.Linear(2, 2)
+    identity = ModelIdentity.of(model, weights={})
+    weight = model.weight
+    assert identity.hasher._name_of(id(weight)) == b"tensor weight"
+    model.weight, number = nn.Parameter(torch.zeros(2, 2)), id(weight)
+    del weight
+    assert identity.hasher._name_of(number) is None, "another tensor may get its address"
 
 
 # -- several ranks -----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dualeval.engine.sharding.units import units_of
+from dualeval.engine.sharding.model import units_of
 
 
 def names_of(model: nn.Module) -> list[str]:

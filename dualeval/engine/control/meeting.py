@@ -41,10 +41,27 @@ class Meetings:
         # Each attempt counts its meetings from 0: ranks on which it breaks have come to fewer than others.
         self._attempt = 0
         self._held = 0
+        # False where nobody answers: whoever asks a store that has gone gets pages of frames from torch.
+        self.is_reachable = True
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around calls to the store: turns its errors into the news that rank 0 is gone."""
+        gone = PeerError(
+            f"{self._rank_0} can no longer be reached: it ended, or its host or network did",
+            rank=0,
+            exit_code=EXIT_FAILED,
+        )
+        if not self.is_reachable:
+            raise gone
+        try:
+            yield
+        except (DistNetworkError, DistStoreError) as error:
+            raise gone from error
 
     def come(self, heartbeat: str) -> None:
         """Say that this rank is there."""
-        with rank_0_reachable(self._rank_0):
+        with self.asking():
             self.store.set(self.key(f"heartbeat/{self._name.rank}"), heartbeat)
             self.store.set(self.key(f"name/{self._name.rank}"), json.dumps(asdict(self._name)))
 
@@ -66,7 +83,7 @@ class Meetings:
         self._held += 1
         # Rank 0 says who has not come; the others speak only where it does not.
         within_s = limit_s + (_AFTER_RANK_0_S if self._name.rank else 0.0)
-        with rank_0_reachable(self._rank_0):
+        with self.asking():
             if self._is_last(f"arrived/{number}"):
                 self.store.set(self.key(f"go/{number}"), _GO)
             if (value := self._await(f"go/{number}", within_s, check)) == _GO:
@@ -124,7 +141,7 @@ class Meetings:
     def end_attempt(self, check: Callable[[], None]) -> Verdict | None:
         """Wait, asleep, until every rank has come to the end of an attempt, however it went there."""
         over = f"over/{self._attempt}"
-        with rank_0_reachable(self._rank_0):
+        with self.asking():
             if self._is_last(f"arrived/{over}"):
                 # Only the last one looks: the others could find the verdict of the next attempt.
                 self.store.set(self.key(over), bytes(self.store.get(self.key(VERDICT))).decode())
@@ -135,7 +152,7 @@ class Meetings:
 
     def claim(self, run: int) -> int:
         """Take the next number of a run, from 0; no other rank gets it."""
-        with rank_0_reachable(self._rank_0):
+        with self.asking():
             return int(self.store.add(self.key(f"claims/{run}"), 1)) - 1
 
     def may_speak(self) -> bool:
@@ -144,7 +161,7 @@ class Meetings:
         A launcher ends all ranks when the first one fails; it must not end rank 0 before it has spoken. But
         rank 0 may be in the midst of a long batch.
         """
-        with suppress(PeerError), rank_0_reachable(self._rank_0):
+        with suppress(PeerError), self.asking():
             # Whoever has spoken may be gone a moment later: it is not asked once more.
             within_s = limit_for(self.size, _SPEAK_WITHIN_S)
             if self._name.rank != 0 and self._await("spoken", within_s) is not None:
@@ -154,7 +171,7 @@ class Meetings:
 
     def has_spoken(self) -> None:
         """Let the others leave."""
-        with suppress(PeerError), rank_0_reachable(self._rank_0):
+        with suppress(PeerError), self.asking():
             self.store.set(self.key("spoken"), _GO)
 
     def leave(self, limit_s: float, *, together: bool) -> bool:
@@ -162,7 +179,7 @@ class Meetings:
         verdict: Verdict | None = None
         all_left = False
         # Where rank 0 has gone already there is no order to keep.
-        with suppress(PeerError), rank_0_reachable(self._rank_0):
+        with suppress(PeerError), self.asking():
             if self._is_last("left"):
                 self.store.set(self.key("all-left"), _GO)
             if self._name.rank == 0:
@@ -177,16 +194,3 @@ class Meetings:
         if verdict is not None and verdict.kind == "failure":
             raise verdict.to_error()
         return all_left
-
-
-@contextmanager
-def rank_0_reachable(rank_0: Name) -> Iterator[None]:
-    """Turn the store's errors into the news that rank 0 is gone."""
-    try:
-        yield
-    except (DistNetworkError, DistStoreError) as error:
-        raise PeerError(
-            f"{rank_0} can no longer be reached: it ended, or its host or network did",
-            rank=0,
-            exit_code=EXIT_FAILED,
-        ) from error

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dualeval.engine.control.ending import Ending, how_it_ended
-from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name, Work
-from dualeval.engine.control.meeting import VERDICT, Meetings, rank_0_reachable
+from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name, Tally, Work
+from dualeval.engine.control.meeting import VERDICT, Meetings
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
-from dualeval.engine.control.tally import Tally
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict
 from dualeval.engine.end.process import say
 from dualeval.engine.progress import Progress
@@ -84,7 +83,6 @@ class ControlPlane(Ending):
         self._runs = 0
         self._tally: Tally | None = None
         self._left = False
-        self._is_unreachable = False
         self._beats: threading.Thread | None = None
 
     # -- meeting and sharing out, on the main thread -----------------------------------------------
@@ -125,8 +123,8 @@ class ControlPlane(Ending):
         Every rank comes to ``end_attempt`` next. Where all ranks are ending already, that says why.
         """
         own = Verdict.own_failure(self.name.rank, error, str(self.name), self._attempt)
-        if (meetings := self._reachable) is not None:
-            with rank_0_reachable(self.rank_0):
+        if (meetings := self._meetings) is not None:
+            with suppress(PeerError), meetings.asking():
                 own = meetings.propose(meetings.store, own)
         elif self.verdict is not None and not own.replaces(self.verdict):
             return
@@ -168,8 +166,8 @@ class ControlPlane(Ending):
         """Report, from the main thread, that this rank failed and why."""
         own = Verdict.own_failure(self.name.rank, error, str(self.name))
         holds = own
-        if (meetings := self._reachable) is not None:
-            with suppress(PeerError), rank_0_reachable(self.rank_0):
+        if (meetings := self._meetings) is not None:
+            with suppress(PeerError), meetings.asking():
                 holds = meetings.propose(meetings.store, own)
         return (holds if holds.kind == "failure" else own).to_error()
 
@@ -177,12 +175,6 @@ class ControlPlane(Ending):
     def has_peers(self) -> bool:
         """Whether there are other ranks that this one has not left."""
         return self._meetings is not None and not self._left
-
-    @property
-    def _reachable(self) -> Meetings | None:
-        """The main thread's end of the store; None where there is none, or nobody answers any more."""
-        # Whoever asks a store that has gone gets pages of frames from torch.
-        return None if self._is_unreachable else self._meetings
 
     def own_heartbeat(self) -> Heartbeat:
         """How far this rank is at this moment, as ``monitor.Judge`` takes it."""
@@ -251,13 +243,13 @@ class ControlPlane(Ending):
             self._wake.clear()
             ending = self._left
             try:
-                with rank_0_reachable(self.rank_0):
+                with meetings.asking():
                     if monitor is None:
                         monitor = self._monitor(client, meetings, clock.now())
                     self._observe(monitor, self._exchange(client, meetings, monitor), clock.now())
             except PeerError as error:
                 gone = error
-                self._is_unreachable = True
+                meetings.is_reachable = False
                 if slept_s > self.limits.timeout_s:
                     # Rank 0 has gone while this process was stopped itself.
                     message = f"was stopped for {slept_s:.0f} s, and the other ranks have ended without it"
@@ -322,16 +314,13 @@ class ControlPlane(Ending):
     # -- leaving -----------------------------------------------------------------------------------
 
     def may_speak(self) -> bool:
-        """Whether this rank is to say why all end: rank 0, or another where that has not spoken for 3 s.
-
-        Exactly one rank gets True, where rank 0 can be reached.
-        """
-        return (meetings := self._reachable) is None or meetings.may_speak()
+        """As ``Meetings.may_speak``: exactly one rank gets True, where rank 0 can be reached."""
+        return self._meetings is None or self._meetings.may_speak()
 
     def has_spoken(self) -> None:
         """Let the others leave."""
-        if (meetings := self._reachable) is not None:
-            meetings.has_spoken()
+        if self._meetings is not None:
+            self._meetings.has_spoken()
 
     def leave(self, limit_s: float = 10.0, *, together: bool = False) -> bool:
         """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
@@ -342,10 +331,8 @@ class ControlPlane(Ending):
             # Limited: it may hang in a call to the store, and ends with the process.
             self._beats.join(_LAST_BEAT_WITHIN_S)
             self._beats = None
-        all_left, meetings = self._meetings is None, self._reachable
-        self._meetings = None
-        if meetings is not None:
-            all_left = meetings.leave(limit_s, together=together)
+        meetings, self._meetings = self._meetings, None
+        all_left = meetings is None or meetings.leave(limit_s, together=together)
         # Its threads end with it; collected later, in a forked process, it would wait for them there.
         self._server = None
         return all_left

@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic, sleep
@@ -22,10 +21,10 @@ from time import monotonic, sleep
 from dualeval.engine.control.monitor import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.guardian import Guardian
-from dualeval.engine.end.process import end_process, how_to_resume, say, spoken, try_for
+from dualeval.engine.end.process import end_process, how_to_resume, say, spoken
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, Stopped, message_of, with_type
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, message_of, with_type
 from dualeval.result import STATUS
 from dualeval.world.store import limit_for
 
@@ -35,7 +34,6 @@ GRACE_S = 3.0
 _OUT_WITHIN_S = 8.0
 # Until a rank ends even where nothing of its Python runs.
 _AT_LAST_S = 9.5
-_NOTED_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.25
 _SHORTEST_PAUSE_S = 0.001
 # Rank 0 waits two seconds for ranks that leave after a failure.
@@ -273,7 +271,6 @@ class Watch:
             # A launcher may leave a second between SIGTERM and SIGKILL.
             with suppress(OSError):
                 self.recorder.flush(GRACE_S / 3)
-        self._note_stop()
         self._main_concludes.wait(GRACE_S)
         if self._main_concludes.is_set():
             if self._is_over.wait(out_within_s - (monotonic() - start)):
@@ -286,17 +283,6 @@ class Watch:
             self._is_over.wait(out_within_s - (monotonic() - start))
             end_process(EXIT_DONE)
         end_process(self._conclude())
-
-    def _note_stop(self) -> None:
-        """Have rank 0 write down that the run is ending: mpirun may kill it before all have saved."""
-        folder, stopping, control = self.folder, self._control.stopping, self._control
-        if folder is None or not folder.shared or stopping is None or control.name.rank != 0:
-            return
-        if control.failure is not None:
-            return
-        ended = control.ended
-        end = Stopped(stopping) if ended is None else DualevalError(ended)
-        try_for(_NOTED_WITHIN_S, partial(folder.note_end, end, provisional=True))
 
     def _interrupt_main(self) -> None:
         """Name what a guest's run has come to, and raise that where the main thread runs Python."""

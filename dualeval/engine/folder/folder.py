@@ -54,8 +54,6 @@ class RunFolder:
         self._fingerprint: str | None = None  # None until the folder says whose it is
         self._lease: Lease | None = None
         self._closing = threading.Event()
-        # What this process has written of an end that is under way.
-        self._provisional: Status | None = None
         self._writing_status = threading.Lock()
         # Whether this rank sees the files of rank 0.
         self.shared = probe_of(journal_of(path), token).exists()
@@ -186,9 +184,7 @@ class RunFolder:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def note_end(
-        self, error: BaseException, chunks_saved: int | None = None, *, provisional: bool = False
-    ) -> None:
+    def note_end(self, error: BaseException, chunks_saved: int | None = None) -> None:
         """Write into status.json that the run failed or was stopped, and why."""
         status = self._status(
             "stopped" if isinstance(error, Stopped) else "failed",
@@ -203,11 +199,10 @@ class RunFolder:
             before = read_status(self.path)
             is_first = before is None and self._is_own()
             is_open = before is not None and (before.state, before.run) == ("running", self.token)
-            if is_first or is_open or (before is not None and before == self._provisional):
+            if is_first or is_open:
                 # Where the disk is what failed, this fails too; the first error is the one to report.
                 with suppress(OSError):
                     status.write(self.path)
-                    self._provisional = status if provisional else None
 
     def merged_files(
         self, previous: PreviousRun, counts: Sequence[int], step: Callable[[], None] = lambda: None

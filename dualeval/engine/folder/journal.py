@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dualeval.columns import Column
 from dualeval.engine.folder.layout import SUFFIX, file_name
-from dualeval.engine.folder.stored_columns import RowsOfChunks, describe_columns, place_columns
+from dualeval.engine.folder.windows import RowsOfChunks, describe_columns, place_columns
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.whole_files import partial_of, whole_file

@@ -97,11 +97,6 @@ def journal_files(journal: Path) -> list[Path]:
     return sorted(file for file in journal.glob("*") if _JOURNAL_FILE.fullmatch(file.name) and file.is_file())
 
 
-def is_whole(file: Path) -> bool:
-    """Whether a file of ``journal_files`` holds chunks: it is no probe, and not partial."""
-    return file.name.endswith(SUFFIX)
-
-
 def fingerprint_there(path: Path) -> str | None:
     """Which job a folder holds, as its job.json has it; None where there is none, or a damaged one."""
     try:

@@ -6,6 +6,7 @@ import base64
 import errno
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
     LEASE,
     fingerprint_there,
-    is_whole,
     journal_files,
     journal_of,
     partial_files,
@@ -26,7 +26,7 @@ from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
-from dualeval.errors import DualevalError, Stopped, UsageError
+from dualeval.errors import DualevalError, Stopped, UsageError, with_type
 from dualeval.result import (
     JOB,
     MODELS,
@@ -128,13 +128,8 @@ def read_previous(
     kept: Path,
 ) -> PreviousRun:
     """Find out what a folder holds beside the file ``kept``, and whether this job may go on there."""
+    _check_same_job(path, facts)
     notes = []
-    try:
-        _check_same_job(path, facts)
-    except UsageError:
-        raise
-    except DualevalError as error:
-        notes.append(f"{error}; it is written again")
     status = read_status(path)
     finished = None
     try:
@@ -165,15 +160,9 @@ def remove_leftovers(path: Path) -> None:
     # The disk's clock, which may be another host's.
     now = (path / LEASE).stat().st_mtime
     for file in partial_files(path):
-        if now - _changed(file) > TAKE_OVER_AFTER_S:
-            file.unlink(missing_ok=True)
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+        with suppress(FileNotFoundError):
+            if now - file.stat().st_mtime > TAKE_OVER_AFTER_S:
+                file.unlink()
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -211,11 +200,10 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             ) from None
         return
     except (ValueError, KeyError, TypeError) as error:
-        if not old and not any(map(is_whole, journal_files(journal_of(path)))):
-            raise UsageError(
-                f"{path / JOB} is not a run's: it would be overwritten. Give another --out."
-            ) from error
-        raise DualevalError(f"{path / JOB} is damaged ({type(error).__name__}: {error})") from error
+        raise UsageError(
+            f"{path / JOB} is damaged, or not a run's ({with_type(error)}). Give another --out; or "
+            "--fresh, which removes it and the run that it belongs to."
+        ) from error
     # As JSON has them: a tuple comes back as a list.
     own = json.loads(json.dumps({"job": facts["job"]}))
     differing = differences(kept, own)
@@ -236,10 +224,6 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
             gone = isinstance(error, FileNotFoundError)
             said = "is missing" if gone else f"cannot be read: {error.strerror or error}"
             raise DualevalError(f"{path / name} {said}") from error
-        if found["bytes"] != wanted["bytes"]:
-            raise DualevalError(
-                f"{path / name} is damaged: it has {found['bytes']} bytes, expected {wanted['bytes']}"
-            )
         if found != wanted:
             raise DualevalError(
                 f"{path / name} is damaged: its content does not fit its checksum in {RESULT}"

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns import RaggedRows, Rows, TextRows
-from dualeval.engine.folder.stored_columns import RowsOfChunks
-from dualeval.engine.folder.windows import EVALUATED, evaluated_of, windows_of
+from dualeval.engine.folder.windows import EVALUATED, RowsOfChunks, evaluated_of, windows_of
 from dualeval.engine.parts import indices_of, texts_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.whole_files import whole_file

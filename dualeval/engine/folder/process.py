@@ -41,26 +41,18 @@ class Process:
         )
 
     @classmethod
-    def read(cls, content: Any) -> Process | None:
+    def read(cls, content: Mapping[str, Any]) -> Process | None:
         """Read the fields of a mapping; None where it does not describe a process."""
-        if not isinstance(content, Mapping):
+        try:
+            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError):
             return None
-        fields: dict[str, Any] = {name: content.get(name) for name in cls.__dataclass_fields__}
-        wanted = {"host": str, "pid": int, "space": str, "start": str}
-        if not all(isinstance(fields[name], kind) for name, kind in wanted.items()):
-            return None
-        return cls(**fields)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this process could see it if it ran."""
-        return bool(self.space) and self.space == _space()
 
     @property
     def has_ended(self) -> bool:
         """Whether it is known to have ended; False where it runs, and where nothing is known of it."""
-        if not self.is_here:
-            return False
+        if not self.space or self.space != _space():
+            return False  # it could not be seen from here
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):

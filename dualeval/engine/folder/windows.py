@@ -1,26 +1,146 @@
-"""The ranks' rows in data-set order, a window of consecutive chunks at a time."""
+"""The rows of a run: where they lie, a window of them in data-set order, and all of them for a metric.
+
+In a journal file, or a rank's memory, columns lie one after the other in C order. A plain column is its rows.
+A ragged one, or one of text, is first ``rows + 1`` int64 offsets, and then the values of all rows; so a few
+rows can be read without the others.
+
+Metrics of all rows get them mapped from files without a name: what they read is in the system's page cache,
+which gives it up where memory is short, and whatever ends the process, the system takes the files' room back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import Rows, concatenated_rows, described
-from dualeval.engine.folder.mapped_columns import MappedColumns, read_only
-from dualeval.engine.folder.stored_columns import PLAIN, RowsOfChunks, StoredColumn
+from dualeval.columns import (
+    Column,
+    RaggedRows,
+    Rows,
+    concatenated_rows,
+    described,
+    each_array,
+    form_of,
+    rows_of,
+    to_rows,
+    values_of,
+)
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
+from dualeval.result import PREDICTIONS
 
 # Rows held at once; also the row group size of the Parquet file.
 WINDOW_ROWS = 16_384
-
 # Bytes of values of ragged columns and text in them, at most, or one chunk's.
 WINDOW_BYTES = 256 << 20
 # The journal's own column: 1 where the sample was evaluated, 0 where it could not be read.
 EVALUATED = "evaluated"
+_OFFSET = np.dtype("<i8")
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredColumn:
+    """Where a column lies."""
+
+    # "plain", "ragged" or "text".
+    form: str
+    # Its little-endian numpy dtype.
+    dtype: np.dtype[Any]
+    # The shape of one row; () for a scalar column. Of a ragged one that of one value of a row.
+    row_shape: tuple[int, ...]
+    # Bytes from the start: of its offsets, if it has some, and of its values.
+    offset: int
+    values_at: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row; of a ragged column those of one value of a row."""
+        return int(self.dtype.itemsize * np.prod(self.row_shape, dtype=np.int64))
+
+    def empty(self, rows: int) -> Rows:
+        """Rows that hold nothing: zeros, or no values."""
+        if self.form == PLAIN:
+            return np.zeros((rows, *self.row_shape), self.dtype)
+        return rows_of(self.form, np.empty((0, *self.row_shape), self.dtype), np.zeros(rows + 1, np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOfChunks(ABC):
+    """Rows of some chunks, on the disk (``JournalFile``) or in memory (``MemoryRows``)."""
+
+    # Where they are; names them in messages.
+    path: Path
+    # Numbers of the chunks, in the order of the rows.
+    chunks: tuple[int, ...]
+    # Number of rows of each chunk.
+    rows: tuple[int, ...]
+    columns: dict[str, StoredColumn]
+
+    def read_rows(self, column: str, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
+        found = self.columns[column]
+        if found.form == PLAIN:
+            return self._values(found, start, stop)
+        offsets = self.read_offsets(column, start, stop)
+        return rows_of(found.form, self._values(found, *offsets[[0, -1]].tolist()), offsets - offsets[0])
+
+    def read_offsets(self, column: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """Where the values of rows of a ragged column begin, and the last one's end."""
+        count = (sum(self.rows) if stop is None else stop) - start + 1
+        return self._read(_OFFSET, count, self.columns[column].offset + _OFFSET.itemsize * start)
+
+    def _values(self, column: StoredColumn, start: int, stop: int) -> npt.NDArray[Any]:
+        count = (stop - start) * column.row_bytes // column.dtype.itemsize
+        found = self._read(column.dtype, count, column.values_at + start * column.row_bytes)
+        return found.reshape(stop - start, *column.row_shape)
+
+    @abstractmethod
+    def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
+        """Read so many values from so many bytes after the start."""
+
+
+def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]:
+    """Plain values that describe the columns, and the arrays that hold them in their order on the disk."""
+    described, arrays = [], []
+    for name, column in columns.items():
+        rows = to_rows(column)
+        values = _little(values_of(rows))
+        entry: dict[str, Any] = {"name": name, "dtype": values.dtype.str, "shape": list(values.shape[1:])}
+        if isinstance(rows, RaggedRows):
+            entry |= {"form": form_of(rows), "values": len(values)}
+            arrays.append(_little(rows.offsets))
+        described.append(entry)
+        arrays.append(values)
+    return described, arrays
+
+
+def place_columns(described: Iterable[Mapping[str, Any]], rows: int, offset: int) -> dict[str, StoredColumn]:
+    """Where columns lie that are written one after the other."""
+    columns = {}
+    for entry in described:
+        form = entry.get("form", PLAIN)
+        column = columns[entry["name"]] = StoredColumn(
+            form=form,
+            dtype=np.dtype(entry["dtype"]),
+            row_shape=tuple(entry["shape"]),
+            offset=offset,
+            values_at=offset + (0 if form == PLAIN else _OFFSET.itemsize * (rows + 1)),
+        )
+        offset = column.values_at + entry.get("values", rows) * column.row_bytes
+    return columns
+
+
+def _little(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
 
 
 def evaluated_of(rows: Mapping[str, Rows]) -> npt.NDArray[np.bool_]:
@@ -155,3 +275,105 @@ def _places(files: Sequence[RowsOfChunks], plan: EvalPlan) -> npt.NDArray[np.int
     if len(absent):
         raise DualevalError(f"no journal file holds the rows of chunks {absent[:10].tolist()}")
     return where
+
+
+class MappedColumns:
+    """Takes columns a piece at a time, and gives them back whole, mapped and read-only.
+
+    The files are in a folder, or in the system's temporary one, whose lack of room is said here.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._files = ExitStack()
+        self._values: dict[str, _Array] = {}
+        # Of each ragged column; its form too.
+        self._offsets: dict[str, tuple[str, _Array]] = {}
+
+    def __enter__(self) -> MappedColumns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def append(self, columns: Mapping[str, Rows]) -> None:
+        """Take the next rows; each time of the same columns, of the same kinds."""
+        with self._room():
+            for name, rows in columns.items():
+                values = values_of(rows)
+                if name not in self._values:
+                    self._values[name] = self._array(values)
+                    if isinstance(rows, RaggedRows):
+                        self._offsets[name] = form_of(rows), self._array(rows.offsets)
+                        self._offsets[name][1].append(np.zeros(1, np.int64))
+                if isinstance(rows, RaggedRows):
+                    self._offsets[name][1].append(rows.offsets[1:] + self._values[name].rows)
+                self._values[name].append(values)
+
+    def columns(self) -> dict[str, Rows]:
+        """All that was taken, by name; valid also when the files are closed."""
+        with self._room():
+            found: dict[str, Rows] = {name: array.mapped() for name, array in self._values.items()}
+            for name, (form, offsets) in self._offsets.items():
+                found[name] = rows_of(form, values_of(found[name]), offsets.mapped())
+        return found
+
+    def _array(self, like: npt.NDArray[Any]) -> _Array:
+        return _Array(self._files.enter_context(_nameless(self._folder)), like.dtype, like.shape[1:])
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._folder is not None:
+                raise
+            raise DualevalError(
+                f"the columns of metrics of all rows cannot be written to a temporary file in "
+                f"{tempfile.gettempdir()}: {error.strerror or error}. Make room there, or name another "
+                "folder by the variable TMPDIR."
+            ) from error
+
+
+def read_only(rows: Rows) -> Rows:
+    """The same rows, which cannot be written to."""
+    return each_array(_read_only, rows)
+
+
+def copied(rows: Rows) -> Rows:
+    """The same rows in memory of their own, which can be written to."""
+    return each_array(np.ndarray.copy, rows)
+
+
+class _Array:
+    """An array that grows in a file."""
+
+    def __init__(self, file: IO[bytes], dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
+        self._file = file
+        self._dtype = dtype
+        self._row_shape = row_shape
+        # How many rows it has.
+        self.rows = 0
+
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        if rows.size:
+            self._file.write(np.ascontiguousarray(rows).data)
+        self.rows += len(rows)
+
+    def mapped(self) -> npt.NDArray[Any]:
+        self._file.flush()
+        shape = (self.rows, *self._row_shape)
+        if 0 in shape:  # nothing is no file that could be mapped
+            return _read_only(np.empty(shape, self._dtype))
+        # A plain array over the mapping: what is computed of numpy's own kind would be of that kind, too.
+        return np.asarray(np.memmap(self._file, self._dtype, mode="r", shape=shape))
+
+
+def _nameless(folder: Path | None) -> IO[bytes]:
+    return tempfile.TemporaryFile(dir=folder, prefix=f"{PREDICTIONS}.")
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    found = array.view()
+    found.flags.writeable = False
+    return found

@@ -20,7 +20,7 @@ import threading
 import uuid
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from multiprocessing.process import BaseProcess
@@ -40,17 +40,25 @@ from types import (
     ModuleType,
     WrapperDescriptorType,
 )
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental
-from dualeval.engine.identity.plain import module_name, name_of, plain_digest, sha256_of
+from dualeval.engine.identity.plain import (
+    IGNORES,
+    attributes_of,
+    ignored_by,
+    is_incidental,
+    module_name,
+    name_of,
+    plain_digest,
+    sha256_of,
+)
 from dualeval.engine.identity.source import definition, has_source, is_own, names_in
 from dualeval.engine.identity.tensors import tensor_digest
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError
 
 # What it wraps is in its closure. Torch keeps one that is not compiled beside it, and an address.
 _NOT_OF_A_FUNCTION = {"__wrapped__", "__dynamo_disable", "_torchdynamo_wrapper_id"}
@@ -78,10 +86,6 @@ _DESCRIPTORS = (
 )
 _WRAPPERS = (staticmethod, classmethod, functools._lru_cache_wrapper)
 _OPERATORS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
-# An object, its digest without what it holds, what it holds, and what of that is still to be visited.
-_Holder: TypeAlias = tuple[Any, bytes, list[Any], Iterator[Any]]
-_UNKNOWN = bytes(32)
-_END = object()
 
 
 class Hasher:
@@ -90,83 +94,58 @@ class Hasher:
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
         # The modules of all classes and functions that were met.
         self.met = set[str]()
-        # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
-        self._objects = dict(known or {})
-        self._known = {id(value): name for name, value in reversed(self._objects.items())}
+        # By id; weakly, so that a model that is divided can let go of its parameters.
+        self._known = {
+            id(value): (weakref.ref(value), name) for name, value in reversed([*(known or {}).items()])
+        }
+        # The objects are kept, so that nothing else gets their ids.
         self._done: dict[int, tuple[Any, bytes]] = {}
-        # While one value is hashed: gives the digests of those that it holds.
-        self._asked: Callable[[Any], bytes] | None = None
-
-    def hold_weakly(self, value: Any) -> None:
-        """Hold only a weak reference to a known object: it has its name for as long as others hold it."""
-        name = self._known[id(value)]
-        self._objects[name] = weakref.ref(value, functools.partial(self._forget, id(value)))
-
-    def _forget(self, number: int, _: Any) -> None:
-        self._known.pop(number, None)
+        # How many others hold each object that is looked at just now.
+        self._depths: dict[int, int] = {}
 
     def digest(self, value: Any) -> bytes:
         """sha256 of a value, 32 bytes."""
-        if type(value) is int and value in self._known:
-            return sha256_of("id", self._known[value].encode())
-        plain = plain_digest(value)
-        if plain is not None:
+        if type(value) is int and (name := self._name_of(value)) is not None:
+            return sha256_of("id", name)
+        if (plain := plain_digest(value)) is not None:
             return plain
-        if id(value) in self._known:
-            return sha256_of("known", self._known[id(value)].encode())
-        if self._asked is not None:
-            return self._asked(value)
-        if id(value) not in self._done:
-            self._walk(value)
-        return self._done[id(value)][1]
+        number = id(value)
+        if (name := self._name_of(number)) is not None:
+            return sha256_of("known", name)
+        if number in self._depths:
+            # Held by what it holds: it counts as that many levels above.
+            return sha256_of("above", str(len(self._depths) - self._depths[number]).encode())
+        if number not in self._done:
+            self._depths[number] = len(self._depths)
+            try:
+                self._done[number] = value, self._made_of(value)
+            except RecursionError:
+                if self._depths[number]:
+                    raise
+                raise UsageError(
+                    f"a {type(value).__name__} holds values in too many levels to be identified (a list in a "
+                    "list, an object in an object). Keep them flat, or name the attribute in "
+                    f"{IGNORES} of the class that has it."
+                ) from None
+            finally:
+                del self._depths[number]
+        return self._done[number][1]
 
-    def _walk(self, root: Any) -> None:
-        """Make the digest of an object after those of all that it holds; without recursion, at any depth.
+    def _name_of(self, number: int) -> bytes | None:
+        """By which name the object that has an id is known."""
+        reference, name = self._known.get(number, (None, ""))
+        return None if reference is None or reference() is None else name.encode()
 
-        An object that is held by what it holds counts there as that many levels above.
-        """
-        path, depths = list[_Holder](), dict[int, int]()
-
-        def enter(value: Any) -> None:
-            held = list[Any]()
-            made = self._make(value, functools.partial(_noted, held))
-            depths[id(value)] = len(path)
-            path.append((value, made, held, iter(held)))
-
-        def known(child: Any) -> bytes:
-            if id(child) in self._done:
-                return self._done[id(child)][1]
-            return sha256_of("above", str(len(path) - depths[id(child)]).encode())
-
-        enter(root)
-        while path:
-            value, made, held, left = path[-1]
-            child = next(
-                (each for each in left if id(each) not in self._done and id(each) not in depths), _END
-            )
-            if child is not _END:
-                enter(child)
-                continue
-            if held:
-                made = self._make(value, functools.partial(_next, map(known, held)))
-            self._done[id(value)] = value, made
-            del depths[id(value)]
-            path.pop()
-
-    def _make(self, value: Any, asked: Callable[[Any], bytes]) -> bytes:
-        """The digest of a value from those of the values that it holds."""
-        self._asked = asked
+    def _made_of(self, value: Any) -> bytes:
         try:
             return self.special(value) or self._by_type(value)
-        except (DualevalError, MemoryError):
+        except (DualevalError, MemoryError, RecursionError):
             raise
         except Exception:
             if issubclass(type(value), Tensor):
                 raise
             # An object that does not let itself be looked at.
             return sha256_of("type", name_of(type(value)))
-        finally:
-            self._asked = None
 
     def special(self, value: Any) -> bytes | None:
         """The digest of a value that a subclass has a rule of its own for; None for any other."""
@@ -367,16 +346,6 @@ class SampleHasher(Hasher):
         return self.combined(
             "attributes", [sorted(attributes), *(attributes[name] for name in sorted(attributes))]
         )
-
-
-def _noted(held: list[Any], child: Any) -> bytes:
-    held.append(child)
-    return _UNKNOWN
-
-
-def _next(digests: Iterator[bytes], _: Any) -> bytes:
-    # By their places: some of what an object holds is made for the asking. Another thread may have added one.
-    return next(digests, _UNKNOWN)
 
 
 def digest_of(value: Any) -> bytes:

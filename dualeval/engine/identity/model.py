@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from dualeval.engine.identity.attributes import attributes_of, is_incidental
 from dualeval.engine.identity.hasher import Hasher, script_code
-from dualeval.engine.identity.plain import short_hex
+from dualeval.engine.identity.plain import attributes_of, is_incidental, short_hex
 from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.engine.sharding.detect import class_of, is_of_fsdp, is_state_of_fsdp, whole
 
@@ -34,56 +33,29 @@ _MOST_NAMED = 192
 
 
 def model_fingerprint(
-    model: nn.Module, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
+    model: nn.Module,
+    around_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
+    digests: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
     """sha256 over names and contents of all parameters, all buffers and what else a state_dict holds.
 
-    A collective where the model is sharded: one parameter after the other is gathered.
+    A collective where the model is sharded: one parameter after the other is gathered; none of which the
+    ``digests`` are given, by their first names.
     """
     hasher = ModelHasher(model)
-    parameters = {
-        name: tensor_digest(name, whole(parameter, around_gather), hasher.digest)
-        for name, parameter in model.named_parameters()
-    }
-    return WeightsDigests.of(model).fingerprint(parameters)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightsDigests:
-    """What a model's weights consist of, where the values of its parameters are still to be read."""
-
-    # By name, in order: the first name of a parameter, or the digest of anything else; and the number of
-    # elements.
-    entries: tuple[tuple[str, str | bytes, int], ...]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> WeightsDigests:
-        """Take the digests of all but the parameters."""
-        hasher = ModelHasher(model)
-        own = dict(model.named_parameters())
-        names = {id(parameter): name for name, parameter in own.items()}
-        made: dict[int, str | bytes] = {}
-        entries = []
-        for name, item in sorted(_state(model).items()):
-            if id(item) in names:
-                made[id(item)] = names[id(item)]
-            elif id(item) not in made:  # a tied one is there under several names
-                tensor = isinstance(item, Tensor)
-                made[id(item)] = (
-                    tensor_digest(name, whole(item), hasher.digest) if tensor else hasher.digest(item)
-                )
-            entries.append((name, made[id(item)], _elements(item)))
-        return cls(entries=tuple(entries))
-
-    def fingerprint(self, parameters: Mapping[str, bytes]) -> dict[str, Any]:
-        """As ``model_fingerprint``."""
-        digest = hashlib.sha256()
-        for name, entry, _ in self.entries:
-            digest.update(name.encode() + b"\0" + (parameters[entry] if isinstance(entry, str) else entry))
-        return {
-            "fingerprint": digest.hexdigest(),
-            "elements": sum(elements for _, _, elements in self.entries),
-        }
+    known = {} if digests is None else {id(each): digests[name] for name, each in model.named_parameters()}
+    state = _state(model)
+    digest = hashlib.sha256()
+    for name, item in sorted(state.items()):
+        if id(item) not in known:  # a tied one is there under several names
+            tensor = isinstance(item, Tensor)
+            known[id(item)] = (
+                tensor_digest(name, whole(item, around_gather), hasher.digest)
+                if tensor
+                else hasher.digest(item)
+            )
+        digest.update(name.encode() + b"\0" + known[id(item)])
+    return {"fingerprint": digest.hexdigest(), "elements": sum(map(_elements, state.values()))}
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -170,13 +142,12 @@ class ModelIdentity:
         cls,
         model: nn.Module,
         around_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        weights: Mapping[str, Any] | None = None,
     ) -> ModelIdentity:
         """Take the identity of a model as it was built; a collective where it is sharded."""
-        return cls.with_weights(model, model_fingerprint(model, around_gather))
-
-    @classmethod
-    def with_weights(cls, model: nn.Module, weights: Mapping[str, Any]) -> ModelIdentity:
-        """As ``of``, of a model whose weights are looked at by themselves."""
+        if weights is None:
+            weights = model_fingerprint(model, around_gather)
         hasher = ModelHasher(model)
         structure = structure_fingerprint(model, hasher)
         return cls(hasher=hasher, modules=tuple(model.modules()), structure=structure, weights=weights)

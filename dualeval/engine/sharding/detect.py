@@ -73,6 +73,11 @@ def whole(
     return gathered
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Have each unit free what it has gathered, and keep its own part alone; no collective."""
     for module in modules:

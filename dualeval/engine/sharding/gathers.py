@@ -28,7 +28,7 @@ from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.progress import Position
 from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
-from dualeval.engine.sharding.reads import reads_refused
+from dualeval.engine.sharding.torch_fsdp import reads_refused
 from dualeval.errors import BackendError, PeerError, UsageError, text_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import ctypes
 import gc
 import sys
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,18 +20,22 @@ from torch import Tensor, nn
 
 from dualeval.engine import numerics
 from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.identity.model import WeightsDigests
+from dualeval.engine.identity.model import model_fingerprint
 from dualeval.engine.layouts import converter
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
 from dualeval.engine.run_state import Run
+from dualeval.engine.sharding.detect import has_forward
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
 from dualeval.engine.sharding.torch_fsdp import of_rows, refuse_own_rows, set_strides
-from dualeval.engine.sharding.units import units_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_LARGEST_PART = 32
+_SMALLEST_PART = 1024
+# Often their children are called one by one, and they themselves are not.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Of mallopt(3).
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 128 * 1024
@@ -49,11 +54,8 @@ class ShardedModel:
         self._run = run
         self._device = run.backend.device
         self._parameters = parameters_of(model)
-        self._digests = WeightsDigests.of(model)
-        self._identity = ModelIdentity.with_weights(model, {})
+        self._identity = ModelIdentity.of(model, weights={})
         for parameter in self._parameters:
-            assert parameter.source is not None
-            self._identity.hasher.hold_weakly(parameter.source)
             _put_all(model, parameter, _empty(parameter, parameter.dtype))
 
     def filled(self) -> tuple[nn.Module, ModelIdentity]:
@@ -70,7 +72,7 @@ class ShardedModel:
             reading.read(parameter)
         # Here a rank that could not read is heard of.
         control.meet()
-        weights = self._digests.fingerprint(reading.digests())
+        weights = model_fingerprint(self._model, digests=reading.digests())
         return replace(self._identity, weights=weights)
 
     def _divided(self, options: RunOptions) -> nn.Module:
@@ -133,6 +135,68 @@ def _convert_buffers(model: nn.Module, convert: Callable[[nn.Module, Tensor], Te
                 if id(buffer) not in made:
                     made[id(buffer)] = buffer, convert(module, buffer)
                 module._buffers[name] = made[id(buffer)][1]
+
+
+# -- units -------------------------------------------------------------------------------------------------
+
+
+def units_of(model: nn.Module, sizes: Mapping[int, int]) -> list[nn.Module]:
+    """The modules whose parameters are gathered together, while they compute; the model itself is the last.
+
+    A module with at most 1/32 of the model's bytes is a unit. A larger one is divided into its children, and
+    is itself a unit for what is left directly in it; what has less than 1/1024 stays with the module above.
+    So a rank holds the unit that computes, those that it is inside of, and its own part of all others.
+
+    Three kinds of modules are no units, and what is in them belongs to the module above: those that nobody
+    calls (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict`` and others without a forward), those that
+    share a parameter with a module outside of them, and ``nn.TransformerEncoderLayer``, which computes in
+    another way, with other bits, where it or a part has a hook. Modules that read the parameters of their
+    children without calling them (``is_indivisible``) are not divided.
+    """
+    whole = sum(sizes.values())
+    paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    uses = _uses(model)
+    done: dict[int, set[int]] = {}
+    units: list[nn.Module] = []
+
+    def is_alone(module: nn.Module, parameters: set[int]) -> bool:
+        inside = _uses(module)
+        return all(inside[name] * paths[id(module)] == uses[name] for name in parameters)
+
+    def divide(module: nn.Module) -> set[int]:
+        """The parameters of a module that are in none of the units found."""
+        if id(module) in done:  # it is there under several names
+            return done[id(module)]
+        left = {id(parameter) for parameter in module.parameters()} & sizes.keys()
+        is_large = _LARGEST_PART * sum(sizes[name] for name in left) > whole
+        if (is_large and not is_indivisible(module)) or type(module) in _CONTAINERS:
+            left = {id(parameter) for parameter in module.parameters(recurse=False)} & sizes.keys()
+            left = left.union(*map(divide, module.children()))
+        is_small = _SMALLEST_PART * sum(sizes[name] for name in left) < whole
+        can_be = is_called(module) and not isinstance(module, nn.TransformerEncoderLayer)
+        if module is not model and left and not is_small and can_be and is_alone(module, left):
+            units.append(module)
+            left = set()
+        done[id(module)] = left
+        return left
+
+    divide(model)
+    return [*units, model]
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module is one that others call: a container is not, nor what has no forward."""
+    return type(module) not in _CONTAINERS and has_forward(module)
+
+
+def is_indivisible(module: nn.Module) -> bool:
+    """Whether a module of torch's reads the parameters of its children without calling them."""
+    return isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer)
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """How many names each parameter has inside of a module."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 # -- memory -----------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from dualeval.engine.compute import is_compiled
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.tensors import rows_digest, tensor_digest
 from dualeval.engine.layouts import fixed_part
-from dualeval.engine.sharding.detect import is_sharded
-from dualeval.engine.sharding.units import has_forward
+from dualeval.engine.sharding.detect import has_forward, is_sharded
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 
