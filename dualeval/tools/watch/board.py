@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ class Board:
         self._tried: set[str] = set()
         if link is not None and os.path.lexists(link) and not link.is_symlink():
             raise UsageError(f"--best {link}: there is something that is no link. Give a name that is free.")
+        if link is not None and not link.parent.is_dir():
+            raise UsageError(
+                f"--best {link}: there is no folder {link.parent}. Make it, or give another name."
+            )
+
+    @contextmanager
+    def writable(self) -> Iterator[None]:
+        """Say what a full disk, or one that is gone, comes to."""
+        try:
+            yield
+        except OSError as error:
+            raise DualevalError(
+                f"{error.filename or self.folder} cannot be written: {error.strerror or error}. The checkpoints "
+                "that are evaluated have their results: make room, and type the same command again."
+            ) from error
 
     # -- one checkpoint ----------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ def watch(context: click.Context, /, **flags: Any) -> None:
 
     def evaluate(path: str, folder: Path, fresh: bool) -> Result:
         kind = type(getattr(job.options, option))
-        of_one = replace(job, options=replace(job.options, **{option: kind(path)}))
+        of_one = replace(job, options=replace(job.options, **{option: kind(Path(path).absolute())}))
         invocation = replace(asked.invocation, out=folder)
         if fresh:
             invocation = replace(invocation, run={**invocation.run, "fresh": True})

@@ -92,6 +92,14 @@ class Watching:
         if self.is_main:
             self._open()
         session.control.meet()
+        try:
+            with self.board.writable():
+                self._evaluate_all(session)
+        finally:
+            self._let_go()
+        return [*self.board.rows.values()]
+
+    def _evaluate_all(self, session: Session) -> None:
         while found := session.idle_until(self._next):
             checkpoint = Checkpoint(**found["checkpoint"])
             start = monotonic()
@@ -102,7 +110,12 @@ class Watching:
             if self.is_main:
                 self._took.append(monotonic() - start)
                 self._finish(checkpoint, result, failure)
-        return [*self.board.rows.values()]
+
+    def _let_go(self) -> None:
+        """Let other watchers have what is in hand."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
     def _open(self) -> None:
         path, job = self.board.folder / WATCH, json.loads(json.dumps(self.job))
@@ -180,9 +193,7 @@ class Watching:
             say(f"dualeval: error: {name}: {reason}")
         self.board.is_settled(checkpoint)
         self.board.write(self._paths)
-        assert self._lease is not None
-        self._lease.close()
-        self._lease = None
+        self._let_go()
         if result is None:
             return
         self.board.check_metric(result)
