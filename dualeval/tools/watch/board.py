@@ -49,7 +49,7 @@ class Board:
             yield
         except OSError as error:
             raise DualevalError(
-                f"{error.filename or self.folder} cannot be written: {error.strerror or error}. The checkpoints "
+                f"{error.filename or self.folder} cannot be written: {error.strerror or error}. Checkpoints "
                 "that are evaluated have their results: make room, and type the same command again."
             ) from error
 
