@@ -295,7 +295,8 @@ def write_epoch(
     """Write the checkpoints and log.jsonl, and print the epoch."""
     checkpoint = {**states, "epoch": len(log), "log": log, "options": as_json(options, ranks)}
     # last.pt at the end: a run that is killed before it trains this epoch again.
-    for name in ("best.pt", "last.pt") if is_best else ("last.pt",):
+    kept = [f"epoch-{len(log)}.pt"] if options.keep_epochs else []
+    for name in (*kept, *(["best.pt"] if is_best else []), "last.pt"):
         write(options.out / name, functools.partial(torch.save, checkpoint))
     write_log(options.out, log)
     print(printed(log[-1], options.epochs), flush=True)
@@ -462,6 +463,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--patience", type=whole, help="stop after so many epochs in a row without a better Acc@1")
     add("--no-eval", action="store_true", help="train only; there is no best.pt then")
+    add("--keep-epochs", action="store_true", help="also write OUT/epoch-N.pt, for 'dualeval watch'")
     add("--eval-batch-size", type=whole, default=64, help="of each rank, for the evaluation [%(default)s]")
     add("--logger", action="append", metavar="KIND:WHERE", help="log each evaluation (docs/loggers.md)")
     add("--limit-train", type=whole, metavar="N", help="train on N images, drawn by the seed")

@@ -40,6 +40,7 @@ _EXIT_FUNCTIONS_WITHIN_S = 10.0
 # Each command, and where it is: the module is imported when the command is typed, or its help.
 COMMANDS = {
     "run": "dualeval.cli.run:run",
+    "watch": "dualeval.tools.watch.command:watch",
     "score": "dualeval.cli.score:score",
     "verify": "dualeval.cli.verify:verify",
     "compare": "dualeval.cli.compare:compare",

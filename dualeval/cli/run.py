@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Invocation:
+class Invocation:
     """How this invocation runs and shows a job: nothing that its result depends on."""
 
     session: SessionOptions
@@ -138,6 +138,22 @@ def run(context: click.Context, /, **flags: Any) -> None:
     torchrun --nproc-per-node 8 -m dualeval run     horovodrun -np 8 dualeval run
     srun -N2 --ntasks-per-node 4 dualeval run       mpirun -np 8 dualeval run
     """
+    asked = prepared(context, flags)
+    context.exit((_try_out if flags["dry_run"] else _evaluate)(asked.jobs, asked.invocation, asked.launcher))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a command line asks for, checked as far as no rank has to be joined for it."""
+
+    # By name; None where there is one.
+    jobs: list[tuple[str | None, Job]]
+    invocation: Invocation
+    launcher: str | None
+
+
+def prepared(context: click.Context, flags: dict[str, Any], *, checks_paths: bool = True) -> Prepared:
+    """Read the flags of ``run``; where they ask for ranks, starts these and ends with their exit code."""
     started = perf_counter()
     launcher, nproc = flags["launcher"], flags["nproc"]
     detection = examine(os.environ, launcher)
@@ -152,7 +168,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
     if nproc is None and may_start_ranks(world):
         nproc = of_file.get("nproc")
     jobs = jobs_of(flags)
-    invocation = _Invocation(
+    invocation = Invocation(
         session=SessionOptions(**_given(flags, SessionOptions, _OF_SESSION)),
         run=_given(flags, RunOptions, _OF_RUN),
         targets=targets_of(flags["loggers"], None, "--logger"),
@@ -164,7 +180,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
         job.check_schedule(invocation.run.get("schedule", SCHEDULES[0]))
         # Under a launcher a path may be missing on one node alone, which all ranks have to hear. Of several
         # models a path may be a pattern, or that of a model that fails while the others go on.
-        is_alone = world.size == 1 and not is_several(jobs)
+        is_alone = checks_paths and world.size == 1 and not is_several(jobs)
         if is_alone and (check_paths := getattr(job.options, "check_paths", None)):
             check_paths()
     if world.is_main:
@@ -172,7 +188,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, jobs[0][1], invocation, context.obj))
-    context.exit((_try_out if flags["dry_run"] else _evaluate)(jobs, invocation, launcher))
+    return Prepared(jobs=jobs, invocation=invocation, launcher=launcher)
 
 
 def is_flag(name: str) -> bool:
@@ -181,12 +197,12 @@ def is_flag(name: str) -> bool:
     return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
 
 
-def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, launcher: str | None) -> int:
+def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, launcher: str | None) -> int:
     """The run, stopped before its loop; prints the options as they would be used. Returns the exit code."""
-    session = _session(jobs[0][1], invocation, launcher)
+    session = session_of(jobs[0][1], invocation, launcher)
 
     def try_one(job: Job) -> dict[str, Any]:
-        return session.try_out(_task(job, invocation, session), **_asked(job, invocation, session))
+        return session.try_out(task_of(job, invocation, session), **_asked(job, invocation, session))
 
     def try_all(session: Session) -> tuple[int, dict[str, Any]]:
         if not is_several(jobs):
@@ -201,9 +217,7 @@ def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, la
     return ended[0]
 
 
-def _start_ranks(
-    nproc: int, world: World, job: Job, invocation: _Invocation, arguments: Sequence[str]
-) -> int:
+def _start_ranks(nproc: int, world: World, job: Job, invocation: Invocation, arguments: Sequence[str]) -> int:
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
     from dualeval.world.local_ranks import last_rank, start_ranks
 
@@ -235,10 +249,10 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, launcher: str | None) -> int:
+def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, launcher: str | None) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
     job = jobs[0][1]
-    session = _session(job, invocation, launcher)
+    session = session_of(job, invocation, launcher)
     if is_several(jobs):
         from dualeval.cli.several import Models, exit_code_of
 
@@ -249,7 +263,7 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
             out=invocation.out,
             targets=invocation.targets,
             as_json=invocation.as_json,
-            evaluate=lambda job, out, cache: _run_engine(
+            evaluate=lambda job, out, cache: evaluate_job(
                 job, _of_one_model(invocation, out, next(starts, None)), session, cache=cache
             ),
         )
@@ -259,19 +273,19 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
         return ended[0]
     return options.evaluate_and_show(
         session,
-        lambda session: _run_engine(job, invocation, session),
+        lambda session: evaluate_job(job, invocation, session),
         as_json=invocation.as_json,
         targets=invocation.targets,
     )
 
 
-def _session(job: Job, invocation: _Invocation, launcher: str | None) -> Session:
+def session_of(job: Job, invocation: Invocation, launcher: str | None) -> Session:
     # The session says each once: of several models most have the same to say.
     given = {**vars(invocation.session), "device": job.device, "launcher": launcher}
     return Session(**{**given, "note": lambda sentence: say(f"dualeval: note: {sentence}")})
 
 
-def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> _Invocation:
+def _of_one_model(invocation: Invocation, out: Path, started: float | None) -> Invocation:
     """The invocation for one of several models, which may be the one that the others are compared with."""
     reference = invocation.reference
     if reference is not None and reference.resolve() == out.resolve():
@@ -279,13 +293,13 @@ def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> 
     return replace(invocation, out=out, reference=reference, started=started or perf_counter())
 
 
-def _run_engine(
-    job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None
+def evaluate_job(
+    job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None
 ) -> Result:
     from dualeval.engine.end.process import show_until_end
     from dualeval.report.progress import Progress, on_screen
 
-    task = _task(job, invocation, session, cache)
+    task = task_of(job, invocation, session, cache)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
@@ -306,7 +320,7 @@ def _run_engine(
             shown.close()
 
 
-def _asked(job: Job, invocation: _Invocation, session: Session) -> dict[str, Any]:
+def _asked(job: Job, invocation: Invocation, session: Session) -> dict[str, Any]:
     """What the session is asked for: options of a run, and those that the result shows."""
     return {
         **job.run_options,
@@ -317,7 +331,7 @@ def _asked(job: Job, invocation: _Invocation, session: Session) -> dict[str, Any
     }
 
 
-def _task(job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None) -> Task:
+def task_of(job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None) -> Task:
     """The task, when one rank a node has fetched what its options ask for."""
     if session.world.is_main:
         check_installed(invocation.targets, "--logger")

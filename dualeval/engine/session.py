@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dualeval.engine.end.process import conclude_quietly, say
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from dualeval.world import World
 
 _T = TypeVar("_T")
+
+_LOOK_EVERY_S = 0.25
 
 
 class Session:
@@ -370,6 +372,29 @@ class Session:
             if cause is error:
                 raise
             raise cause from error
+
+    def idle_until(self, look: Callable[[], _T | None]) -> _T:
+        """Have rank 0 look, now and then, until there is something to do; a collective.
+
+        Args:
+            look: called on rank 0; returns plain values, None where there is nothing yet.
+
+        Returns:
+            What rank 0 has found, on every rank.
+
+        Raises:
+            PeerError: another rank failed.
+            Stopped: a signal, or ``stop``, has ended the session.
+        """
+        self._check_usable()
+        self._idle()
+        found: _T | None = None
+        while self.world.is_main and (found := look()) is None:
+            self.control.check()
+            sleep(_LOOK_EVERY_S)
+        self.control.meet()
+        shared: _T = self.backend.broadcast_json(found, src=0)
+        return shared
 
     def _idle(self) -> None:
         """The caller may do anything now, for as long as it likes."""

@@ -50,9 +50,7 @@ def pattern_of(job: Job) -> str | None:
     if job.kind.origin != BUILT_IN:
         return None
     text = getattr(job.options, _WEIGHTS, None)
-    if text is None or not _WILD.search(str(text)) or os.path.lexists(text):
-        return None
-    return str(text)
+    return str(text) if text is not None and is_pattern(str(text)) else None
 
 
 def found_models(jobs: Sequence[tuple[str | None, Job]]) -> list[Found]:
@@ -87,11 +85,16 @@ def candidates_of(jobs: Sequence[tuple[str | None, Job]], found: Sequence[Found]
     return made
 
 
-def expanded(pattern: str) -> list[str]:
+def is_pattern(text: str) -> bool:
+    """Whether a path is a pattern, and none that is there under this very name."""
+    return bool(_WILD.search(text)) and not os.path.lexists(text)
+
+
+def expanded(pattern: str, *, refuses: bool = True) -> list[str]:
     """The files and folders that a pattern fits, in natural order: epoch2 before epoch10."""
     # A Path's own glob takes no absolute pattern.
     found = glob(pattern, recursive=True)  # noqa: PTH207
-    if not found:
+    if not found and refuses:
         folder = _fixed_part(pattern)
         raise UsageError(f"--weights {pattern}: no file or folder fits. {_there(folder)}")
     return sorted(found, key=lambda path: ([*map(_natural, _NUMBER.split(path))], path))

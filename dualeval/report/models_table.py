@@ -39,6 +39,8 @@ class ModelRow:
     # What a run of it alone would end with; None where it is not done.
     exit_code: int | None = None
     folder: str | None = None
+    # Of a training.
+    step: int | None = None
 
     @property
     def said(self) -> str:
@@ -107,9 +109,10 @@ class ModelsTable:
         behind = ("samples_per_s", "evaluated", "failed", *_DIGESTS, "folder", "reason")
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["model", "status", *columns, *behind])
+        has_steps = any(row.step is not None for row in self.rows)
+        writer.writerow(["model", "status", *(["step"] if has_steps else []), *columns, *behind])
         for row in self.rows:
-            values: list[Any] = [row.name, row.status]
+            values: list[Any] = [row.name, row.status, *([row.step] if has_steps else [])]
             for name in self.metrics:
                 ends = () if row.result is None else row.result.intervals.get(name, ())
                 values += [_number(row.result, name), *((ends or ("", "")) if name in ranged else ())]

@@ -1,0 +1,1 @@
+"""Every checkpoint of a training, evaluated once, while the training goes on."""

@@ -1,0 +1,157 @@
+"""``dualeval watch``: evaluate each checkpoint of a training, while that goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualeval.cli import options
+from dualeval.cli.grouped import PATH, GroupedOption
+from dualeval.cli.run import evaluate_job, prepared, run, session_of, task_of
+from dualeval.cli.several import exit_code_of
+from dualeval.cli.task_flags import TaskCommand
+from dualeval.data.cache import DataCache
+from dualeval.engine.end.process import say
+from dualeval.errors import UsageError
+from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
+from dualeval.process_start import unwritten
+from dualeval.report.models_table import DONE, ModelRow, ModelsTable
+from dualeval.tools.watch.board import LEADERBOARD, Board
+from dualeval.tools.watch.checkpoints import Checkpoints
+from dualeval.tools.watch.watching import Wanted, Watching
+from dualeval.wording import counted
+
+if TYPE_CHECKING:
+    from dualeval.engine.session import Session
+    from dualeval.result import Result
+
+_WATCH = "Watch"
+# Of ``dualeval run``: what a watcher has otherwise, or not at all.
+_NOT_OF_RUN = ("out", "fresh", "dry_run", "as_json")
+_OF_TASK = "of_task_"
+# What the option is until there is a checkpoint: all else is checked with it.
+_STAND_IN = {"weights": "random:0"}
+
+
+def _flag(*declared: str, **named: Any) -> GroupedOption:
+    return GroupedOption(declared, group=_WATCH, **named)
+
+
+_FLAGS: list[click.Parameter] = [
+    click.Argument(["checkpoints"], metavar="CKPTS"),
+    _flag("--out", type=PATH, required=True, metavar="DIR", help="Folder of the runs, one a checkpoint."),
+    _flag(
+        "--settle",
+        type=click.FloatRange(min=0.1),
+        default=10.0,
+        metavar="S",
+        help="Seconds a checkpoint is unchanged when it is complete.  [default: 10]",
+    ),
+    _flag(
+        "--as",
+        "option",
+        default="weights",
+        metavar="NAME",
+        help="The task's option that a checkpoint is.  [default: weights]",
+    ),
+    _flag("--marker", metavar="NAME", help="It is complete when NAME is in it, or FILE.NAME beside it."),
+    _flag("--newest", is_flag=True, help="The newest first."),
+    _flag("--every", type=click.IntRange(min=1), metavar="K", help="Only steps that K divides."),
+    _flag(
+        "--until-step", type=click.IntRange(min=0), metavar="N", help="No step beyond N; end when it came."
+    ),
+    _flag("--stop-file", type=PATH, metavar="FILE", help="End when FILE is there, and all is evaluated."),
+    _flag("--best", type=PATH, metavar="LINK", help="Keep a link to the best checkpoint."),
+    _flag("--best-by", metavar="METRIC", help="What ranks them.  [default: the first metric]"),
+    _flag("--top", type=click.IntRange(min=1), default=10, metavar="K", help="Rows shown.  [default: 10]"),
+]
+
+
+@click.command(
+    "watch",
+    cls=TaskCommand,
+    params=[*run.params[:2], *(each for each in run.params[2:] if each.name not in _NOT_OF_RUN), *_FLAGS],
+    groups=(_WATCH, MODEL, DATA),
+    last=(RUN, LAUNCH),
+)
+@click.pass_context
+def watch(context: click.Context, /, **flags: Any) -> None:
+    """Evaluate each checkpoint in CKPTS once, as a training writes them.
+
+    CKPTS is a folder, or a pattern in quotes. A checkpoint takes the place of --weights; where the task reads
+    whole folders of transformers, of --model (--as model). The other options are those of 'dualeval run'.
+
+    \b
+    dualeval watch ckpts --out runs/watch --model resnet18 --data /data/val --until-step 90
+    torchrun --nproc-per-node 8 -m dualeval watch ckpts --out runs/watch ...
+    """
+    own = {name: flags.pop(name) for name in [each.name or "" for each in _FLAGS]}
+    where, option, out = own["checkpoints"], own["option"], own["out"]
+    flag = f"{_OF_TASK}{option}"
+    if flag not in flags:
+        raise UsageError(
+            f"--as {option}: the task has no option of this name. 'dualeval watch --help' lists them."
+        )
+    if flags[flag] is not None:
+        raise UsageError(f"--{option} {flags[flag]}: each checkpoint takes its place. Leave it out.")
+    given = {**flags, flag: _STAND_IN.get(option, where), "out": out, "fresh": None, "as_json": False}
+    asked = prepared(context, given, checks_paths=option in _STAND_IN)
+    name, job = asked.jobs[0]
+    if name is not None:
+        raise UsageError(
+            "[[models]] belongs to 'dualeval run': a watcher has one model, and its checkpoints."
+        )
+    session = session_of(job, asked.invocation, asked.launcher)
+    cache = DataCache()
+
+    def evaluate(path: str, folder: Path, fresh: bool) -> Result:
+        kind = type(getattr(job.options, option))
+        of_one = replace(job, options=replace(job.options, **{option: kind(Path(path).absolute())}))
+        invocation = replace(asked.invocation, out=folder)
+        if fresh:
+            invocation = replace(invocation, run={**invocation.run, "fresh": True})
+        return evaluate_job(of_one, invocation, session, cache=cache)
+
+    def work(opened: Session) -> list[ModelRow]:
+        if option in _STAND_IN:
+            # Wrong data is refused before anything is waited for.
+            task_of(job, asked.invocation, opened, cache).dataset()
+        return watching.run(opened)
+
+    watching = Watching(
+        session=session,
+        checkpoints=Checkpoints(where, settle_s=own["settle"], marker=own["marker"]),
+        wanted=Wanted(
+            newest_first=own["newest"],
+            every=own["every"],
+            until_step=own["until_step"],
+            stop_file=own["stop_file"],
+        ),
+        board=Board(out, metric=own["best_by"], link=own["best"]),
+        targets=asked.invocation.targets,
+        job={**job.to_json(), option: str(Path(where).absolute())},
+        evaluate=evaluate,
+        settle_s=own["settle"],
+    )
+    code, rows = options.work_in_session(session, work, exit_code_of)
+    if watching.is_main:
+        _show(watching.board, own["top"], has_ended=rows is not None)
+    context.exit(code)
+
+
+def _show(board: Board, count: int, *, has_ended: bool) -> None:
+    """Show the best checkpoints, and where all are."""
+    if board.rows:
+        ModelsTable(board.best(count)).print()
+        click.echo(f"files  {board.folder}: {LEADERBOARD}, and a folder for each checkpoint")
+    if problem := unwritten():
+        say(f"dualeval: note: standard output cannot be written ({problem.strerror}); see {board.folder}")
+    if not has_ended:
+        done = sum(row.status == DONE for row in board.rows.values())
+        say(
+            f"dualeval: note: {counted(done, 'checkpoint')} evaluated so far. Type the same command again to "
+            "go on."
+        )

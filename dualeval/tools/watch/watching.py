@@ -1,0 +1,228 @@
+"""The loop of ``dualeval watch``: which checkpoint comes next, and when there is none any more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from dualeval.engine.differences import differences, listing
+from dualeval.engine.end.process import say
+from dualeval.errors import DualevalError, UsageError, text_of
+from dualeval.report.table import shown_numbers
+from dualeval.result import json_text
+from dualeval.tools.watch.board import Board
+from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
+from dualeval.whole_files import write_text
+from dualeval.wording import counted, printable
+
+if TYPE_CHECKING:
+    from dualeval.engine.folder.lease import Lease
+    from dualeval.engine.session import Session
+    from dualeval.report.loggers.targets import Target
+    from dualeval.report.models_table import ModelRow
+    from dualeval.result import Result
+
+# What the runs of a folder have in common; a watcher with other options is refused there.
+WATCH = "watch.json"
+# Another watcher's checkpoint is not asked for again before.
+_HELD_FOR_S = 5.0
+_LOOKS_A_SETTLE = 5
+_LONGEST_PAUSE_S = 2.0
+# Checkpoints that wait where it is said that the training is faster, and twice as many each time after that.
+_WAITING = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which checkpoints are to be evaluated, and until when."""
+
+    newest_first: bool = False
+    every: int | None = None
+    until_step: int | None = None
+    stop_file: Path | None = None
+
+    def fits(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is to be evaluated."""
+        step = checkpoint.step
+        if step is None:
+            return self.every is None and self.until_step is None
+        return step % (self.every or 1) == 0 and (self.until_step is None or step <= self.until_step)
+
+    def has_ended(self, found: Sequence[Checkpoint]) -> bool:
+        """Whether no further checkpoint is waited for, of which these are complete."""
+        until = self.until_step
+        reached = until is not None and any(each.step is not None and each.step >= until for each in found)
+        return reached or (self.stop_file is not None and self.stop_file.exists())
+
+
+@dataclass(kw_only=True)
+class Watching:
+    """One watcher, on every rank; what it knows of checkpoints is rank 0's."""
+
+    session: Session
+    checkpoints: Checkpoints
+    wanted: Wanted
+    board: Board
+    targets: Sequence[Target]
+    # The options that all runs of the folder have.
+    job: dict[str, Any]
+    # Evaluates a checkpoint, by its path, into a folder, whose earlier files may be removed first.
+    evaluate: Callable[[str, Path, bool], Result]
+    settle_s: float
+    is_main: bool = False
+    _lease: Lease | None = None
+    # By name, until when another watcher's is not asked for again.
+    _held: dict[str, float] = field(default_factory=dict)
+    _looked_at: float = float("-inf")
+    _came: list[float] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+    _took: list[float] = field(default_factory=list)
+    _said_at: int = _WAITING
+    _paths: dict[str, str] = field(default_factory=dict)
+
+    def run(self, session: Session) -> list[ModelRow]:
+        """Evaluate what comes, until there is an end; a collective. Returns a row for each on rank 0."""
+        self.is_main = session.world.is_main
+        if self.is_main:
+            self._open()
+        session.control.meet()
+        try:
+            with self.board.writable():
+                self._evaluate_all(session)
+        finally:
+            self._let_go()
+        return [*self.board.rows.values()]
+
+    def _evaluate_all(self, session: Session) -> None:
+        while found := session.idle_until(self._next):
+            checkpoint = Checkpoint(**found["checkpoint"])
+            start = monotonic()
+            folder = self.board.folder / checkpoint.name
+            work = partial(self.evaluate, checkpoint.path, folder, found["fresh"])
+            progress = f"{counted(found['done'], 'checkpoint')} evaluated so far."
+            result, failure = session.attempt(work, progress=progress)
+            if self.is_main:
+                self._took.append(monotonic() - start)
+                self._finish(checkpoint, result, failure)
+
+    def _let_go(self) -> None:
+        """Let other watchers have what is in hand."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _open(self) -> None:
+        path, job = self.board.folder / WATCH, json.loads(json.dumps(self.job))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                write_text(path, json_text(job))
+            there = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be written or read: {error}. Give another --out.") from error
+        if found := differences(there, job):
+            raise UsageError(
+                f"{path.parent} is the folder of a watcher with other options "
+                f"({listing(found, 'there', 'here')}): its results could not be compared with these. Give "
+                "another --out."
+            )
+
+    # -- on rank 0 ---------------------------------------------------------------------------------
+
+    def _next(self) -> dict[str, Any] | None:
+        """The checkpoint to evaluate; None where there is none yet, nothing at the end."""
+        now = monotonic()
+        if now - self._looked_at < min(_LONGEST_PAUSE_S, self.settle_s / _LOOKS_A_SETTLE):
+            return None
+        complete = self.checkpoints.complete()
+        self._looked_at = monotonic()
+        self._paths = {each.name: each.path for each in complete}
+        wanted = [each for each in complete if self.wanted.fits(each)]
+        known = len(self.board.rows)
+        open_ = [each for each in wanted if not self._is_settled(each)]
+        if len(self.board.rows) > known:
+            self.board.write(self._paths)
+        self._note_pace(open_, first=not self._known)
+        for checkpoint in self._in_turn(open_):
+            if (lease := self.board.hold(checkpoint)) is None:
+                self._held[checkpoint.name] = monotonic() + _HELD_FOR_S
+            elif self.board.is_settled(checkpoint):  # by another watcher, a moment ago
+                lease.close()
+                self.board.write(self._paths)
+            else:
+                self._lease, fresh = lease, self.board.changed(checkpoint)
+                self.board.begin(checkpoint)
+                done = len(self.board.rows)
+                return {"checkpoint": vars(checkpoint), "fresh": fresh, "done": done}
+        unsettled = [name for name in self.checkpoints.unsettled if not self._is_beyond(name)]
+        return {} if not open_ and not unsettled and self.wanted.has_ended(complete) else None
+
+    def _is_beyond(self, name: str) -> bool:
+        """Whether a checkpoint that is being written would not be evaluated."""
+        return not self.wanted.fits(Checkpoint(name=name, path="", step=step_of(name), stamp=""))
+
+    def _is_settled(self, checkpoint: Checkpoint) -> bool:
+        if not self.board.is_settled(checkpoint):
+            return False
+        if self.board.changed(checkpoint):
+            self.session.note(
+                f"{printable(checkpoint.name)} has changed since it was evaluated, and is not evaluated "
+                "again: save each checkpoint under a name of its own"
+            )
+        return True
+
+    def _in_turn(self, open_: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Those that may be begun, in order; last those that another watcher seems to have in hand."""
+        ordered = open_[::-1] if self.wanted.newest_first else open_
+        asked = [each for each in ordered if self._held.get(each.name, 0.0) <= monotonic()]
+        return sorted(asked, key=self.board.is_held)
+
+    def _finish(self, checkpoint: Checkpoint, result: Result | None, failure: DualevalError | None) -> None:
+        """Write and say what a checkpoint has come to, and let others have it."""
+        self.session.control.progress.step("idle")
+        name = printable(checkpoint.name)
+        if failure is not None:
+            reason = text_of(failure)
+            self.board.fail(checkpoint, failure, reason)
+            say(f"dualeval: error: {name}: {reason}")
+        self.board.is_settled(checkpoint)
+        self.board.write(self._paths)
+        self._let_go()
+        if result is None:
+            return
+        self.board.check_metric(result)
+        metric, rows = self.board.ranked()
+        if metric is not None and isinstance(value := result.metrics.get(metric), int | float):
+            ends = result.intervals.get(metric, ())
+            number, *shown = shown_numbers(value, *ends, unit=result.units.get(metric))
+            place = [row.name for row in rows].index(checkpoint.name) + 1
+            interval = f" ({' to '.join(shown)})" if shown else ""
+            say(f"dualeval: {name}: {metric} {number}{interval}, place {place} of {len(rows)}")
+        if self.targets:
+            from dualeval.report.loggers.log import log_result
+
+            log_result(result, self.targets, checkpoint.step, self.session.note)
+
+    def _note_pace(self, open_: Sequence[Checkpoint], *, first: bool) -> None:
+        """Say where checkpoints come faster than they are evaluated, and by how much."""
+        new = {each.name for each in open_} - self._known
+        self._known |= {*new, *self.board.rows}
+        if not first:
+            self._came += [monotonic()] * len(new)
+        if len(open_) < self._said_at or len(self._came) < _WAITING or not self._took:
+            return
+        every = (self._came[-1] - self._came[0]) / (len(self._came) - 1)
+        takes = median(self._took)
+        if takes > every:
+            self._said_at = 2 * len(open_)
+            self.session.note(
+                f"the training is faster than its evaluation: a checkpoint comes every {every:.1f} s, an "
+                f"evaluation takes {takes:.1f} s, and {len(open_)} wait. --every K evaluates fewer, --newest "
+                "the newest first; a second watcher on the same folders, or more ranks, share the work"
+            )

@@ -1,0 +1,279 @@
+"""The watcher of a training: which checkpoints are complete, each evaluated once, and the leaderboard."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualeval.cli import dualeval
+from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from dualeval.result import RESULT, read_result
+from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
+from dualeval.tools.watch.watching import Wanted
+from tests.cli.test_several import Little, pictures  # noqa: F401 - a fixture
+from tests.conftest import Launch
+
+Watch = Callable[..., int]
+WATCH: list[str | Path] = [sys.executable, "-m", "dualeval", "watch"]
+# As Little, and slow where a file says so: its evaluation can be met in the middle.
+SLOW = """
+import time
+from pathlib import Path
+from tests.cli.test_several import Little
+
+
+class Slow(Little):
+    def forward(self, images):
+        while Path("hold").exists() and len(images) > 2:
+            Path("in-hand").touch()
+            time.sleep(0.05)
+        return super().forward(images)
+"""
+
+
+def options(*more: str | Path, model: str = "tests.cli.test_several:Little") -> list[str | Path]:
+    return [
+        *("ckpts", "--out", "runs", "--model", model, "--data", "val", "--crop", "32", "--resize", "36"),
+        *("--mean", "0.5", "--std", "0.5", "--batch-size", "4", "--workers", "0", "--settle", "0.1"),
+        *("--no-progress", *more),
+    ]
+
+
+@pytest.fixture
+def watch() -> Watch:
+    """Watch in this process, on one rank; returns the exit code."""
+
+    def watch(*arguments: str | Path) -> int:
+        command = ["watch", *map(str, arguments), "--launcher", "none"]
+        try:
+            found = dualeval.main(command, standalone_mode=False, obj=command)
+        except SystemExit as error:
+            found = error.code
+        return int(found or 0)
+
+    return watch
+
+
+def leaderboard(folder: Path) -> list[dict[str, str]]:
+    with (folder / "runs/leaderboard.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def save(path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    torch.save(Little().state_dict(), path)
+
+
+# -- which are complete ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("epoch=3-step=1200.ckpt", 1200),
+        ("checkpoint-500", 500),
+        ("model_epoch10_v2.pt", 10),
+        ("iter_0000100", 100),
+        ("7b-step100.pt", 100),
+        ("0042.pt", 42),
+        ("best.pt", None),
+    ],
+)
+def test_the_step_of_a_name(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+
+
+def test_a_checkpoint_is_complete_when_it_has_not_changed_for_a_while(tmp_path: Path) -> None:
+    now = [0.0]
+    checkpoints = Checkpoints(str(tmp_path), settle_s=10, marker=None, clock=lambda: now[0])
+    file, folder = tmp_path / "step2.pt", tmp_path / "step10"
+
+    def names() -> list[str]:
+        return [each.name for each in checkpoints.complete()]
+
+    folder.mkdir()
+    (tmp_path / "train.log").write_text("no checkpoint")
+    (tmp_path / ".hidden.pt").write_text("no checkpoint")
+    (tmp_path / "last.pt").symlink_to(file)
+    file.write_text("a")
+    (folder / "part0.bin").write_text("a")
+    assert names() == []
+    assert checkpoints.unsettled == ["step2.pt", "step10"]
+    now[0] = 8.0
+    (folder / "part1.bin").write_text("a")
+    assert names() == []
+    now[0] = 11.0
+    assert names() == ["step2.pt"]
+    stamp = checkpoints.complete()[0].stamp
+    os.utime(file, ns=(0, 0))  # the clock of the training's host may go anywhere
+    assert names() == []
+    now[0] = 21.0
+    assert names() == ["step2.pt", "step10"]
+    assert checkpoints.complete()[0].stamp != stamp
+    # torch.distributed.checkpoint writes this last.
+    (tmp_path / "step11").mkdir()
+    (tmp_path / "step11/.metadata").write_text("a")
+    assert names() == ["step2.pt", "step10", "step11"]
+
+
+def test_a_marker_says_what_is_complete(tmp_path: Path) -> None:
+    for name in ("a1.pt", "a2.pt"):
+        (tmp_path / name).write_text("a")
+    for name in ("b3", "b4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("a")
+    (tmp_path / "a1.pt.done").write_text("")
+    (tmp_path / "b4/done").write_text("")
+    for where in (tmp_path, f"{tmp_path}/*"):
+        found = Checkpoints(str(where), settle_s=0.1, marker="done").complete()
+        assert [each.name for each in found] == ["a1.pt", "b4"]
+
+
+def test_which_are_wanted_and_until_when(tmp_path: Path) -> None:
+    found = [Checkpoint(name=f"{step}", path="", step=step, stamp="") for step in (5, 10, 20, 25)]
+    found.append(Checkpoint(name="best", path="", step=None, stamp=""))
+
+    def steps(wanted: Wanted) -> list[int | None]:
+        return [each.step for each in found if wanted.fits(each)]
+
+    assert steps(Wanted()) == [5, 10, 20, 25, None]
+    assert steps(Wanted(every=10)) == [10, 20]
+    assert steps(Wanted(every=10, until_step=15)) == [10]
+    assert Wanted(until_step=25).has_ended(found)
+    assert not Wanted(until_step=26).has_ended(found)
+    stop = Wanted(stop_file=tmp_path / "stop")
+    assert not stop.has_ended(found)
+    (tmp_path / "stop").touch()
+    assert stop.has_ended([])
+
+
+# -- one process -------------------------------------------------------------------------------------------
+
+
+def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
+    pictures: Path,  # noqa: F811
+    watch: Watch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (pictures / "ckpts/epoch3.pt").write_bytes(b"PK\x03\x04")
+    words = options("--until-step", "10", "--best", "best.pt", "--best-by", "loss", "--logger", "jsonl:log")
+    assert watch(*words) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "error: epoch3.pt: ckpts/epoch3.pt is cut short" in said
+    rows = leaderboard(pictures)
+    assert [row["status"] for row in rows] == ["done"] * 3 + ["failed"]
+    losses = [float(row["loss"]) for row in rows[:3]]
+    assert losses == sorted(losses)
+    best = pictures / "ckpts" / rows[0]["model"]
+    assert (pictures / "best.pt").resolve() == best
+    # Nothing changed: nothing is evaluated.
+    times = {path: path.stat().st_mtime_ns for path in (pictures / "runs").glob(f"*/{RESULT}")}
+    assert watch(*words) == EXIT_USAGE
+    assert times == {path: path.stat().st_mtime_ns for path in (pictures / "runs").glob(f"*/{RESULT}")}
+    assert "error" not in capsys.readouterr().err
+    assert len((pictures / "log").read_text().splitlines()) == 3
+    # The broken one is mended, and one that was evaluated is written again.
+    save(pictures / "ckpts/epoch3.pt", 3)
+    save(pictures / "ckpts/epoch1.pt", 4)
+    assert watch(*words) == EXIT_DONE
+    said = capsys.readouterr().err
+    assert "epoch1.pt has changed since it was evaluated, and is not evaluated again" in said
+    assert {row["status"] for row in leaderboard(pictures)} == {"done"}
+    assert sorted(row["step"] for row in leaderboard(pictures)) == ["1", "10", "2", "3"]
+    for name in ("epoch1.pt", "epoch10.pt"):
+        assert read_result(pictures / "runs" / name / RESULT).samples["evaluated"] == 18
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--weights", "x.pt"], "each checkpoint takes its place"),
+        (["--as", "checkpoint"], "--as checkpoint: the task has no option of this name"),
+        (["--best", "val"], "--best val: there is something that is no link"),
+        (["--best-by", "los", "--until-step", "1"], "--best-by los: the results have .*Did you mean loss"),
+        (["--data", "nowhere"], "nowhere"),
+        (["--batch-size", "8"], "is the folder of a watcher with other options.*batch_size"),
+    ],
+)
+def test_wrong_words(
+    more: Sequence[str],
+    says: str,
+    pictures: Path,  # noqa: F811
+    watch: Watch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--batch-size" in more:
+        assert watch(*options("--until-step", "1")) == EXIT_DONE
+    try:
+        assert watch(*options(*more)) == EXIT_USAGE
+    except UsageError as error:
+        said = str(error)
+    else:
+        said = capsys.readouterr().err
+    assert re.search(says, said), said
+
+
+# -- processes ---------------------------------------------------------------------------------------------
+
+
+def await_file(path: Path, within_s: float = 100.0) -> None:
+    limit = time.monotonic() + within_s
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path} has not come"
+        time.sleep(0.02)
+
+
+def held(folder: Path) -> dict[str, str]:
+    (folder / "slow.py").write_text(SLOW)
+    (folder / "hold").touch()
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).resolve().parents[2]}"}
+
+
+def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) -> None:  # noqa: F811
+    """The killed one's checkpoint is gone on with by the other, and nothing is evaluated twice."""
+    variables = held(pictures)
+    command = [*WATCH, *options("--until-step", "10", model="slow:Slow")]
+    with launch.started(command, variables=variables, cwd=pictures) as killed:
+        await_file(pictures / "in-hand")
+        with launch.started(command, variables=variables, cwd=pictures) as other:
+            await_file(pictures / "runs/.watchers/epoch2.pt/lease.json")
+            killed.send_signal(signal.SIGKILL)
+            killed.wait(60)
+            (pictures / "hold").unlink()
+            _, said = other.communicate(timeout=120)
+    assert other.returncode == EXIT_DONE, said
+    assert re.findall(rb"(?m)^dualeval: (\S+): ", said) == [b"epoch2.pt", b"epoch1.pt", b"epoch10.pt"]
+    assert {row["status"] for row in leaderboard(pictures)} == {"done"}
+
+
+def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:  # noqa: F811
+    """SIGTERM while they wait for more ends both; the next watcher ends by the stop file."""
+    command: list[str | Path] = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dualeval", "watch"),
+        *options("--stop-file", "stop", "--newest"),
+    ]
+    with launch.started(command, cwd=pictures) as waiting:
+        limit = time.monotonic() + 100
+        while not (pictures / "runs/epoch1.pt" / RESULT).exists():
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        waiting.send_signal(signal.SIGTERM)
+        _, said = waiting.communicate(timeout=60)
+    assert b"3 checkpoints evaluated so far. Type the same command again to go on" in said
+    order = re.findall(rb"(?m)dualeval: (epoch\d+)\.pt: ", said)
+    assert order == [b"epoch10", b"epoch2", b"epoch1"]
+    save(pictures / "ckpts/epoch11.pt", 11)
+    (pictures / "stop").touch()
+    finished = launch(command, cwd=pictures)
+    assert finished.returncode == EXIT_DONE, finished.stderr
+    assert [row["model"] for row in leaderboard(pictures) if row["step"] == "11"] == ["epoch11.pt"]
+    assert read_result(pictures / "runs/epoch11.pt" / RESULT).world["size"] == 2
