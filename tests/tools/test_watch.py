@@ -251,7 +251,7 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
             (pictures / "hold").unlink()
             _, said = other.communicate(timeout=120)
     assert other.returncode == EXIT_DONE, said
-    assert re.findall(rb"(?m)^dualeval: (\S+): ", said) == [b"epoch2.pt", b"epoch1.pt", b"epoch10.pt"]
+    assert re.findall(r"(?m)^dualeval: (\S+): ", said) == ["epoch2.pt", "epoch1.pt", "epoch10.pt"]
     assert {row["status"] for row in leaderboard(pictures)} == {"done"}
 
 
@@ -268,9 +268,9 @@ def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:  # no
             time.sleep(0.02)
         waiting.send_signal(signal.SIGTERM)
         _, said = waiting.communicate(timeout=60)
-    assert b"3 checkpoints evaluated so far. Type the same command again to go on" in said
-    order = re.findall(rb"(?m)dualeval: (epoch\d+)\.pt: ", said)
-    assert order == [b"epoch10", b"epoch2", b"epoch1"]
+    assert "3 checkpoints evaluated so far. Type the same command again to go on" in said
+    order = re.findall(r"(?m)dualeval: (epoch\d+)\.pt: ", said)
+    assert order == ["epoch10", "epoch2", "epoch1"]
     save(pictures / "ckpts/epoch11.pt", 11)
     (pictures / "stop").touch()
     finished = launch(command, cwd=pictures)

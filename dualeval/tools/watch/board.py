@@ -76,7 +76,7 @@ class Board:
 
     def changed(self, checkpoint: Checkpoint) -> bool:
         """Whether its files are others than those that were evaluated, or begun with, under this name."""
-        return self._outcome(checkpoint.name).get("stamp", checkpoint.stamp) != checkpoint.stamp
+        return bool(self._outcome(checkpoint.name).get("stamp", checkpoint.stamp) != checkpoint.stamp)
 
     def is_held(self, checkpoint: Checkpoint) -> bool:
         """Whether there is a lease: of another watcher, or of one that was killed."""

@@ -73,15 +73,16 @@ class Checkpoints:
 
     def _paths(self) -> tuple[str, list[str]]:
         """A pattern, and what fits it in natural order; without links: what they lead to is there."""
-        pattern, looks_like_one = self._where, lambda path: True
-        if not is_pattern(pattern):
-            pattern, looks_like_one = f"{escape(self._where)}/*", _looks_like_one
+        is_folder = not is_pattern(self._where)
+        pattern = f"{escape(self._where)}/*" if is_folder else self._where
         paths = expanded(pattern, refuses=False)
         marks = () if self._marker is None else (self._marker,)
         return pattern, [
             path
             for path in paths
-            if not Path(path).is_symlink() and not path.endswith(marks) and looks_like_one(Path(path))
+            if not Path(path).is_symlink()
+            and not path.endswith(marks)
+            and (not is_folder or _looks_like_one(Path(path)))
         ]
 
     def _is_complete(self, path: str, unchanged_s: float) -> bool:

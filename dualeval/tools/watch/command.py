@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ def watch(context: click.Context, /, **flags: Any) -> None:
             invocation = replace(invocation, run={**invocation.run, "fresh": True})
         return evaluate_job(of_one, invocation, session, cache=cache)
 
-    def work(opened: Session) -> list[ModelRow]:
+    def work(opened: Session) -> Sequence[ModelRow]:
         if option in _STAND_IN:
             # Wrong data is refused before anything is waited for.
             task_of(job, asked.invocation, opened, cache).dataset()
