@@ -373,11 +373,12 @@ class Session:
                 raise
             raise cause from error
 
-    def idle_until(self, look: Callable[[], _T | None]) -> _T:
+    def idle_until(self, look: Callable[[], _T | None], *, progress: str = "") -> _T:
         """Have rank 0 look, now and then, until there is something to do; a collective.
 
         Args:
             look: called on rank 0; returns plain values, None where there is nothing yet.
+            progress: how many are done, as a sentence; said where the session is stopped meanwhile.
 
         Returns:
             What rank 0 has found, on every rank.
@@ -387,6 +388,7 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the session.
         """
         self._check_usable()
+        self._conclusion.progress = progress
         self._idle()
         found: _T | None = None
         while self.world.is_main and (found := look()) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +18,10 @@ from dualeval.engine.end.process import say
 from dualeval.errors import UsageError
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.process_start import unwritten
-from dualeval.report.models_table import DONE, ModelRow, ModelsTable
+from dualeval.report.models_table import ModelRow, ModelsTable
 from dualeval.tools.watch.board import LEADERBOARD, Board
 from dualeval.tools.watch.checkpoints import Checkpoints
 from dualeval.tools.watch.watching import Wanted, Watching
-from dualeval.wording import counted
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
@@ -116,7 +114,7 @@ def watch(context: click.Context, /, **flags: Any) -> None:
             invocation = replace(invocation, run={**invocation.run, "fresh": True})
         return evaluate_job(of_one, invocation, session, cache=cache)
 
-    def work(opened: Session) -> Sequence[ModelRow]:
+    def work(opened: Session) -> list[ModelRow]:
         if option in _STAND_IN:
             # Wrong data is refused before anything is waited for.
             task_of(job, asked.invocation, opened, cache).dataset()
@@ -137,22 +135,16 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         evaluate=evaluate,
         settle_s=own["settle"],
     )
-    code, rows = options.work_in_session(session, work, exit_code_of)
-    if watching.is_main:
-        _show(watching.board, own["top"], has_ended=rows is not None)
-    context.exit(code)
+    ended = options.work_in_session(session, work, exit_code_of)
+    if ended[1] is not None and watching.is_main:
+        _show(watching.board, own["top"])
+    context.exit(ended[0])
 
 
-def _show(board: Board, count: int, *, has_ended: bool) -> None:
+def _show(board: Board, count: int) -> None:
     """Show the best checkpoints, and where all are."""
     if board.rows:
         ModelsTable(board.best(count)).print()
         click.echo(f"files  {board.folder}: {LEADERBOARD}, and a folder for each checkpoint")
     if problem := unwritten():
         say(f"dualeval: note: standard output cannot be written ({problem.strerror}); see {board.folder}")
-    if not has_ended:
-        done = sum(row.status == DONE for row in board.rows.values())
-        say(
-            f"dualeval: note: {counted(done, 'checkpoint')} evaluated so far. Type the same command again to "
-            "go on."
-        )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.engine.differences import differences, listing
 from dualeval.engine.end.process import say
 from dualeval.errors import DualevalError, UsageError, text_of
+from dualeval.report.models_table import DONE
 from dualeval.report.table import shown_numbers
 from dualeval.result import json_text
 from dualeval.tools.watch.board import Board
@@ -100,16 +101,19 @@ class Watching:
         return [*self.board.rows.values()]
 
     def _evaluate_all(self, session: Session) -> None:
-        while found := session.idle_until(self._next):
+        while found := session.idle_until(self._next, progress=self._progress()):
             checkpoint = Checkpoint(**found["checkpoint"])
             start = monotonic()
             folder = self.board.folder / checkpoint.name
             work = partial(self.evaluate, checkpoint.path, folder, found["fresh"])
-            progress = f"{counted(found['done'], 'checkpoint')} evaluated so far."
-            result, failure = session.attempt(work, progress=progress)
+            result, failure = session.attempt(work, progress=self._progress())
             if self.is_main:
                 self._took.append(monotonic() - start)
                 self._finish(checkpoint, result, failure)
+
+    def _progress(self) -> str:
+        done = sum(row.status == DONE for row in self.board.rows.values())
+        return f"{counted(done, 'checkpoint')} evaluated so far."
 
     def _let_go(self) -> None:
         """Let other watchers have what is in hand."""
@@ -158,8 +162,7 @@ class Watching:
             else:
                 self._lease, fresh = lease, self.board.changed(checkpoint)
                 self.board.begin(checkpoint)
-                done = len(self.board.rows)
-                return {"checkpoint": vars(checkpoint), "fresh": fresh, "done": done}
+                return {"checkpoint": vars(checkpoint), "fresh": fresh}
         unsettled = [name for name in self.checkpoints.unsettled if not self._is_beyond(name)]
         return {} if not open_ and not unsettled and self.wanted.has_ended(complete) else None
 
@@ -201,9 +204,10 @@ class Watching:
         if metric is not None and isinstance(value := result.metrics.get(metric), int | float):
             ends = result.intervals.get(metric, ())
             number, *shown = shown_numbers(value, *ends, unit=result.units.get(metric))
-            place = [row.name for row in rows].index(checkpoint.name) + 1
+            done = [row.name for row in rows if row.status == DONE]
+            place = done.index(checkpoint.name) + 1
             interval = f" ({' to '.join(shown)})" if shown else ""
-            say(f"dualeval: {name}: {metric} {number}{interval}, place {place} of {len(rows)}")
+            say(f"dualeval: {name}: {metric} {number}{interval}, place {place} of {len(done)}")
         if self.targets:
             from dualeval.report.loggers.log import log_result
 
