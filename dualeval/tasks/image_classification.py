@@ -105,12 +105,12 @@ class ImageClassification(PictureTask):
         embedded = model == classifiers.EMBEDDED
         if embedded and weights in (None, "DEFAULT"):
             weights = str(EMBEDDED_WEIGHTS)
-        super().__init__(source, weights, given)
         if data is None and not embedded:
             raise UsageError(
                 f"--model {model} was given without --data. Give --data PATH, or --data {ASSETS} for the "
                 "10,000 images of the embedded job."
             )
+        super().__init__(source, weights, given)
         self._data = DataSource(given)
         self._class_map = None if given.class_map is None else Path(given.class_map)
         self._class_order = given.class_order

@@ -26,7 +26,7 @@ from dualeval.models.sources.factory import FactoryModel
 from dualeval.options.job import start_of
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
 from dualeval.tasks.image_data import ASSETS
-from dualeval.tools.submit.command import submit
+from dualeval.tools.submit.command import SlurmJob
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import check_torchrun_reports
 
@@ -308,8 +308,7 @@ def test_a_job_file_with_a_wrong_start(tmp_path: Path, line: str, said: str) -> 
 
 
 def test_logs_of_submit_are_no_part_of_the_repository() -> None:
-    log = next(parameter for parameter in submit.params if parameter.name == "log")
-    name = str(log.default).replace("%j", "4711")
+    name = SlurmJob().log.replace("%j", "4711")
     done = subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT, check=False, timeout=30)
     assert done.returncode in (0, 128), f"{name} is not ignored"  # 128: this is no repository
 

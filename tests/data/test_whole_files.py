@@ -39,8 +39,8 @@ def flip(path: Path, position: int) -> None:
     ("damage", "words"),
     [
         (Path.unlink, "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, expected"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes, expected"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "does not fit its checksum"),
+        (lambda path: path.write_bytes(b""), "does not fit its checksum"),
         *((lambda path, at=at: flip(path, at), "does not fit its checksum") for at in (4, 100, 1000, -5)),
     ],
     ids=["gone", "cut", "empty", "flip 4", "flip 100", "flip 1000", "flip -5"],

@@ -31,7 +31,8 @@ ALLOWED = {
         *("result", "data.cache", "report.page"),
     },
     "tools": {
-        *("cli", "options.job", "options.plugins", "launch", "backends", "world.devices"),
+        *("cli", "options.job", "options.plugins", "options.several", "data.cache", "launch", "backends"),
+        "world.devices",
         *("world.local_ranks", "engine", "tasks", "models", "columns", "metrics.by_name", "report", "result"),
     },
     "columns": set(),

@@ -297,9 +297,9 @@ def test_compiled_text_has_its_tensors(make: Callable[..., nn.Module]) -> None:
 def test_tensors_without_values_are_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(conv())
-    with pytest.raises(UsageError, match=r"tensor 0\.weight is on the meta device and has no values"):
+    with pytest.raises(UsageError, match=r"tensor 0\.bias is on the meta device and has no values"):
         weights(model)
-    with pytest.raises(UsageError, match=r"tensor weight has no values yet: it belongs to a lazy module"):
+    with pytest.raises(UsageError, match=r"tensor bias has no values yet: it belongs to a lazy module"):
         weights(nn.LazyLinear(2))
 
 

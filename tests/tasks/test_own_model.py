@@ -448,7 +448,7 @@ def test_a_postprocess_of_a_derived_class_may_write_into_its_columns() -> None:
     result = dualeval.evaluate(
         Doubled(model=model, data=Mapped(), metrics=["loss", Mean("twice")]), batch_size=4, workers=0
     )
-    alone = evaluate(model=model, data=Mapped(), metrics=["loss"])
+    alone = evaluate(model=model, data=Mapped(), metrics=["loss"], batch_size=4)
     assert result.metrics["loss"] == alone.metrics["loss"]
     assert result.metrics["twice"] == pytest.approx(2 * float(str(alone.metrics["loss"])))
 
