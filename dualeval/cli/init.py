@@ -69,6 +69,8 @@ def init(task: str, file: Path | None) -> None:
 def text_for(task: str, path: Path) -> str:
     """The file for a task."""
     source = task_kind(task).source
+    if not hasattr(source, "start"):
+        raise UsageError(f"there is no file to start {task} from: its options class has no 'start'")
     start: dict[str, str] = dict(source.start)
     for name in ("imports", "model"):
         start[name] = "\n".join(f"    {each}" for each in start[name].split("; "))

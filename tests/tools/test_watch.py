@@ -18,7 +18,7 @@ from dualeval.cli import dualeval
 from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from dualeval.result import RESULT, read_result
 from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
-from dualeval.tools.watch.watching import Wanted
+from dualeval.tools.watch.watching import Wanted, Watching
 from tests.cli.test_several import Little, pictures  # noqa: F401 - a fixture
 from tests.conftest import Launch
 
@@ -148,10 +148,11 @@ def test_which_are_wanted_and_until_when(tmp_path: Path) -> None:
     assert steps(Wanted()) == [5, 10, 20, 25, None]
     assert steps(Wanted(every=10)) == [10, 20]
     assert steps(Wanted(every=10, until_step=15)) == [10]
-    assert Wanted(until_step=25).has_ended(found)
-    assert not Wanted(until_step=26).has_ended(found)
+    seen = [each.step for each in found]
+    assert Wanted(until_step=25).has_ended(seen)
+    assert not Wanted(until_step=26).has_ended(seen)
     stop = Wanted(stop_file=tmp_path / "stop")
-    assert not stop.has_ended(found)
+    assert not stop.has_ended(seen)
     (tmp_path / "stop").touch()
     assert stop.has_ended([])
 
@@ -175,11 +176,11 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
     assert losses == sorted(losses)
     best = pictures / "ckpts" / rows[0]["model"]
     assert (pictures / "best.pt").resolve() == best
-    # Nothing changed: nothing is evaluated.
+    # Nothing changed: what is done is not evaluated again.
     times = {path: path.stat().st_mtime_ns for path in (pictures / "runs").glob(f"*/{RESULT}")}
     assert watch(*words) == EXIT_USAGE
     assert times == {path: path.stat().st_mtime_ns for path in (pictures / "runs").glob(f"*/{RESULT}")}
-    assert "error" not in capsys.readouterr().err
+    capsys.readouterr()
     assert len((pictures / "log").read_text().splitlines()) == 3
     # The broken one is mended, and one that was evaluated is written again.
     save(pictures / "ckpts/epoch3.pt", 3)
@@ -201,6 +202,9 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
         (["--best", "val"], "--best val: there is something that is no link"),
         (["--best-by", "los", "--until-step", "1"], "--best-by los: the results have .*Did you mean loss"),
         (["--data", "nowhere"], "nowhere"),
+        (["--settle", "nan"], "--settle nan: expected seconds"),
+        (["--out", "ckpts/runs"], "--out ckpts/runs lies in ckpts, where the checkpoints are"),
+        (["also"], r"CKPTS is 2 paths, .*put it in quotes, as 'ckpts/\*\.pt'"),
         (["--batch-size", "8"], "is the folder of a watcher with other options.*batch_size"),
     ],
 )
@@ -220,6 +224,76 @@ def test_wrong_words(
     else:
         said = capsys.readouterr().err
     assert re.search(says, said), said
+
+
+# Of one's own, which opens its checkpoint itself.
+OWN = """
+import torch
+import dualeval
+from torch.utils.data import TensorDataset
+from scale import SCALE
+
+
+class Line(torch.nn.Linear):
+    def forward(self, inputs):
+        return SCALE * super().forward(inputs)
+
+
+def task(weights="last.pt"):
+    model = Line(3, 3)
+    model.load_state_dict({name.removeprefix("linear."): each for name, each in torch.load(weights).items()})
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 3)
+    return dualeval.ModelTask(model=model.eval(), data=data)
+"""
+
+
+def test_a_task_of_ones_own_whose_code_changes_meanwhile(
+    pictures: Path,  # noqa: F811
+    launch: Launch,
+) -> None:
+    (pictures / "mine.py").write_text(OWN)
+    command: list[str | Path] = [
+        *(*WATCH, "ckpts", "--out", "runs", "--task", "mine.py:task", "--settle", "0.1", "--best", "best.pt"),
+        *("--best-by", "loss", "--no-progress"),
+    ]
+    (pictures / "scale.py").write_text("SCALE = 1.0\n")
+    said = launch([*command, "--until-step", "2"], cwd=pictures).ok().stderr
+    assert [row["reason"] for row in leaderboard(pictures)] == ["", ""], said
+    # A checkpoint that is gone keeps its row.
+    (pictures / "ckpts/epoch1.pt").unlink()
+    (pictures / "scale.py").write_text("SCALE = 0.001\n")
+    said = launch([*command, "--until-step", "10"], cwd=pictures).ok().stderr
+    rows = {row["model"]: row["reason"] for row in leaderboard(pictures)}
+    assert rows["epoch10.pt"] == "" and len(rows) == 3
+    assert all("not ranked: another" in rows[name] for name in ("epoch1.pt", "epoch2.pt")), said
+    assert "place 1 of 1" in said
+    assert (pictures / "best.pt").resolve().name == "epoch10.pt"
+    # It has come: nothing is waited for, though it is gone.
+    (pictures / "ckpts/epoch10.pt").unlink()
+    launch([*command, "--until-step", "10"], cwd=pictures).ok()
+
+
+def test_what_is_waited_for_is_said(
+    pictures: Path,  # noqa: F811
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And what lacks its marker does not keep the watcher from its end."""
+    monkeypatch.setattr("dualeval.tools.watch.watching._SILENT_S", 0.0)
+    (pictures / "ckpts/epoch1.pt.done").touch()
+    says = Watching._note_waiting
+
+    def note_waiting(self: Watching, names: Sequence[str]) -> None:
+        says(self, names)
+        (pictures / "stop").touch()
+
+    monkeypatch.setattr(Watching, "_note_waiting", note_waiting)
+    assert watch(*options("--marker", "done", "--stop-file", "stop")) == EXIT_DONE
+    said = capsys.readouterr().err
+    assert "waits for checkpoints in ckpts. 1 checkpoint evaluated so far" in said
+    assert "not evaluated, as their marker is missing: epoch2.pt, epoch10.pt" in said
 
 
 # -- processes ---------------------------------------------------------------------------------------------
@@ -251,7 +325,11 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
             (pictures / "hold").unlink()
             _, said = other.communicate(timeout=120)
     assert other.returncode == EXIT_DONE, said
-    assert sorted(re.findall(r"(?m)^dualeval: (\S+): ", said)) == ["epoch1.pt", "epoch10.pt", "epoch2.pt"]
+    assert sorted(re.findall(r"(?m)^dualeval: (epoch\S+): ", said)) == [
+        "epoch1.pt",
+        "epoch10.pt",
+        "epoch2.pt",
+    ]
     assert {row["status"] for row in leaderboard(pictures)} == {"done"}
 
 

@@ -7,16 +7,18 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dualeval.engine.differences import differences
 from dualeval.engine.folder.lease import Lease
-from dualeval.errors import EXIT_DONE, EXIT_USAGE, DualevalError, UsageError
+from dualeval.errors import EXIT_DONE, DualevalError, UsageError
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
-from dualeval.result import RESULT, Result, json_text, read_result, read_status
-from dualeval.tools.watch.checkpoints import Checkpoint
+from dualeval.result import JOB, RESULT, Result, json_text, read_result, read_status
+from dualeval.tools.watch.checkpoints import Checkpoint, step_of
 from dualeval.whole_files import write_text
-from dualeval.wording import did_you_mean
+from dualeval.wording import did_you_mean, listed
 
 LEADERBOARD = "leaderboard.csv"
 # A folder for each checkpoint: the lease of the watcher that evaluates it, and what it has come to.
@@ -33,6 +35,8 @@ class Board:
         self._link = link
         # By name, what is known to be done or failed.
         self.rows: dict[str, ModelRow] = {}
+        # Of those that are done, what decides their numbers beside the weights.
+        self._jobs: dict[str, Any] = {}
         # Names of those that this process has tried.
         self._tried: set[str] = set()
         if link is not None and os.path.lexists(link) and not link.is_symlink():
@@ -55,32 +59,42 @@ class Board:
 
     # -- one checkpoint ----------------------------------------------------------------------------
 
+    def load(self) -> None:
+        """Take the results of all runs that are done, also of checkpoints that are gone."""
+        for run in sorted(path.parent for path in self.folder.glob(f"*/{RESULT}")):
+            self._take_result(run.name)
+
     def is_settled(self, checkpoint: Checkpoint) -> bool:
-        """Whether it has a result, or failed as it lies there now; the board takes it then."""
-        name, run = checkpoint.name, self.folder / checkpoint.name
+        """Whether it has a result, or failed in this process as it lies there; the board takes it then."""
+        name = checkpoint.name
         known = self.rows.get(name)
-        if known is not None and known.status == DONE:
-            return True
-        status = read_status(run)
-        if status is not None and status.state == "done" and (run / RESULT).is_file():
-            self._take(checkpoint, status=DONE, result=read_result(run / RESULT), exit_code=EXIT_DONE)
+        if (known is not None and known.status == DONE) or self._take_result(name):
             return True
         outcome = self._outcome(name)
-        if outcome.get("stamp") != checkpoint.stamp:
+        # A failure may be no fault of the checkpoint, as of a full disk: each watcher tries it once.
+        if outcome.get("stamp") != checkpoint.stamp or name not in self._tried:
             return False
-        # What was no fault of the checkpoint, as a full disk, is tried again by the next watcher.
-        if outcome["exit_code"] != EXIT_USAGE and name not in self._tried:
+        self._take(name, status=FAILED, reason=outcome["reason"], exit_code=outcome["exit_code"])
+        return True
+
+    def _take_result(self, name: str) -> bool:
+        """Take the result of a run that is done; a damaged one is the next run's to mend."""
+        run = self.folder / name
+        status = read_status(run)
+        if status is None or status.state != "done":
             return False
-        self._take(checkpoint, status=FAILED, reason=outcome["reason"], exit_code=outcome["exit_code"])
+        try:
+            result = read_result(run / RESULT)
+            job = json.loads((run / JOB).read_text("utf-8"))["job"]
+        except (DualevalError, OSError, ValueError, KeyError):
+            return False
+        self._jobs[name] = {part: value for part, value in job.items() if part != "weights"}
+        self._take(name, status=DONE, result=result, exit_code=EXIT_DONE)
         return True
 
     def changed(self, checkpoint: Checkpoint) -> bool:
         """Whether its files are others than those that were evaluated, or begun with, under this name."""
         return bool(self._outcome(checkpoint.name).get("stamp", checkpoint.stamp) != checkpoint.stamp)
-
-    def is_held(self, checkpoint: Checkpoint) -> bool:
-        """Whether there is a lease: of another watcher, or of one that was killed."""
-        return (self._of_watchers(checkpoint.name) / "lease.json").exists()
 
     def hold(self, checkpoint: Checkpoint) -> Lease | None:
         """Keep other watchers from evaluating it; None where one of them does."""
@@ -114,25 +128,40 @@ class Board:
     def _of_watchers(self, name: str) -> Path:
         return self.folder / _OF_WATCHERS / name
 
-    def _take(self, checkpoint: Checkpoint, **known: Any) -> None:
-        name = checkpoint.name
-        self.rows[name] = ModelRow(name=name, folder=str(self.folder / name), step=checkpoint.step, **known)
+    def _take(self, name: str, **known: Any) -> None:
+        self.rows[name] = ModelRow(name=name, folder=str(self.folder / name), step=step_of(name), **known)
 
     # -- all of them -------------------------------------------------------------------------------
 
     def ranked(self) -> tuple[str | None, list[ModelRow]]:
-        """The metric that ranks the checkpoints, and these from the best to the failed ones."""
+        """The metric that ranks, and the rows of one job from the best on; then all others."""
         rows = sorted(self.rows.values(), key=lambda row: (row.step is None, row.step or 0, row.name))
-        results = [row.result for row in rows if row.result is not None]
-        metric = self._metric or next(
-            (name for result in results for name in result.metrics if result.directions.get(name)), None
-        )
-        if metric is None:
+        done = [row for row in rows if row.result is not None]
+        if not done:
             return None, rows
-        sign = -1 if any(result.directions.get(metric) == "higher" for result in results) else 1
-        values = {row.name: _value(row, metric) for row in rows}
-        rows.sort(key=lambda row: ((value := values[row.name]) is None, sign * (value or 0)))
-        return metric, rows
+        # What was computed last is what others are compared with: code or data may have changed since.
+        newest = max(done, key=lambda row: str(row.result and row.result.finished_at))
+        same = [row for row in done if self._jobs[row.name] == self._jobs[newest.name]]
+        metric, sign = self._ranking([row.result for row in same if row.result is not None])
+        values = {row.name: _value(row, metric) for row in same}
+        if metric is not None:
+            same.sort(key=lambda row: ((value := values[row.name]) is None, sign * (value or 0)))
+        return metric, [*same, *(self._apart(row, newest) for row in rows if row not in same)]
+
+    def _apart(self, row: ModelRow, newest: ModelRow) -> ModelRow:
+        """A row that cannot be compared with the newest; why is its reason."""
+        if row.result is None:
+            return row
+        found = differences(self._jobs[row.name], self._jobs[newest.name])
+        parts = dict.fromkeys(name.partition(".")[0].partition("[")[0] for name, _, _ in found)
+        return replace(row, reason=f"not ranked: another {listed(parts)} than that of {newest.name}")
+
+    def _ranking(self, results: Sequence[Result]) -> tuple[str | None, int]:
+        """The metric that ranks, and -1 where a higher value is better."""
+        names = (name for result in results for name in result.metrics if result.directions.get(name))
+        metric = self._metric or next(names, None)
+        is_higher = any(result.directions.get(metric or "") == "higher" for result in results)
+        return metric, -1 if is_higher else 1
 
     def check_metric(self, result: Result) -> None:
         """Check that results have the metric that was asked for, and that one of its ends is better."""
@@ -152,6 +181,7 @@ class Board:
         """Write the leaderboard anew, and have the link lead to the best checkpoint, by their paths."""
         metric, rows = self.ranked()
         write_text(self.folder / LEADERBOARD, ModelsTable(rows).to_csv())
+        rows = [row for row in rows if row.reason is None]
         best = next(
             (paths[row.name] for row in rows if row.name in paths and _value(row, metric) is not None), None
         )
@@ -165,8 +195,8 @@ class Board:
     def best(self, count: int) -> Sequence[ModelRow]:
         """The first rows of the leaderboard, and all that failed."""
         _, rows = self.ranked()
-        done = [row for row in rows if row.status == DONE]
-        return [*done[:count], *(row for row in rows if row.status != DONE)]
+        done = [row for row in rows if row.reason is None]
+        return [*done[:count], *(row for row in rows if row.reason is not None)]
 
 
 def _value(row: ModelRow, metric: str | None) -> float | None:

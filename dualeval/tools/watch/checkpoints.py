@@ -46,18 +46,24 @@ class Checkpoints:
     def __init__(
         self, where: str, *, settle_s: float, marker: str | None, clock: Callable[[], float] = monotonic
     ) -> None:
-        self._where = where
+        self.where = where
         self._settle_s = settle_s
         self._marker = marker
         self._clock = clock
         # By path, a stamp and since when it is that.
         self._seen: dict[str, tuple[str, float]] = {}
-        # Those that the last look has found, and that are not complete.
+        # Those that the last look has found and that are being written; and those that are not, and lack
+        # their marker.
         self.unsettled: list[str] = []
+        self.unmarked: list[str] = []
+
+    def is_there(self) -> bool:
+        """Whether there is the folder, or anything that fits the pattern."""
+        return Path(self.where).exists() or bool(self._paths()[1])
 
     def complete(self) -> list[Checkpoint]:
         """Look once; the complete ones in the order of their steps, those without one last."""
-        found, self.unsettled, now = [], [], self._clock()
+        found, self.unsettled, self.unmarked, now = [], [], [], self._clock()
         pattern, paths = self._paths()
         for path, name in zip(paths, names_of(pattern, paths), strict=True):
             stamp = stamp_of(path)
@@ -65,23 +71,24 @@ class Checkpoints:
                 continue  # nothing in it yet, or gone since
             if self._seen.get(path, ("", 0.0))[0] != stamp:
                 self._seen[path] = stamp, now
-            if self._is_complete(path, now - self._seen[path][1]):
+            unchanged_s = now - self._seen[path][1]
+            if self._is_complete(path, unchanged_s):
                 found.append(Checkpoint(name=name, path=path, step=step_of(name), stamp=stamp))
             else:
-                self.unsettled.append(name)
+                (self.unsettled if unchanged_s < self._settle_s else self.unmarked).append(name)
         return sorted(found, key=lambda each: (each.step is None, each.step or 0))
 
     def _paths(self) -> tuple[str, list[str]]:
         """A pattern, and what fits it in natural order; without links: what they lead to is there."""
-        is_folder = not is_pattern(self._where)
-        pattern = f"{escape(self._where)}/*" if is_folder else self._where
+        is_folder = not is_pattern(self.where)
+        pattern = f"{escape(self.where)}/*" if is_folder else self.where
         paths = expanded(pattern, refuses=False)
-        marks = () if self._marker is None else (self._marker,)
+        marks = () if self._marker is None else (f".{self._marker.lstrip('.')}",)
         return pattern, [
             path
             for path in paths
             if not Path(path).is_symlink()
-            and not path.endswith(marks)
+            and not (path.endswith(marks) and Path(path).is_file())
             and (not is_folder or _looks_like_one(Path(path)))
         ]
 

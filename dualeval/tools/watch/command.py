@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from dualeval.data.cache import DataCache
 from dualeval.engine.end.process import say
 from dualeval.errors import UsageError
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
+from dualeval.options.plugins import BUILT_IN
 from dualeval.process_start import unwritten
 from dualeval.report.models_table import ModelRow, ModelsTable
 from dualeval.tools.watch.board import LEADERBOARD, Board
@@ -40,14 +43,14 @@ def _flag(*declared: str, **named: Any) -> GroupedOption:
 
 
 _FLAGS: list[click.Parameter] = [
-    click.Argument(["checkpoints"], metavar="CKPTS"),
+    click.Argument(["checkpoints"], metavar="CKPTS", nargs=-1, required=True),
     _flag("--out", type=PATH, required=True, metavar="DIR", help="Folder of the runs, one a checkpoint."),
     _flag(
         "--settle",
         type=click.FloatRange(min=0.1),
         default=10.0,
         metavar="S",
-        help="Seconds a checkpoint is unchanged when it is complete.  [default: 10]",
+        help="A checkpoint that has not changed for S seconds is complete.  [default: 10]",
     ),
     _flag(
         "--as",
@@ -56,11 +59,18 @@ _FLAGS: list[click.Parameter] = [
         metavar="NAME",
         help="The task's option that a checkpoint is.  [default: weights]",
     ),
-    _flag("--marker", metavar="NAME", help="It is complete when NAME is in it, or FILE.NAME beside it."),
+    _flag(
+        "--marker",
+        metavar="NAME",
+        help="Complete: NAME in its folder, or FILE.NAME beside FILE.",
+    ),
     _flag("--newest", is_flag=True, help="The newest first."),
     _flag("--every", type=click.IntRange(min=1), metavar="K", help="Only steps that K divides."),
     _flag(
-        "--until-step", type=click.IntRange(min=0), metavar="N", help="No step beyond N; end when it came."
+        "--until-step",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="No later steps; end at step N.",
     ),
     _flag("--stop-file", type=PATH, metavar="FILE", help="End when FILE is there, and all is evaluated."),
     _flag("--best", type=PATH, metavar="LINK", help="Keep a link to the best checkpoint."),
@@ -81,14 +91,18 @@ def watch(context: click.Context, /, **flags: Any) -> None:
     """Evaluate each checkpoint in CKPTS once, as a training writes them.
 
     CKPTS is a folder, or a pattern in quotes. A checkpoint takes the place of --weights; where the task reads
-    whole folders of transformers, of --model (--as model). The other options are those of 'dualeval run'.
+    whole folders of transformers, of --model (--as model). The other options are those of 'dualeval run',
+    without --fresh, --dry-run and --json.
 
     \b
     dualeval watch ckpts --out runs/watch --model resnet18 --data /data/val --until-step 90
     torchrun --nproc-per-node 8 -m dualeval watch ckpts --out runs/watch ...
     """
     own = {name: flags.pop(name) for name in [each.name or "" for each in _FLAGS]}
-    where, option, out = own["checkpoints"], own["option"], own["out"]
+    option, out = own["option"], own["out"]
+    where = _where(own["checkpoints"], out)
+    if not own["settle"] < math.inf:
+        raise UsageError(f"--settle {own['settle']}: expected seconds, such as 10")
     flag = f"{_OF_TASK}{option}"
     if flag not in flags:
         raise UsageError(
@@ -115,7 +129,7 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         return evaluate_job(of_one, invocation, session, cache=cache)
 
     def work(opened: Session) -> list[ModelRow]:
-        if option in _STAND_IN:
+        if option in _STAND_IN and job.kind.origin == BUILT_IN:
             # Wrong data is refused before anything is waited for.
             task_of(job, asked.invocation, opened, cache).dataset()
         return watching.run(opened)
@@ -141,10 +155,26 @@ def watch(context: click.Context, /, **flags: Any) -> None:
     context.exit(ended[0])
 
 
+def _where(given: Sequence[str], out: Path) -> str:
+    """The folder or pattern of checkpoints."""
+    if len(given) > 1:
+        raise UsageError(
+            f"CKPTS is {len(given)} paths, expected a folder or a pattern: put it in quotes, as 'ckpts/*.pt'"
+        )
+    folder = Path(given[0])
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file, expected a folder with checkpoints, or a pattern in quotes.")
+    if folder.resolve() in (out.resolve(), *out.resolve().parents):
+        raise UsageError(f"--out {out} lies in {folder}, where the checkpoints are. Give a folder beside it.")
+    return given[0]
+
+
 def _show(board: Board, count: int) -> None:
     """Show the best checkpoints, and where all are."""
     if board.rows:
         ModelsTable(board.best(count)).print()
         click.echo(f"files  {board.folder}: {LEADERBOARD}, and a folder for each checkpoint")
+    else:
+        say("dualeval: note: there was no checkpoint to evaluate")
     if problem := unwritten():
         say(f"dualeval: note: standard output cannot be written ({problem.strerror}); see {board.folder}")

@@ -20,7 +20,7 @@ from dualeval.result import json_text
 from dualeval.tools.watch.board import Board
 from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
 from dualeval.whole_files import write_text
-from dualeval.wording import counted, printable
+from dualeval.wording import counted, listed, printable
 
 if TYPE_CHECKING:
     from dualeval.engine.folder.lease import Lease
@@ -37,6 +37,8 @@ _LOOKS_A_SETTLE = 5
 _LONGEST_PAUSE_S = 2.0
 # Checkpoints that wait where it is said that the training is faster, and twice as many each time after that.
 _WAITING = 3
+# Without anything to do, until it is said what is waited for.
+_SILENT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,10 @@ class Wanted:
             return self.every is None and self.until_step is None
         return step % (self.every or 1) == 0 and (self.until_step is None or step <= self.until_step)
 
-    def has_ended(self, found: Sequence[Checkpoint]) -> bool:
-        """Whether no further checkpoint is waited for, of which these are complete."""
+    def has_ended(self, steps: Sequence[int | None]) -> bool:
+        """Whether no further checkpoint is waited for, where those of these steps have come."""
         until = self.until_step
-        reached = until is not None and any(each.step is not None and each.step >= until for each in found)
+        reached = until is not None and any(step is not None and step >= until for step in steps)
         return reached or (self.stop_file is not None and self.stop_file.exists())
 
 
@@ -86,6 +88,9 @@ class Watching:
     _took: list[float] = field(default_factory=list)
     _said_at: int = _WAITING
     _paths: dict[str, str] = field(default_factory=dict)
+    _waiting: set[str] = field(default_factory=set)
+    _began: float = field(default_factory=monotonic)
+    _busy_at: float = field(default_factory=monotonic)
 
     def run(self, session: Session) -> list[ModelRow]:
         """Evaluate what comes, until there is an end; a collective. Returns a row for each on rank 0."""
@@ -125,17 +130,25 @@ class Watching:
         path, job = self.board.folder / WATCH, json.loads(json.dumps(self.job))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
+            # An empty one was left by a crash at the first write.
+            if not path.exists() or not path.stat().st_size:
                 write_text(path, json_text(job))
             there = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"{path} cannot be written or read: {error}. Give another --out.") from error
+            raise UsageError(
+                f"{path} cannot be written or read: {error}. Remove it if it is damaged, or give another "
+                "--out."
+            ) from error
         if found := differences(there, job):
             raise UsageError(
                 f"{path.parent} is the folder of a watcher with other options "
                 f"({listing(found, 'there', 'here')}): its results could not be compared with these. Give "
                 "another --out."
             )
+        self.board.load()
+        for row in self.board.rows.values():
+            if row.result is not None:
+                self.board.check_metric(row.result)
 
     # -- on rank 0 ---------------------------------------------------------------------------------
 
@@ -152,7 +165,8 @@ class Watching:
         open_ = [each for each in wanted if not self._is_settled(each)]
         if len(self.board.rows) > known:
             self.board.write(self._paths)
-        self._note_pace(open_, first=not self._known)
+        self._note_gone(open_)
+        self._note_pace(open_)
         for checkpoint in self._in_turn(open_):
             if (lease := self.board.hold(checkpoint)) is None:
                 self._held[checkpoint.name] = monotonic() + _HELD_FOR_S
@@ -164,7 +178,36 @@ class Watching:
                 self.board.begin(checkpoint)
                 return {"checkpoint": vars(checkpoint), "fresh": fresh}
         unsettled = [name for name in self.checkpoints.unsettled if not self._is_beyond(name)]
-        return {} if not open_ and not unsettled and self.wanted.has_ended(complete) else None
+        steps = [*(each.step for each in complete), *(row.step for row in self.board.rows.values())]
+        if not open_ and not unsettled and self.wanted.has_ended(steps):
+            self._note_unmarked()
+            return {}
+        if monotonic() - self._busy_at > _SILENT_S:
+            self._note_waiting([*(each.name for each in open_), *unsettled])
+        return None
+
+    def _note_gone(self, open_: Sequence[Checkpoint]) -> None:
+        """Say which checkpoints have gone before their turn."""
+        there = {*self._paths, *self.checkpoints.unsettled, *self.checkpoints.unmarked}
+        for name in sorted(self._waiting - there - self.board.rows.keys()):
+            self.session.note(f"{printable(name)} is gone, and was not evaluated")
+        self._waiting = {each.name for each in open_}
+
+    def _note_unmarked(self) -> None:
+        if names := [name for name in self.checkpoints.unmarked if not self._is_beyond(name)]:
+            self.session.note(f"not evaluated, as their marker is missing: {listed(map(printable, names))}")
+
+    def _note_waiting(self, names: Sequence[str]) -> None:
+        """Say what is waited for, once for each number of checkpoints that are done."""
+        where = self.checkpoints.where
+        there = "" if self.checkpoints.is_there() else ", which is not there yet"
+        more = (
+            f"; being written, or in another watcher's hands: {listed(map(printable, names))}"
+            if names
+            else ""
+        )
+        self.session.note(f"waits for checkpoints in {where}{there}. {self._progress()}{more}")
+        self._note_unmarked()
 
     def _is_beyond(self, name: str) -> bool:
         """Whether a checkpoint that is being written would not be evaluated."""
@@ -181,14 +224,14 @@ class Watching:
         return True
 
     def _in_turn(self, open_: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Those that may be begun, in order; last those that another watcher seems to have in hand."""
+        """Those that may be begun, in order; without those that another watcher has in hand."""
         ordered = open_[::-1] if self.wanted.newest_first else open_
-        asked = [each for each in ordered if self._held.get(each.name, 0.0) <= monotonic()]
-        return sorted(asked, key=self.board.is_held)
+        return [each for each in ordered if self._held.get(each.name, 0.0) <= monotonic()]
 
     def _finish(self, checkpoint: Checkpoint, result: Result | None, failure: DualevalError | None) -> None:
         """Write and say what a checkpoint has come to, and let others have it."""
         self.session.control.progress.step("idle")
+        self._busy_at = monotonic()
         name = printable(checkpoint.name)
         if failure is not None:
             reason = text_of(failure)
@@ -201,10 +244,12 @@ class Watching:
             return
         self.board.check_metric(result)
         metric, rows = self.board.ranked()
+        if apart := [row for row in rows if row.result is not None and row.reason is not None]:
+            self.session.note(f"{listed(printable(row.name) for row in apart)}: {apart[0].reason}")
         if metric is not None and isinstance(value := result.metrics.get(metric), int | float):
             ends = result.intervals.get(metric, ())
             number, *shown = shown_numbers(value, *ends, unit=result.units.get(metric))
-            done = [row.name for row in rows if row.status == DONE]
+            done = [row.name for row in rows if row.reason is None]
             place = done.index(checkpoint.name) + 1
             interval = f" ({' to '.join(shown)})" if shown else ""
             say(f"dualeval: {name}: {metric} {number}{interval}, place {place} of {len(done)}")
@@ -213,11 +258,12 @@ class Watching:
 
             log_result(result, self.targets, checkpoint.step, self.session.note)
 
-    def _note_pace(self, open_: Sequence[Checkpoint], *, first: bool) -> None:
+    def _note_pace(self, open_: Sequence[Checkpoint]) -> None:
         """Say where checkpoints come faster than they are evaluated, and by how much."""
         new = {each.name for each in open_} - self._known
         self._known |= {*new, *self.board.rows}
-        if not first:
+        # What was there before the watcher is complete at once, or when it has been looked at for a while.
+        if monotonic() - self._began > 2 * self.settle_s + _LONGEST_PAUSE_S:
             self._came += [monotonic()] * len(new)
         if len(open_) < self._said_at or len(self._came) < _WAITING or not self._took:
             return
