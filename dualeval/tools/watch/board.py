@@ -37,6 +37,8 @@ class Board:
         self.rows: dict[str, ModelRow] = {}
         # Of those that are done, what decides their numbers beside the weights.
         self._jobs: dict[str, Any] = {}
+        # The one that was computed last: code or data may have changed since the others.
+        self._newest = ""
         # Names of those that this process has tried.
         self._tried: set[str] = set()
         if link is not None and os.path.lexists(link) and not link.is_symlink():
@@ -61,8 +63,10 @@ class Board:
 
     def load(self) -> None:
         """Take the results of all runs that are done, also of checkpoints that are gone."""
-        for run in sorted(path.parent for path in self.folder.glob(f"*/{RESULT}")):
-            self._take_result(run.name)
+        for path in self.folder.glob(f"*/{RESULT}"):
+            self._take_result(path.parent.name)
+        finished = {row.result.finished_at: row.name for row in self.rows.values() if row.result is not None}
+        self._newest = finished[max(finished)] if finished else ""
 
     def is_settled(self, checkpoint: Checkpoint) -> bool:
         """Whether it has a result, or failed in this process as it lies there; the board takes it then."""
@@ -89,6 +93,7 @@ class Board:
         except (DualevalError, OSError, ValueError, KeyError):
             return False
         self._jobs[name] = {part: value for part, value in job.items() if part != "weights"}
+        self._newest = name
         self._take(name, status=DONE, result=result, exit_code=EXIT_DONE)
         return True
 
@@ -139,22 +144,20 @@ class Board:
         done = [row for row in rows if row.result is not None]
         if not done:
             return None, rows
-        # What was computed last is what others are compared with: code or data may have changed since.
-        newest = max(done, key=lambda row: str(row.result and row.result.finished_at))
-        same = [row for row in done if self._jobs[row.name] == self._jobs[newest.name]]
+        same = [row for row in done if self._jobs[row.name] == self._jobs[self._newest]]
         metric, sign = self._ranking([row.result for row in same if row.result is not None])
         values = {row.name: _value(row, metric) for row in same}
         if metric is not None:
             same.sort(key=lambda row: ((value := values[row.name]) is None, sign * (value or 0)))
-        return metric, [*same, *(self._apart(row, newest) for row in rows if row not in same)]
+        return metric, [*same, *(self._apart(row) for row in rows if row not in same)]
 
-    def _apart(self, row: ModelRow, newest: ModelRow) -> ModelRow:
+    def _apart(self, row: ModelRow) -> ModelRow:
         """A row that cannot be compared with the newest; why is its reason."""
         if row.result is None:
             return row
-        found = differences(self._jobs[row.name], self._jobs[newest.name])
+        found = differences(self._jobs[row.name], self._jobs[self._newest])
         parts = dict.fromkeys(name.partition(".")[0].partition("[")[0] for name, _, _ in found)
-        return replace(row, reason=f"not ranked: another {listed(parts)} than that of {newest.name}")
+        return replace(row, reason=f"not ranked: another {listed(parts)} than that of {self._newest}")
 
     def _ranking(self, results: Sequence[Result]) -> tuple[str | None, int]:
         """The metric that ranks, and -1 where a higher value is better."""
