@@ -65,7 +65,9 @@ class Board:
         """Take the results of all runs that are done, also of checkpoints that are gone."""
         for path in self.folder.glob(f"*/{RESULT}"):
             self._take_result(path.parent.name)
-        finished = {row.result.finished_at: row.name for row in self.rows.values() if row.result is not None}
+        finished = {
+            str(row.result.finished_at): row.name for row in self.rows.values() if row.result is not None
+        }
         self._newest = finished[max(finished)] if finished else ""
 
     def is_settled(self, checkpoint: Checkpoint) -> bool:
