@@ -89,12 +89,14 @@ class Watching:
     _said_at: int = _WAITING
     _paths: dict[str, str] = field(default_factory=dict)
     _waiting: set[str] = field(default_factory=set)
-    _began: float = field(default_factory=monotonic)
-    _busy_at: float = field(default_factory=monotonic)
+    _began: float = 0.0
+    # When an evaluation has ended, or the watcher begun.
+    _busy_at: float = 0.0
 
     def run(self, session: Session) -> list[ModelRow]:
         """Evaluate what comes, until there is an end; a collective. Returns a row for each on rank 0."""
         self.is_main = session.world.is_main
+        self._began = self._busy_at = monotonic()
         if self.is_main:
             self._open()
         session.control.meet()
@@ -201,12 +203,12 @@ class Watching:
         """Say what is waited for, once for each number of checkpoints that are done."""
         where = self.checkpoints.where
         there = "" if self.checkpoints.is_there() else ", which is not there yet"
-        more = (
-            f"; being written, or in another watcher's hands: {listed(map(printable, names))}"
+        hands = (
+            f" Being written, or evaluated by another watcher: {listed(map(printable, names))}"
             if names
             else ""
         )
-        self.session.note(f"waits for checkpoints in {where}{there}. {self._progress()}{more}")
+        self.session.note(f"waits for checkpoints in {where}{there}. {self._progress()}{hands}")
         self._note_unmarked()
 
     def _is_beyond(self, name: str) -> bool:
