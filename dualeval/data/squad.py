@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from dualeval.data.contents import what_it_is
 from dualeval.data.table import is_unicode
 from dualeval.errors import UsageError
+from dualeval.wording import listed
 
 _SHOWN_AT_MOST = 5
 # "v2.0" and the like; not a date, as "2024-03-01".
@@ -267,5 +268,4 @@ def _kind(value: Any) -> str:
 def _refuse_twice(ids: Sequence[str], start: str) -> None:
     twice = [f"{name} ({count} times)" for name, count in Counter(ids).items() if count > 1]
     if twice:
-        more = f" and {len(twice) - _SHOWN_AT_MOST} more" if len(twice) > _SHOWN_AT_MOST else ""
-        raise UsageError(f"{start} there is {', '.join(twice[:_SHOWN_AT_MOST])}{more}. Remove all but one.")
+        raise UsageError(f"{start} there is {listed(twice, _SHOWN_AT_MOST)}. Remove all but one.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dualeval.wording import counted
+from dualeval.wording import counted, listed
 
 _LISTED_AT_MOST = 3
 
@@ -52,6 +52,5 @@ def _in_training(model: nn.Module) -> list[str]:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(name or "the model itself" for name in names[:_LISTED_AT_MOST])
-    more = f" and {len(names) - _LISTED_AT_MOST} more" if len(names) > _LISTED_AT_MOST else ""
-    return f"{counted(len(names), 'module')}: {shown}{more}"
+    shown = listed((name or "the model itself" for name in names), _LISTED_AT_MOST)
+    return f"{counted(len(names), 'module')}: {shown}"

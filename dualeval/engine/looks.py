@@ -28,6 +28,7 @@ from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import map_batch
 from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE
+from dualeval.wording import listed
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -292,7 +293,4 @@ def _changes(places: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    different = [*dict.fromkeys(names)]
-    more = len(different) - _NAMED
-    shown = ", ".join(different[:_NAMED])
-    return f"{shown} and {more} more" if more > 0 else shown
+    return listed(dict.fromkeys(names), _NAMED)

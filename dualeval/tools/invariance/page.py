@@ -10,6 +10,7 @@ from rich.table import Table
 from dualeval.report.table import labelled, make_console, print_line
 from dualeval.tools.invariance.computed import ShapeDiagnosis
 from dualeval.tools.invariance.diagnosis import Diagnosis
+from dualeval.wording import listed
 
 # Of a table that a file takes.
 _WIDTH = 120
@@ -91,6 +92,5 @@ def _made_by(shape: ShapeDiagnosis) -> str:
     if not shape.modules:
         return shape.cause or ""
     named = [f"{name or 'the model itself'} ({kind})" for name, kind in shape.modules.items()]
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     after = f"; {shape.after} after it" if shape.after else ""
-    return f"{', '.join(named[:_NAMED])}{more}{after}"
+    return f"{listed(named, _NAMED)}{after}"
