@@ -70,7 +70,9 @@ class ModelsTable:
         self.best = {name: found for name in self.metrics if (found := self._best(name))}
 
     def _best(self, metric: str) -> list[str]:
-        values = {row.name: value for row in self.rows if (value := _number(row.result, metric)) is not None}
+        values = {
+            row.name: value for row in self.rows if (value := number_of(row.result, metric)) is not None
+        }
         directions = {
             row.result.directions.get(metric)
             for row in self.rows
@@ -83,7 +85,7 @@ class ModelsTable:
 
     def cell(self, row: ModelRow, metric: str) -> tuple[str, str]:
         """A metric of a model, and its 95 % interval, as texts; empty where there is none."""
-        value = _number(row.result, metric)
+        value = number_of(row.result, metric)
         if row.result is None or metric not in row.result.metrics:
             return "", ""
         if value is None:
@@ -115,7 +117,7 @@ class ModelsTable:
             values: list[Any] = [row.name, row.status, *([row.step] if has_steps else [])]
             for name in self.metrics:
                 ends = () if row.result is None else row.result.intervals.get(name, ())
-                values += [_number(row.result, name), *((ends or ("", "")) if name in ranged else ())]
+                values += [number_of(row.result, name), *((ends or ("", "")) if name in ranged else ())]
             if (found := row.result) is None:
                 values += ["", "", "", "", ""]
             else:
@@ -204,7 +206,8 @@ def _samples_of(result: Result) -> str:
     return json.dumps([result.data, result.part], sort_keys=True)
 
 
-def _number(result: Result | None, metric: str) -> float | None:
+def number_of(result: Result | None, metric: str) -> float | None:
+    """A metric's value, where it is a number."""
     value = None if result is None else result.metrics.get(metric)
     return value if isinstance(value, int | float) else None
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,19 +167,19 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def in_process(command: str, *arguments: str | Path) -> int:
+    """A command in this process, on one rank; returns the exit code."""
+    words = [command, *map(str, arguments), "--launcher", "none", "--no-progress"]
+    try:
+        found = dualeval.main(words, standalone_mode=False, obj=words)
+    except SystemExit as error:
+        found = error.code
+    return int(found or 0)
+
+
 @pytest.fixture
 def run() -> Run:
-    """Run in this process, on one rank; returns the exit code."""
-
-    def run(*arguments: str | Path) -> int:
-        command = ["run", *map(str, arguments), "--launcher", "none", "--no-progress"]
-        try:
-            found = dualeval.main(command, standalone_mode=False, obj=command)
-        except SystemExit as error:
-            found = error.code
-        return int(found or 0)
-
-    return run
+    return partial(in_process, "run")
 
 
 def little(data: Path, weights: str, *more: str | Path) -> list[str | Path]:

@@ -9,17 +9,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from dualeval.cli import dualeval
 from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from dualeval.result import RESULT, read_result
 from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
 from dualeval.tools.watch.watching import Wanted, Watching
-from tests.cli.test_several import Little, pictures  # noqa: F401 - a fixture
+from tests.cli.test_several import Little, in_process, pictures  # noqa: F401 - a fixture
 from tests.conftest import Launch
 
 Watch = Callable[..., int]
@@ -50,17 +50,7 @@ def options(*more: str | Path, model: str = "tests.cli.test_several:Little") -> 
 
 @pytest.fixture
 def watch() -> Watch:
-    """Watch in this process, on one rank; returns the exit code."""
-
-    def watch(*arguments: str | Path) -> int:
-        command = ["watch", *map(str, arguments), "--launcher", "none"]
-        try:
-            found = dualeval.main(command, standalone_mode=False, obj=command)
-        except SystemExit as error:
-            found = error.code
-        return int(found or 0)
-
-    return watch
+    return partial(in_process, "watch")
 
 
 def leaderboard(folder: Path) -> list[dict[str, str]]:
@@ -143,7 +133,7 @@ def test_which_are_wanted_and_until_when(tmp_path: Path) -> None:
     found.append(Checkpoint(name="best", path="", step=None, stamp=""))
 
     def steps(wanted: Wanted) -> list[int | None]:
-        return [each.step for each in found if wanted.fits(each)]
+        return [each.step for each in found if wanted.fits(each.step)]
 
     assert steps(Wanted()) == [5, 10, 20, 25, None]
     assert steps(Wanted(every=10)) == [10, 20]

@@ -14,7 +14,7 @@ from typing import Any
 from dualeval.engine.differences import differences
 from dualeval.engine.folder.lease import Lease
 from dualeval.errors import EXIT_DONE, DualevalError, UsageError
-from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
+from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable, number_of
 from dualeval.result import JOB, RESULT, Result, json_text, read_result, read_status
 from dualeval.tools.watch.checkpoints import Checkpoint, step_of
 from dualeval.whole_files import write_text
@@ -39,6 +39,8 @@ class Board:
         self._jobs: dict[str, Any] = {}
         # The one that was computed last: code or data may have changed since the others.
         self._newest = ""
+        # Of those that are done, the stamp of the files that were evaluated; None where nobody knows it.
+        self._stamps: dict[str, str | None] = {}
         # Names of those that this process has tried.
         self._tried: set[str] = set()
         if link is not None and os.path.lexists(link) and not link.is_symlink():
@@ -95,13 +97,17 @@ class Board:
         except (DualevalError, OSError, ValueError, KeyError):
             return False
         self._jobs[name] = {part: value for part, value in job.items() if part != "weights"}
+        self._stamps[name] = self._outcome(name).get("stamp")
         self._newest = name
         self._take(name, status=DONE, result=result, exit_code=EXIT_DONE)
         return True
 
     def changed(self, checkpoint: Checkpoint) -> bool:
         """Whether its files are others than those that were evaluated, or begun with, under this name."""
-        return bool(self._outcome(checkpoint.name).get("stamp", checkpoint.stamp) != checkpoint.stamp)
+        name = checkpoint.name
+        # Looked at again and again, and of what is done always the same.
+        stamp = self._stamps[name] if name in self._stamps else self._outcome(name).get("stamp")
+        return stamp not in (None, checkpoint.stamp)
 
     def hold(self, checkpoint: Checkpoint) -> Lease | None:
         """Keep other watchers from evaluating it; None where one of them does."""
@@ -148,7 +154,7 @@ class Board:
             return None, rows
         same = [row for row in done if self._jobs[row.name] == self._jobs[self._newest]]
         metric, sign = self._ranking([row.result for row in same if row.result is not None])
-        values = {row.name: _value(row, metric) for row in same}
+        values = {row.name: number_of(row.result, metric or "") for row in same}
         if metric is not None:
             same.sort(key=lambda row: ((value := values[row.name]) is None, sign * (value or 0)))
         return metric, [*same, *(self._apart(row) for row in rows if row not in same)]
@@ -182,28 +188,32 @@ class Board:
                 f"--best-by {self._metric}: neither more nor less of it is better. Name another."
             )
 
-    def write(self, paths: dict[str, str]) -> None:
-        """Write the leaderboard anew, and have the link lead to the best checkpoint, by their paths."""
+    def write(self, paths: dict[str, str]) -> tuple[str | None, list[ModelRow]]:
+        """Write the leaderboard anew, and have the link lead to the best checkpoint, by their paths.
+
+        Returns what ``ranked`` gives.
+        """
         metric, rows = self.ranked()
         write_text(self.folder / LEADERBOARD, ModelsTable(rows).to_csv())
-        rows = [row for row in rows if row.reason is None]
         best = next(
-            (paths[row.name] for row in rows if row.name in paths and _value(row, metric) is not None), None
+            (
+                paths[row.name]
+                for row in rows
+                if row.reason is None
+                and row.name in paths
+                and number_of(row.result, metric or "") is not None
+            ),
+            None,
         )
-        if self._link is None or best is None:
-            return
-        # Never without one: made beside it and put in its place.
-        beside = self._link.with_name(f"{self._link.name}.{secrets.token_hex(4)}")
-        beside.symlink_to(Path(best).absolute())
-        beside.replace(self._link)
+        if self._link is not None and best is not None:
+            # Never without one: made beside it and put in its place.
+            beside = self._link.with_name(f"{self._link.name}.{secrets.token_hex(4)}")
+            beside.symlink_to(Path(best).absolute())
+            beside.replace(self._link)
+        return metric, rows
 
     def best(self, count: int) -> Sequence[ModelRow]:
         """The first rows of the leaderboard, and all that failed."""
         _, rows = self.ranked()
         done = [row for row in rows if row.reason is None]
         return [*done[:count], *(row for row in rows if row.reason is not None)]
-
-
-def _value(row: ModelRow, metric: str | None) -> float | None:
-    value = None if row.result is None or metric is None else row.result.metrics.get(metric)
-    return value if isinstance(value, int | float) else None

@@ -47,7 +47,7 @@ class Checkpoints:
         self, where: str, *, settle_s: float, marker: str | None, clock: Callable[[], float] = monotonic
     ) -> None:
         self.where = where
-        self._settle_s = settle_s
+        self.settle_s = settle_s
         self._marker = marker
         self._clock = clock
         # By path, a stamp and since when it is that.
@@ -59,7 +59,7 @@ class Checkpoints:
 
     def is_there(self) -> bool:
         """Whether there is the folder, or anything that fits the pattern."""
-        return Path(self.where).exists() or bool(self._paths()[1])
+        return Path(self.where).exists() or bool(self._seen)
 
     def complete(self) -> list[Checkpoint]:
         """Look once; the complete ones in the order of their steps, those without one last."""
@@ -75,7 +75,7 @@ class Checkpoints:
             if self._is_complete(path, unchanged_s):
                 found.append(Checkpoint(name=name, path=path, step=step_of(name), stamp=stamp))
             else:
-                (self.unsettled if unchanged_s < self._settle_s else self.unmarked).append(name)
+                (self.unsettled if unchanged_s < self.settle_s else self.unmarked).append(name)
         return sorted(found, key=lambda each: (each.step is None, each.step or 0))
 
     def _paths(self) -> tuple[str, list[str]]:
@@ -96,7 +96,7 @@ class Checkpoints:
         if self._marker is not None:
             beside = Path(f"{path}.{self._marker.lstrip('.')}")
             return (Path(path) / self._marker).exists() or beside.exists()
-        return (Path(path) / _DCP_METADATA).exists() or unchanged_s >= self._settle_s
+        return (Path(path) / _DCP_METADATA).exists() or unchanged_s >= self.settle_s
 
 
 def _looks_like_one(path: Path) -> bool:

@@ -132,7 +132,7 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         if option in _STAND_IN and job.kind.origin == BUILT_IN:
             # Wrong data is refused before anything is waited for.
             task_of(job, asked.invocation, opened, cache).dataset()
-        return watching.run(opened)
+        return watching.run()
 
     watching = Watching(
         session=session,
@@ -147,10 +147,9 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         targets=asked.invocation.targets,
         job={**job.to_json(), option: str(Path(where).absolute())},
         evaluate=evaluate,
-        settle_s=own["settle"],
     )
     ended = options.work_in_session(session, work, exit_code_of)
-    if ended[1] is not None and watching.is_main:
+    if ended[1] is not None and session.world.is_main:
         _show(watching.board, own["top"])
     context.exit(ended[0])
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.engine.differences import differences, listing
 from dualeval.engine.end.process import say
 from dualeval.errors import DualevalError, UsageError, text_of
-from dualeval.report.models_table import DONE
-from dualeval.report.table import shown_numbers
+from dualeval.report.models_table import DONE, ModelRow, ModelsTable, number_of
 from dualeval.result import json_text
 from dualeval.tools.watch.board import Board
 from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from dualeval.engine.folder.lease import Lease
     from dualeval.engine.session import Session
     from dualeval.report.loggers.targets import Target
-    from dualeval.report.models_table import ModelRow
     from dualeval.result import Result
 
 # What the runs of a folder have in common; a watcher with other options is refused there.
@@ -50,9 +48,8 @@ class Wanted:
     until_step: int | None = None
     stop_file: Path | None = None
 
-    def fits(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint is to be evaluated."""
-        step = checkpoint.step
+    def fits(self, step: int | None) -> bool:
+        """Whether the checkpoint of a step is to be evaluated."""
         if step is None:
             return self.every is None and self.until_step is None
         return step % (self.every or 1) == 0 and (self.until_step is None or step <= self.until_step)
@@ -77,8 +74,6 @@ class Watching:
     job: dict[str, Any]
     # Evaluates a checkpoint, by its path, into a folder, whose earlier files may be removed first.
     evaluate: Callable[[str, Path, bool], Result]
-    settle_s: float
-    is_main: bool = False
     _lease: Lease | None = None
     # By name, until when another watcher's is not asked for again.
     _held: dict[str, float] = field(default_factory=dict)
@@ -93,28 +88,28 @@ class Watching:
     # When an evaluation has ended, or the watcher begun.
     _busy_at: float = 0.0
 
-    def run(self, session: Session) -> list[ModelRow]:
+    def run(self) -> list[ModelRow]:
         """Evaluate what comes, until there is an end; a collective. Returns a row for each on rank 0."""
-        self.is_main = session.world.is_main
         self._began = self._busy_at = monotonic()
-        if self.is_main:
+        if self.session.world.is_main:
             self._open()
-        session.control.meet()
+        self.session.control.meet()
         try:
             with self.board.writable():
-                self._evaluate_all(session)
+                self._evaluate_all()
         finally:
             self._let_go()
         return [*self.board.rows.values()]
 
-    def _evaluate_all(self, session: Session) -> None:
+    def _evaluate_all(self) -> None:
+        session = self.session
         while found := session.idle_until(self._next, progress=self._progress()):
             checkpoint = Checkpoint(**found["checkpoint"])
             start = monotonic()
             folder = self.board.folder / checkpoint.name
             work = partial(self.evaluate, checkpoint.path, folder, found["fresh"])
             result, failure = session.attempt(work, progress=self._progress())
-            if self.is_main:
+            if session.world.is_main:
                 self._took.append(monotonic() - start)
                 self._finish(checkpoint, result, failure)
 
@@ -157,12 +152,12 @@ class Watching:
     def _next(self) -> dict[str, Any] | None:
         """The checkpoint to evaluate; None where there is none yet, nothing at the end."""
         now = monotonic()
-        if now - self._looked_at < min(_LONGEST_PAUSE_S, self.settle_s / _LOOKS_A_SETTLE):
+        if now - self._looked_at < min(_LONGEST_PAUSE_S, self.checkpoints.settle_s / _LOOKS_A_SETTLE):
             return None
         complete = self.checkpoints.complete()
         self._looked_at = monotonic()
         self._paths = {each.name: each.path for each in complete}
-        wanted = [each for each in complete if self.wanted.fits(each)]
+        wanted = [each for each in complete if self.wanted.fits(each.step)]
         known = len(self.board.rows)
         open_ = [each for each in wanted if not self._is_settled(each)]
         if len(self.board.rows) > known:
@@ -179,7 +174,7 @@ class Watching:
                 self._lease, fresh = lease, self.board.changed(checkpoint)
                 self.board.begin(checkpoint)
                 return {"checkpoint": vars(checkpoint), "fresh": fresh}
-        unsettled = [name for name in self.checkpoints.unsettled if not self._is_beyond(name)]
+        unsettled = self._fitting(self.checkpoints.unsettled)
         steps = [*(each.step for each in complete), *(row.step for row in self.board.rows.values())]
         if not open_ and not unsettled and self.wanted.has_ended(steps):
             self._note_unmarked()
@@ -195,8 +190,11 @@ class Watching:
             self.session.note(f"{printable(name)} is gone, and was not evaluated")
         self._waiting = {each.name for each in open_}
 
+    def _fitting(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self.wanted.fits(step_of(name))]
+
     def _note_unmarked(self) -> None:
-        if names := [name for name in self.checkpoints.unmarked if not self._is_beyond(name)]:
+        if names := self._fitting(self.checkpoints.unmarked):
             self.session.note(f"not evaluated, as their marker is missing: {listed(map(printable, names))}")
 
     def _note_waiting(self, names: Sequence[str]) -> None:
@@ -210,10 +208,6 @@ class Watching:
         )
         self.session.note(f"waits for checkpoints in {where}{there}. {self._progress()}{hands}")
         self._note_unmarked()
-
-    def _is_beyond(self, name: str) -> bool:
-        """Whether a checkpoint that is being written would not be evaluated."""
-        return not self.wanted.fits(Checkpoint(name=name, path="", step=step_of(name), stamp=""))
 
     def _is_settled(self, checkpoint: Checkpoint) -> bool:
         if not self.board.is_settled(checkpoint):
@@ -240,20 +234,18 @@ class Watching:
             self.board.fail(checkpoint, failure, reason)
             say(f"dualeval: error: {name}: {reason}")
         self.board.is_settled(checkpoint)
-        self.board.write(self._paths)
+        metric, rows = self.board.write(self._paths)
         self._let_go()
         if result is None:
             return
         self.board.check_metric(result)
-        metric, rows = self.board.ranked()
         if apart := [row for row in rows if row.result is not None and row.reason is not None]:
             self.session.note(f"{listed(printable(row.name) for row in apart)}: {apart[0].reason}")
-        if metric is not None and isinstance(value := result.metrics.get(metric), int | float):
-            ends = result.intervals.get(metric, ())
-            number, *shown = shown_numbers(value, *ends, unit=result.units.get(metric))
+        if metric is not None and number_of(result, metric) is not None:
+            number, ends = ModelsTable(rows).cell(self.board.rows[checkpoint.name], metric)
             done = [row.name for row in rows if row.reason is None]
             place = done.index(checkpoint.name) + 1
-            interval = f" ({' to '.join(shown)})" if shown else ""
+            interval = f" ({ends})" if ends else ""
             say(f"dualeval: {name}: {metric} {number}{interval}, place {place} of {len(done)}")
         if self.targets:
             from dualeval.report.loggers.log import log_result
@@ -265,7 +257,7 @@ class Watching:
         new = {each.name for each in open_} - self._known
         self._known |= {*new, *self.board.rows}
         # What was there before the watcher is complete at once, or when it has been looked at for a while.
-        if monotonic() - self._began > 2 * self.settle_s + _LONGEST_PAUSE_S:
+        if monotonic() - self._began > 2 * self.checkpoints.settle_s + _LONGEST_PAUSE_S:
             self._came += [monotonic()] * len(new)
         if len(open_) < self._said_at or len(self._came) < _WAITING or not self._took:
             return
