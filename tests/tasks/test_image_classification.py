@@ -385,8 +385,16 @@ def test_nothing_is_said_of_the_embedded_weights() -> None:
     [
         ("weights_key", {}, "was given without --weights"),
         ("weights_prefix", {"model": "fashion-cnn"}, "was given without --weights"),
-        ("weights_key", {"model": "resnet18", "weights": "DEFAULT"}, "was given with --weights DEFAULT"),
-        ("weights_prefix", {"model": "resnet18", "weights": "random:0"}, "was given with --weights random:0"),
+        (
+            "weights_key",
+            {"model": "resnet18", "weights": "DEFAULT", "data": "fashion-mnist"},
+            "was given with --weights DEFAULT",
+        ),
+        (
+            "weights_prefix",
+            {"model": "resnet18", "weights": "random:0", "data": "fashion-mnist"},
+            "was given with --weights random:0",
+        ),
     ],
 )
 def test_key_and_prefix_need_a_file(option: str, arguments: dict[str, Any], words: str) -> None:
