@@ -24,7 +24,7 @@ DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
-_STOPPABLE = ("run", "score")
+_STOPPABLE = ("run", "watch", "finish", "score")
 # By file of launch/launchers, where that launcher says which rank a process is. They are asked in this order,
 # the innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an
 # allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open

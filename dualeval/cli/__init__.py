@@ -41,6 +41,7 @@ _EXIT_FUNCTIONS_WITHIN_S = 10.0
 COMMANDS = {
     "run": "dualeval.cli.run:run",
     "watch": "dualeval.tools.watch.command:watch",
+    "finish": "dualeval.cli.finish:finish",
     "score": "dualeval.cli.score:score",
     "verify": "dualeval.cli.verify:verify",
     "compare": "dualeval.cli.compare:compare",
@@ -159,7 +160,7 @@ def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
     """
     try:
         # Any other command is no rank's.
-        may_be_a_rank = {"run", "doctor", "score", "conformance", "bench"} & set(words)
+        may_be_a_rank = {"run", "watch", "finish", "doctor", "score", "conformance", "bench"} & set(words)
         world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
     except UsageError:
         world = None

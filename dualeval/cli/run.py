@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +22,7 @@ from dualeval.engine.end.process import say
 from dualeval.engine.end.signals import numbers_of
 from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.engine.session import Session
-from dualeval.errors import EXIT_DONE
+from dualeval.errors import EXIT_DONE, UsageError
 from dualeval.launch import examine
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.launch.starts import may_start_ranks
@@ -35,6 +37,7 @@ from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
+    from dualeval.engine.run_state import Show
     from dualeval.result import Result
     from dualeval.tasks import Task
 
@@ -52,6 +55,9 @@ class Invocation:
     progress: bool
     as_json: bool
     report: bool
+    # I/N; and this command, for `dualeval finish`.
+    share: str | None
+    command: Mapping[str, Any]
     started: float
 
 
@@ -107,6 +113,7 @@ def _given(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) 
     metavar="DIR",
     help="Output folder; an unfinished run resumes there.",
 )
+@grouped("--share", group=RUN, metavar="I/N", help="Only share I of N; 'dualeval finish' joins them.")
 @grouped(
     "--reference",
     group=RUN,
@@ -139,7 +146,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
     srun -N2 --ntasks-per-node 4 dualeval run       mpirun -np 8 dualeval run
     """
     asked = prepared(context, flags)
-    context.exit((_try_out if flags["dry_run"] else _evaluate)(asked.jobs, asked.invocation, asked.launcher))
+    context.exit((_try_out if flags["dry_run"] else evaluate)(asked.jobs, asked.invocation, asked.launcher))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +180,11 @@ def prepared(context: click.Context, flags: dict[str, Any], *, checks_paths: boo
         run=_given(flags, RunOptions, _OF_RUN),
         targets=targets_of(flags["loggers"], None, "--logger"),
         started=started,
-        **{name: flags[name] for name in ("out", "reference", "progress", "as_json", "report")},
+        command={"words": _of_run(context.obj), "folder": str(Path.cwd())},
+        **{name: flags[name] for name in ("out", "reference", "progress", "as_json", "report", "share")},
     )
+    if invocation.share is not None:
+        _check_share(invocation, jobs)
     numbers_of(invocation.session.stop_signals)
     for _, job in jobs:
         job.check_schedule(invocation.run.get("schedule", SCHEDULES[0]))
@@ -189,6 +199,28 @@ def prepared(context: click.Context, flags: dict[str, Any], *, checks_paths: boo
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, jobs[0][1], invocation, context.obj))
     return Prepared(jobs=jobs, invocation=invocation, launcher=launcher)
+
+
+def _check_share(invocation: Invocation, jobs: Sequence[tuple[str | None, Job]]) -> None:
+    from dualeval.engine.folder.shares import Share
+
+    share = f"--share {Share.of_text(invocation.share or '')}"
+    if invocation.out is None:
+        raise UsageError(f"{share}: give --out DIR, a folder that all shares see.")
+    if is_several(jobs):
+        raise UsageError(
+            f"{share}: there are several models, and a share is of one. Give each its own --out."
+        )
+    if invocation.as_json:
+        raise UsageError(
+            f"{share}: a share has no result, and --json nothing to print: give it to 'dualeval finish'."
+        )
+
+
+def _of_run(words: Sequence[str] | None) -> Sequence[str]:
+    """The options of a command line of ``run``."""
+    given = [*(words or ())]
+    return given[given.index("run") + 1 :] if "run" in given else []
 
 
 def is_flag(name: str) -> bool:
@@ -224,7 +256,7 @@ def _start_ranks(nproc: int, world: World, job: Job, invocation: Invocation, arg
     last = last_rank(nproc, world, invocation.session.backend)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
-    command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
+    command = [sys.executable, str(main_file), *without_start(arguments), "--launcher", last.launcher]
     return start_ranks(
         command,
         last,
@@ -236,20 +268,20 @@ def _start_ranks(nproc: int, world: World, job: Job, invocation: Invocation, arg
     )
 
 
-def _without_start(arguments: Sequence[str]) -> list[str]:
+def without_start(arguments: Sequence[str], names: Sequence[str] = ("--nproc", "--launcher")) -> list[str]:
     """The words of a command without those that say how it is started."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
         name, has_value, _ = word.partition("=")
-        if name not in ("--nproc", "--launcher"):
+        if name not in names:
             kept.append(word)
         elif not has_value:
             next(words, None)
     return kept
 
 
-def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, launcher: str | None) -> int:
+def evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, launcher: str | None) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
     job = jobs[0][1]
     session = session_of(job, invocation, launcher)
@@ -271,6 +303,10 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, la
         if ended[1] is None and (closing := models.closing):
             say(f"dualeval: note: {closing}")
         return ended[0]
+    if invocation.share is not None:
+        return options.work_in_session(session, partial(_evaluate_share, job, invocation, invocation.share))[
+            0
+        ]
     return options.evaluate_and_show(
         session,
         lambda session: evaluate_job(job, invocation, session),
@@ -296,28 +332,35 @@ def _of_one_model(invocation: Invocation, out: Path, started: float | None) -> I
 def evaluate_job(
     job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None
 ) -> Result:
+    task = task_of(job, invocation, session, cache)
+    asked = _asked(job, invocation, session) | {"started": invocation.started, "puts_back": False}
+    with _progress(invocation, session) as show:
+        return session.evaluate(task, **asked, show=show, report=invocation.report, last=True)
+
+
+def _evaluate_share(job: Job, invocation: Invocation, share: str, session: Session) -> None:
+    task = task_of(job, invocation, session)
+    asked = _asked(job, invocation, session) | {"started": invocation.started, "puts_back": False}
+    with _progress(invocation, session) as show:
+        session.evaluate_share(task, share, **asked, show=show, command=invocation.command)
+
+
+@contextmanager
+def _progress(invocation: Invocation, session: Session) -> Iterator[Show | None]:
+    """What shows the progress of an evaluation, on rank 0 where it is wanted."""
     from dualeval.engine.end.process import show_until_end
     from dualeval.report.progress import Progress, on_screen
 
-    task = task_of(job, invocation, session, cache)
+    if not (invocation.progress and session.world.is_main):
+        yield None
+        return
     stream = sys.stderr if invocation.as_json else sys.stdout
-    shows = invocation.progress and session.world.is_main
-    shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
-    if shown is not None:
-        show_until_end(shown.close)
+    shown = Progress(stream, as_bar=on_screen(stream))
+    show_until_end(shown.close)
     try:
-        return session.evaluate(
-            task,
-            **_asked(job, invocation, session),
-            show=shown,
-            report=invocation.report,
-            started=invocation.started,
-            last=True,
-            puts_back=False,
-        )
+        yield shown
     finally:
-        if shown is not None:
-            shown.close()
+        shown.close()
 
 
 def _asked(job: Job, invocation: Invocation, session: Session) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
+from dualeval.engine.folder.shares import what_they_said
 from dualeval.engine.folder.windows import RowsOfChunks, read_columns
 from dualeval.engine.in_memory import MemoryWriter, collect_rows
 from dualeval.engine.loop import Loop, unwritable
@@ -34,6 +35,7 @@ from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import NewRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import PREDICTIONS, Result, checksum_of
+from dualeval.wording import counted
 
 _NAMED_AT_MOST = 5
 # Fields of a result that rank 0 makes of what all ranks have counted, and of the rows.
@@ -56,6 +58,30 @@ def finish(
     evaluation.run.control.meet(stoppable=False)
     let_go(evaluation, opened)
     return result
+
+
+def finish_share(evaluation: Evaluation, opened: Opened, loop: Loop, warnings: Sequence[str]) -> None:
+    """Check that all of a share is on the disk, and say that it is done; every rank calls this."""
+    run, folder = evaluation.run, opened.folder
+    assert run.share is not None and folder is not None
+    run.control.meet()
+    reports = run.backend.gather_json({"warnings": list(warnings), "unlike": loop.unlike})
+    if reports is not None:
+        sentences = (sentence for report in reports for sentence in report["warnings"])
+        said = {
+            "warnings": [*dict.fromkeys([*opened.previous.notes, *sentences])],
+            "unlike": _looked([report["unlike"] for report in reports]),
+        }
+        count = folder.finish_share(evaluation.plan, run.share, opened.previous, said)
+        done = f"{len(opened.remaining)} of its {counted(count, 'chunk')} evaluated now"
+        run.note(f"share {run.share} is done, {done}: {folder.path}")
+    run.control.meet(stoppable=False)
+    let_go(evaluation, opened)
+
+
+def _looked(unlike: Sequence[list[str] | None]) -> list[list[str]]:
+    """What was found where samples were computed twice: nothing, or a warning."""
+    return [found for found in unlike if found is not None]
 
 
 def let_go(evaluation: Evaluation, opened: Opened) -> None:
@@ -94,16 +120,22 @@ class _Ended:
             "journal": recorder.journal_s,
         }
         self._reduce(times)
+        # On rank 0 alone: those of shares count, and all others are tried again.
+        earlier = [failure for file in self._previous.chunks.files for failure in file.failures]
+        shares = what_they_said(self._folder.path) if self._folder is not None and self._is_main else []
         reports = self._backend.all_gather_json(
             {
                 "times": times,
-                "first_failed": recorder.first_failed,
+                "first_failed": min(filter(None, [recorder.first_failed, *earlier]), default=None),
                 "files": len(self._writer.written),
                 "in_memory": isinstance(self._writer, MemoryWriter),
                 "chunks": recorder.chunks_saved,
-                "warnings": list(warnings),
+                "warnings": [*warnings, *(sentence for said in shares for sentence in said["warnings"])],
                 "notes": list(self._loop.notes),
-                "unlike": self._loop.unlike,
+                "unlike": [
+                    *_looked([self._loop.unlike]),
+                    *(found for said in shares for found in said["unlike"]),
+                ],
             }
         )
         self._run.note_all(dict.fromkeys(note for report in reports for note in report["notes"]))
@@ -159,7 +191,9 @@ class _Ended:
     def _failures(self, rows: Sequence[RowsOfChunks]) -> dict[int, str]:
         """The error of each failed sample by its index, in order; empty but on rank 0. A collective."""
         # Eight bytes each, without a text.
-        indices = self._backend.all_gather(torch.tensor(self._recorder.failed, dtype=torch.int64))
+        earlier = [index for file in self._previous.chunks.files for index, _ in file.failures]
+        failed = torch.tensor([*self._recorder.failed, *earlier], dtype=torch.int64)
+        indices = self._backend.all_gather(failed)
         own = self._writer.failures if isinstance(self._writer, MemoryWriter) else []
         known = [file.failures for file in rows if isinstance(file, JournalFile)]
         errors = dict(chain(*(self._backend.gather_json(own) or []), *known))
@@ -180,7 +214,7 @@ class _Ended:
         found = findings_of(task, self._dataset, plan.num_samples)
         part = part_of(self._dataset, plan)
         remaining = self._previous.chunks.remaining
-        looked = [report["unlike"] for report in reports if report["unlike"] is not None]
+        looked = [found for report in reports for found in report["unlike"]]
         return Result(
             metrics={},
             intervals={},

@@ -144,6 +144,7 @@ class Loop:
         self._evaluation = evaluation
         # Numbers of the chunks that are still to be evaluated.
         self.remaining = opened.remaining
+        self._chunks = opened.chunks
         self._plan = evaluation.plan
         self._task = evaluation.task
         self._run = evaluation.run
@@ -175,11 +176,10 @@ class Loop:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Evaluate inside of it what remains; whatever ends it, what was finished is saved."""
-        before = self._plan.num_samples - self._plan.samples_in(self.remaining)
+        whole = self._plan.samples_in(self._chunks)
+        before = whole - self._plan.samples_in(self.remaining)
         show = self._run.show if self._world.is_main else None
-        self._control.begin_run(
-            None if show is None else lambda done: show(before + done, self._plan.num_samples)
-        )
+        self._control.begin_run(None if show is None else lambda done: show(before + done, whole))
         start = perf_counter()
         try:
             yield

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.folder import RunFolder, in_job
 from dualeval.engine.folder.journal import FinishedChunks
-from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
-from dualeval.engine.options import RunOptions
+from dualeval.engine.folder.opening import PreviousRun, folder_of_launch, join_shares
+from dualeval.engine.folder.shares import COMMAND
 from dualeval.engine.reference import Reference
 from dualeval.engine.stored_rows import Window
+from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import Dataset
+from dualeval.wording import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Opened:
     facts: Mapping[str, Any]
     # What earlier runs have left.
     previous: PreviousRun
+    # Numbers of the chunks of this run: all, or a share's.
+    chunks: Sequence[int]
     # None where nothing is written.
     folder: RunFolder | None = None
     # On rank 0 the run that this one is compared with, where there is one; and this run's facts for it.
@@ -41,9 +45,10 @@ class Opened:
         """Numbers of the chunks that are still to be evaluated."""
         return self.previous.chunks.remaining
 
-    def has_earlier(self, num_chunks: int) -> bool:
+    @property
+    def has_earlier(self) -> bool:
         """Whether earlier runs have finished anything."""
-        return self.previous.finished is not None or len(self.remaining) < num_chunks
+        return self.previous.finished is not None or len(self.remaining) < len(self.chunks)
 
     def beside_reference(
         self, result: Result, windows: Iterable[Window], dataset: Dataset, step: Callable[[], None]
@@ -68,19 +73,42 @@ def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:
         "weights": facts["job"]["weights"],
         "job": {**run.job, **evaluation.task.options()},
     }
+    chunks = range(plan.num_chunks) if run.share is None else run.share.chunks(plan)
     reference = _open_reference(evaluation, compared)
     if run.options.out is None:
-        chunks = FinishedChunks(files=(), remaining=tuple(range(plan.num_chunks)), left_out=())
-        folder, previous = None, PreviousRun(chunks=chunks)
+        none = FinishedChunks(files=(), remaining=tuple(chunks), left_out=())
+        folder, previous = None, PreviousRun(chunks=none)
+    elif _has_whole_result(evaluation, facts):
+        none = FinishedChunks(files=(), remaining=(), left_out=())
+        folder, previous = None, PreviousRun(chunks=none)
     else:
-        folder, previous = _open_folder(evaluation, facts)
+        folder, previous, facts["machine"] = _open_folder(evaluation, facts)
         run.watch.keep(folder)
-    return Opened(facts=facts, previous=previous, folder=folder, reference=reference, compared=compared)
+    return Opened(
+        facts=facts, previous=previous, chunks=chunks, folder=folder, reference=reference, compared=compared
+    )
+
+
+def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
+    """Have a share join the others of its folder; whether the result of all is there. A collective."""
+    run, options = evaluation.run, evaluation.run.options
+    if run.share is None:
+        return False
+    assert options.path is not None
+    is_open = run.backend.world.is_main and join_shares(
+        options.path.absolute(),
+        run.share,
+        facts,
+        {**in_job(facts), COMMAND: run.command},
+        mix_machines=options.mix_machines,
+        step=partial(run.control.progress.step, "setup"),
+    )
+    return not run.from_rank_0(is_open)
 
 
 def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Reference | None:
     run, reference = evaluation.run, None
-    if run.options.reference is None:
+    if run.options.reference is None or run.share is not None:
         return None
     if run.backend.world.is_main:
         step = partial(run.control.progress.step, "setup")
@@ -91,37 +119,53 @@ def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Refe
     return reference
 
 
-def _open_folder(evaluation: Evaluation, facts: dict[str, Any]) -> tuple[RunFolder, PreviousRun]:
-    """Rank 0 makes the output folder, or goes on in it; the others learn what was there."""
+def _open_folder(
+    evaluation: Evaluation, facts: dict[str, Any]
+) -> tuple[RunFolder, PreviousRun, dict[str, Any]]:
+    """Rank 0 makes the output folder, or goes on in it; the others learn what was there.
+
+    Returns also the machine of the result: this one, or where nothing remains the one that has computed it.
+    """
     run, plan, options = evaluation.run, evaluation.plan, evaluation.run.options
     control, world = run.control, run.backend.world
     message: dict[str, Any] | None = None
+    path = options.path
+    if path is not None and run.share is not None:
+        path = run.share.folder(path)
     if world.is_main:
         folder, previous = RunFolder.open(
-            _path(options, facts).absolute(),
+            (path or _new_path(facts)).absolute(),
             secrets.token_hex(4),
             plan,
             facts,
             fresh=options.fresh,
             mix_machines=options.mix_machines,
+            evaluates=options.evaluate_missing,
+            share=run.share,
             step=lambda: control.progress.step("setup"),
             lost=lambda reason: control.give_up(reason, rank=control.name.rank),
         )
-        message = folder.to_message(previous, plan)
+        files = () if previous.chunks.remaining else previous.chunks.files
+        machine = files[0].machine if files else facts["machine"]
+        message = {**folder.to_message(previous, plan), "machine": machine}
     message = run.from_rank_0(message)
     if not world.is_main:
-        folder, previous = RunFolder.from_message(message, plan, rank=world.rank, path=options.path)
+        folder, previous = RunFolder.from_message(message, plan, rank=world.rank, path=path)
     control.meet()
     apart = run.backend.gather_json(folder.shared)
     if world.is_main:
         hidden = [rank for rank, shared in enumerate(apart or []) if not shared]
+        if hidden and run.share is not None:
+            folder.close()
+            raise UsageError(
+                f"rank {listed(map(str, hidden))} of {world.size} cannot see {folder.path} on "
+                f"{socket.gethostname()}, where all ranks of a share write: give an --out that they all see."
+            )
         _note_previous_run(evaluation, folder, previous, hidden)
-    return folder, previous
+    return folder, previous, message["machine"]
 
 
-def _path(options: RunOptions, facts: Mapping[str, Any]) -> Path:
-    if options.path is not None:
-        return options.path
+def _new_path(facts: Mapping[str, Any]) -> Path:
     fingerprint = facts["fingerprint"]
     earlier = folder_of_launch(Path("runs"), fingerprint, facts["launches"])
     if earlier is not None:
@@ -135,14 +179,16 @@ def _note_previous_run(
     evaluation: Evaluation, folder: RunFolder, previous: PreviousRun, hidden: Sequence[int]
 ) -> None:
     """Say what is gone on from, and which ranks do not see the folder."""
-    note, plan, size = evaluation.run.note, evaluation.plan, evaluation.run.backend.world.size
+    run, plan, size = evaluation.run, evaluation.plan, evaluation.run.backend.world.size
+    note, share = run.note, run.share
     for sentence in previous.notes:
         note(sentence)
     if previous.finished is not None:
         return
-    done = plan.num_chunks - len(previous.chunks.remaining)
+    chunks = plan.num_chunks if share is None else len(share.chunks(plan))
+    done = chunks - len(previous.chunks.remaining)
     if done:
-        note(f"resumes in {folder.path}: {done} of {plan.num_chunks} chunks are finished already")
+        note(f"resumes in {folder.path}: {done} of {chunks} chunks are finished already")
     if hidden:
         ranks = ", ".join(map(str, hidden[:8])) + (", ..." if len(hidden) > 8 else "")
         note(

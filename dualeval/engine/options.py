@@ -88,6 +88,8 @@ class RunOptions(EvaluationOptions):
     replay: bool = option(True, "Check two batches before resuming (default).", group=RUN)
     # Also for going on from what another kind of machine has computed.
     mix_machines: bool = option(False, "Let devices or versions differ between ranks.", group=LAUNCH)
+    # Without it what earlier runs and shares have left in out has to be all: `dualeval finish`.
+    evaluate_missing: bool = True
     # Its samples have to be the same. None compares with nothing.
     reference: str | Path | None = option(
         None, fits=_is_path_or_none, expected="the folder of a finished run, or None"

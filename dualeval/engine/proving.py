@@ -86,7 +86,7 @@ class StoredBatch(Window):
 def stored_batches(evaluation: Evaluation, opened: Opened) -> list[StoredBatch]:
     """On rank 0, batches that an earlier run has finished, to be evaluated anew."""
     run, plan, folder = evaluation.run, evaluation.plan, opened.folder
-    is_asked = run.options.replay and run.backend.world.is_main and opened.has_earlier(plan.num_chunks)
+    is_asked = run.options.replay and run.backend.world.is_main and opened.has_earlier
     if folder is None or not is_asked:
         return []
     run.control.progress.step("setup")
@@ -145,7 +145,7 @@ def prove(
 ) -> Proven:
     """Compare finished batches with what this job gives now; a collective where anything is finished."""
     run, finished = evaluation.run, opened.previous.finished
-    if not opened.has_earlier(evaluation.plan.num_chunks):
+    if not opened.has_earlier:
         return Proven()
     if not run.options.replay:
         found = SKIPPED

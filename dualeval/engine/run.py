@@ -13,7 +13,7 @@ from dualeval.engine.agreement import agree
 from dualeval.engine.building import build, check, identify_and_prepare, mesh_of, samples_of
 from dualeval.engine.evaluation import evaluation_of
 from dualeval.engine.evaluation_mode import set_evaluation_mode
-from dualeval.engine.finish import finish, let_go
+from dualeval.engine.finish import finish, finish_share, let_go
 from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import task_attributes
@@ -45,6 +45,13 @@ def evaluate(task: Task, run: Run) -> Result:
         result = _evaluate(task, run, mesh)
     assert result is not None
     return result
+
+
+def evaluate_share(task: Task, run: Run) -> None:
+    """Evaluate the chunks of the run's share, which has no result of its own; every rank calls this."""
+    check(task, run)
+    with mesh_of(run) as mesh:
+        _evaluate(task, run, mesh)
 
 
 def try_out(task: Task, run: Run) -> None:
@@ -88,6 +95,8 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
             return None
         # ``finish`` and ``let_go`` close it; where a step raises, the end of the session does (engine/end/).
         opened = open_rows(evaluation, facts)
+        if run.share is not None and opened.folder is None:  # the result of all shares is there
+            return None
 
         # How batches are computed: each rank by itself, or in lockstep, where a forward takes all ranks.
         if run.options.schedule == LOCKSTEP:
@@ -106,6 +115,9 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
         loop = Loop(evaluation, opened)
         changed_in_loop = evaluate_remaining(evaluation, loop, settings)
         warnings += [*settings.notes, *changed, *changed_in_loop]
+        if run.share is not None:
+            finish_share(evaluation, opened, loop, warnings)
+            return None
         return finish(evaluation, opened, loop, proven, warnings)
 
 

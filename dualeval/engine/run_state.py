@@ -12,6 +12,7 @@ import torch
 
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.watch import Watch
+from dualeval.engine.folder.shares import Share
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.gathers import Gathers
 
@@ -52,6 +53,9 @@ class Run:
     guest: bool = False
     # Number of cores that are this rank's.
     cores: int = 1
+    # Which part of the job alone is evaluated, and the command that asks for it; None for the whole job.
+    share: Share | None = None
+    command: Mapping[str, Any] | None = None
     # Threads that this rank may compute in.
     threads: int = field(default_factory=torch.get_num_threads)
     # Reading processes of this rank.

@@ -245,6 +245,46 @@ class Session:
             log_result(result, targets, step, self.note)
         return result
 
+    def evaluate_share(
+        self,
+        task: Task,
+        share: str,
+        *,
+        job: Mapping[str, Any] | None = None,
+        command: Mapping[str, Any] | None = None,
+        show: Callable[[int, int], None] | None = None,
+        started: float | None = None,
+        puts_back: bool = True,
+        **options: Any,
+    ) -> None:
+        """Evaluate one of several shares of a task, with no other share needed; a collective of its ranks.
+
+        ``evaluate`` with the same ``out`` makes the result of all of them.
+
+        Args:
+            share: I/N, such as "3/100": chunks of the samples that only this share evaluates.
+            command: the command that asks for it, for ``dualeval finish``.
+            job, show, started, puts_back, options: as for ``evaluate``; ``out`` is the folder of all shares.
+
+        Raises:
+            UsageError: there is no ``out``, or it holds another job, or another number of shares.
+            PeerError, Stopped: as for ``evaluate``; what was finished is saved.
+        """
+        from dualeval.engine.folder.shares import Share
+        from dualeval.engine.run import evaluate_share
+
+        self._check_usable()
+        run_options = run_options_of(options)
+        if run_options.path is None:
+            raise UsageError(f"share {share}: give out, a folder that all shares see")
+        more = {"share": Share.of_text(share), "command": command, "guest": puts_back, "cores": self.cores}
+        self._watch.begin()
+        with self._concluding():
+            run = self._run(run_options, job, show, **more)
+            run.started = perf_counter() if started is None else started
+            evaluate_share(task, run)
+        self._idle()
+
     def try_out(self, task: Task, *, job: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
         """Do all that ``evaluate`` does before its loop, and write nothing; a collective.
 

@@ -70,9 +70,9 @@ def test_errors_of_failed_samples_are_in_their_file(path: Path) -> None:
 def test_a_file_of_another_division_into_chunks_is_left_out(path: Path) -> None:
     """As versions with other chunks have written it: the fingerprint is the same."""
     plan = EvalPlan(num_samples=30, batch_size=2)
-    chunks = read_journal(path.parent, plan, "f" * 64)
+    chunks = read_journal([path.parent], plan, "f" * 64)
     assert (chunks.files, len(chunks.remaining)) == ((), 15)
     [reason] = chunks.left_out
     assert "divides the data set into other chunks" in reason
     small = EvalPlan(num_samples=3, batch_size=2)
-    assert read_journal(path.parent, small, "f" * 64).remaining == (0, 1)
+    assert read_journal([path.parent], small, "f" * 64).remaining == (0, 1)

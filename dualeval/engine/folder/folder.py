@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.end.process import try_for
-from dualeval.engine.folder.journal import JournalFile, read_journal_file
+from dualeval.engine.folder.journal import JournalFile, read_journal, read_journal_file
 from dualeval.engine.folder.layout import (
     STACKS,
     check_file_names,
@@ -20,6 +19,7 @@ from dualeval.engine.folder.layout import (
     fingerprint_there,
     journal_of,
     probe_of,
+    remove_if_empty,
     writable,
 )
 from dualeval.engine.folder.lease import Lease, gone
@@ -29,18 +29,23 @@ from dualeval.engine.folder.opening import (
     named_launch,
     own_process,
     read_previous,
-    remove_if_empty,
     remove_leftovers,
 )
+from dualeval.engine.folder.shares import SAID, Share, check_idle, job_of_shares, missing, remove_shares
 from dualeval.engine.plan import EvalPlan
-from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of, text_of
-from dualeval.result import JOB, RESULT, Result, Status, read_status
+from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of
+from dualeval.result import JOB, RESULT, Result, Status, json_text, read_status
 from dualeval.whole_files import write_text
+from dualeval.wording import counted
 
 # A file system that hangs holds up nobody's end for longer.
 _CLOSE_WITHIN_S = 3.0
-# What job.json says of a run.
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
+
+
+def in_job(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What job.json says of a run."""
+    return {name: facts[name] for name in _IN_JOB}
 
 
 class RunFolder:
@@ -70,10 +75,16 @@ class RunFolder:
         *,
         fresh: bool,
         mix_machines: bool = False,
+        evaluates: bool = True,
+        share: Share | None = None,
         step: Callable[[], None] = lambda: None,
         lost: Callable[[str], None] = lambda reason: None,
     ) -> tuple[RunFolder, PreviousRun]:
-        """Make the folder, or go on in it; rank 0 calls it. ``lost`` is called as by ``Lease.take``."""
+        """Make the folder, or go on in it; rank 0 calls it.
+
+        ``evaluates``: it may lack something. It is that of one ``share``, or of the whole job. ``lost`` is
+        called as by ``Lease.take``.
+        """
         check_file_names(facts["files"])
         check_path(path)
         with writable(path):
@@ -88,7 +99,7 @@ class RunFolder:
                 probe_of(journal_of(path), token).touch()
                 folder = cls(path, token, rank=0)
             folder._lease, folder._launch = held, named_launch(facts["launches"])
-            return folder, folder._begin(plan, facts, fresh, mix_machines, step)
+            return folder, folder._begin(plan, facts, fresh, mix_machines, evaluates, share, step)
         except BaseException:
             if folder is not None:
                 folder.close()
@@ -105,19 +116,26 @@ class RunFolder:
         facts: Mapping[str, Any],
         fresh: bool,
         mix_machines: bool,
+        evaluates: bool,
+        share: Share | None,
         step: Callable[[], None],
     ) -> PreviousRun:
         """Read what is there, remove what is not wanted, and say that this run is at work."""
         with writable(self.path):
+            check_idle(self.path, step)
             if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
+                remove_shares(self.path)
                 for file in files_of_a_run(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
             remove_leftovers(self.path)
-            previous = read_previous(self.path, plan, facts, mix_machines, step, kept=self._probe)
+            previous = read_previous(
+                self.path, plan, facts, mix_machines, step, kept=self._probe, share=share
+            )
             if previous.finished is None:
-                named = {name: facts[name] for name in _IN_JOB}
-                write_text(self.path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
+                if previous.chunks.remaining and not evaluates:
+                    raise UsageError(missing(self.path, previous.chunks.remaining))
+                write_text(self.path / JOB, json_text({**(job_of_shares(self.path) or {}), **in_job(facts)}))
                 self._status("running").write(self.path)
             else:
                 self.finish(previous)
@@ -248,6 +266,26 @@ class RunFolder:
             self._status("done", exit_code=0).write(self.path)
         for file in (*files, *previous.stale):
             file.unlink(missing_ok=True)
+        remove_shares(self.path)
+
+    def finish_share(
+        self, plan: EvalPlan, share: Share, previous: PreviousRun, said: Mapping[str, Any]
+    ) -> int:
+        """Check that all chunks of a share are on the disk, and say that it is done; returns how many."""
+        self.check()
+        assert self._fingerprint is not None
+        chunks = read_journal([self.journal], plan, self._fingerprint, wanted=share.chunks(plan))
+        if chunks.remaining:
+            raise DualevalError(
+                f"{counted(len(chunks.remaining), 'chunk')} of share {share} are not on the disk: "
+                f"{'; '.join(chunks.left_out)}. Type the same command again."
+            )
+        for file in {*previous.stale} - {file.path for file in chunks.files}:
+            file.unlink(missing_ok=True)
+        write_text(self.path / SAID, json_text(said))
+        with self._writing_status:
+            self._status("done", exit_code=0).write(self.path)
+        return len(share.chunks(plan))
 
     def close(self, limit_s: float = _CLOSE_WITHIN_S) -> None:
         """Remove what shows that this run is at work; a second call does nothing."""

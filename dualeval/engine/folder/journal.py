@@ -185,22 +185,30 @@ class FinishedChunks:
 
 
 def read_journal(
-    folder: Path, plan: EvalPlan, fingerprint: str, each: Callable[[], None] = lambda: None
+    folders: Sequence[Path],
+    plan: EvalPlan,
+    fingerprint: str,
+    each: Callable[[], None] = lambda: None,
+    *,
+    retried: Path | None = None,
+    wanted: Sequence[int] | None = None,
 ) -> FinishedChunks:
-    """Read a folder of journal files, those of every run that wrote into it.
+    """Read folders of journal files, those of every run that wrote into them.
 
     They are taken in name order. A file that names a chunk already taken is left out whole, so that no chunk
-    can count twice; one with a failed sample is left out, so that it is tried again.
+    can count twice. In the folder ``retried`` one with a failed sample is left out, so that it is tried
+    again. What remains is of the ``wanted`` chunks; without them of all.
     """
     files = []
     left_out = []
     foreign = set()
     taken = np.zeros(plan.num_chunks, np.bool_)
     sizes = plan.chunk_sizes()
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
+    asked = range(plan.num_chunks) if wanted is None else wanted
+    for path in (path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))):
         try:
             file = read_journal_file(path)
-            reason = _reason_to_leave_out(file, sizes, fingerprint, taken)
+            reason = _reason_to_leave_out(file, sizes, fingerprint, taken, retries=path.parent == retried)
             if file.fingerprint != fingerprint:
                 foreign.add(path)
         except (DualevalError, OSError) as error:
@@ -213,19 +221,24 @@ def read_journal(
         each()
     return FinishedChunks(
         files=tuple(files),
-        remaining=tuple(np.flatnonzero(~taken).tolist()),
+        remaining=tuple(chunk for chunk in asked if not taken[chunk]),
         left_out=tuple(left_out),
         foreign=frozenset(foreign),
     )
 
 
 def _reason_to_leave_out(
-    file: JournalFile, sizes: npt.NDArray[np.int64], fingerprint: str, taken: npt.NDArray[np.bool_]
+    file: JournalFile,
+    sizes: npt.NDArray[np.int64],
+    fingerprint: str,
+    taken: npt.NDArray[np.bool_],
+    *,
+    retries: bool,
 ) -> str | None:
     """Why a whole file does not count: a sentence, empty where nobody has to hear of it; None if it does."""
     if file.fingerprint != fingerprint:
         return f"{file.path} belongs to another job, with fingerprint {file.fingerprint[:8]}"
-    if file.failed:
+    if file.failed and retries:
         return ""
     chunks = np.array(file.chunks, np.int64)
     # Not in the fingerprint: no number depends on it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
@@ -103,6 +104,16 @@ def fingerprint_there(path: Path) -> str | None:
         return str(json.loads((path / JOB).read_text("utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder in which nothing is left."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        # Somebody else's file, or what NFS keeps for one that is still open; the run itself is complete.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
 
 
 def _names(files: Sequence[str]) -> tuple[str, ...]:

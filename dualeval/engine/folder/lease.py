@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -127,12 +127,8 @@ class Lease:
         watched: bytes | None = None
         since = monotonic()
         while True:
-            try:
-                # Opened anew for each look: NFS shows what other hosts have written to who opens a file.
-                content = self.path.read_bytes()
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
+            # Opened anew for each look: NFS shows what other hosts have written to who opens a file.
+            if (content := _lease_of(self.path.parent)) is None:
                 return False
             if content == self._content():
                 return True
@@ -153,6 +149,25 @@ class Lease:
         return json.dumps(claim).encode().ljust(_LENGTH - 1) + b"\n"
 
 
+def at_work(folders: Iterable[Path], step: Callable[[], None]) -> list[Path]:
+    """Those of some folders in which a run is alive; a dead one's lease is watched as by ``take``."""
+    watched = {folder: content for folder in folders if (content := _lease_of(folder)) is not None}
+    found, since = [], monotonic()
+    while watched and monotonic() - since < TAKE_OVER_AFTER_S:
+        for folder, content in [*watched.items()]:
+            now = _lease_of(folder)
+            holder = Process.read(_claim(content))
+            if now is None or (holder is not None and holder.has_ended):
+                del watched[folder]
+            elif now != content:
+                found.append(folder)
+                del watched[folder]
+        step()
+        if watched:
+            sleep(LOOK_EVERY_S)
+    return found
+
+
 def gone(path: Path) -> str:
     """What is said where the output folder is no longer there, or no longer this run's."""
     if path.is_dir():
@@ -165,6 +180,15 @@ def gone(path: Path) -> str:
         f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "
         "same command again, to go on; without it all samples are evaluated again."
     )
+
+
+def _lease_of(folder: Path) -> bytes | None:
+    try:
+        return (folder / LEASE).read_bytes()
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        return None
 
 
 def _claim(content: bytes) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +20,11 @@ from dualeval.engine.folder.layout import (
     journal_files,
     journal_of,
     partial_files,
+    writable,
 )
-from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
+from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S, at_work
 from dualeval.engine.folder.process import Process
+from dualeval.engine.folder.shares import COUNT, SHARES, Share, folders_of, job_of_shares
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, with_type
@@ -36,10 +37,12 @@ from dualeval.result import (
     Result,
     Status,
     checksum_of,
+    json_text,
     read_result,
     read_status,
     result_from,
 )
+from dualeval.whole_files import write_text
 
 # Between the agents of a launch, in status.json.
 _AND = " | "
@@ -118,6 +121,44 @@ def folder_of_launch(runs: Path, fingerprint: str, launches: Sequence[str]) -> P
     return None
 
 
+def join_shares(
+    out: Path,
+    share: Share,
+    facts: Mapping[str, Any],
+    content: Mapping[str, Any],
+    *,
+    mix_machines: bool,
+    step: Callable[[], None],
+) -> bool:
+    """Check that a share belongs to those of a folder, whose job.json has this ``content``.
+
+    False where there is the result of all shares already, so that nothing is left to do.
+    """
+    with writable(out):
+        _check_same_job(out, facts)
+        if finished_result(out, facts["fingerprint"]) is not None:
+            return False
+        if at_work([out], step):
+            raise UsageError(f"{out} is being finished. Wait for it to end.")
+        (out / SHARES).mkdir(parents=True, exist_ok=True)
+        if not (out / JOB).exists():
+            # Of several at once the last one's is there: the same, or all others are refused.
+            write_text(out / JOB, json_text({**content, COUNT: share.count}))
+            _check_same_job(out, facts)
+    there = job_of_shares(out)
+    if there is None:
+        raise UsageError(
+            f"{out} holds a run of the whole job. Go on with it without --share, or give another --out."
+        )
+    if there[COUNT] != share.count:
+        raise UsageError(
+            f"{out} holds shares of {there[COUNT]}, and this is share {share}. Give "
+            f"--share I/{there[COUNT]}, or another --out."
+        )
+    check_kinds_of_parts(out, [there["machine"]], facts["machine"], mix=mix_machines)
+    return True
+
+
 def read_previous(
     path: Path,
     plan: EvalPlan,
@@ -126,6 +167,7 @@ def read_previous(
     step: Callable[[], None],
     *,
     kept: Path,
+    share: Share | None = None,
 ) -> PreviousRun:
     """Find out what a folder holds beside the file ``kept``, and whether this job may go on there."""
     _check_same_job(path, facts)
@@ -136,7 +178,7 @@ def read_previous(
         finished = finished_result(path, facts["fingerprint"])
         if finished is not None:
             _check_files(path, finished, step)
-        elif status is not None and status.state == "done":
+        elif status is not None and status.state == "done" and share is None:
             notes.append(f"{path / RESULT} is missing; all samples are evaluated again")
     except UsageError:
         raise
@@ -144,11 +186,15 @@ def read_previous(
         finished = None
         notes.append(f"{error}; all samples are evaluated again")
     journal = journal_of(path)
-    chunks = read_journal(journal, plan, facts["fingerprint"], step)
+    folders = [journal, *map(journal_of, folders_of(path))]
+    wanted = None if share is None else share.chunks(plan)
+    chunks = read_journal(folders, plan, facts["fingerprint"], step, retried=journal, wanted=wanted)
     stale = tuple(file for file in journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
     parts = [file.machine for file in chunks.files] if finished is None else finished.machines
-    check_kinds_of_parts(path, parts, facts["machine"], mix=mix_machines)
+    # Where nothing remains, no other machine adds to them.
+    own = facts["machine"] if chunks.remaining or not chunks.files else chunks.files[0].machine
+    check_kinds_of_parts(path, parts, own, mix=mix_machines)
     return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 
@@ -163,16 +209,6 @@ def remove_leftovers(path: Path) -> None:
         with suppress(FileNotFoundError):
             if now - file.stat().st_mtime > TAKE_OVER_AFTER_S:
                 file.unlink()
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove a folder in which nothing is left."""
-    try:
-        folder.rmdir()
-    except OSError as error:
-        # Somebody else's file, or what NFS keeps for one that is still open; the run itself is complete.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
 
 
 def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
@@ -209,9 +245,10 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     differing = differences(kept, own)
     if differing:
         shown = listing(differing, "there", "now")
+        remedy = "--fresh to remove that job's files" if job_of_shares(path) is None else f"remove {path}"
         raise UsageError(
-            f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
-            f"and start over.{structure_hint(differing)}"
+            f"{path} holds another job ({shown}). Give another --out, or {remedy} and start over."
+            f"{structure_hint(differing)}"
         )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _WATCH = "Watch"
 # Of ``dualeval run``: what a watcher has otherwise, or not at all.
-_NOT_OF_RUN = ("out", "fresh", "dry_run", "as_json")
+_NOT_OF_RUN = ("out", "share", "fresh", "dry_run", "as_json")
 _OF_TASK = "of_task_"
 # What the option is until there is a checkpoint: all else is checked with it.
 _STAND_IN = {"weights": "random:0"}
@@ -110,7 +110,14 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         )
     if flags[flag] is not None:
         raise UsageError(f"--{option} {flags[flag]}: each checkpoint takes its place. Leave it out.")
-    given = {**flags, flag: _STAND_IN.get(option, where), "out": out, "fresh": None, "as_json": False}
+    given = {
+        **flags,
+        flag: _STAND_IN.get(option, where),
+        "out": out,
+        "share": None,
+        "fresh": None,
+        "as_json": False,
+    }
     asked = prepared(context, given, checks_paths=option in _STAND_IN)
     name, job = asked.jobs[0]
     if name is not None:

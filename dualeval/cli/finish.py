@@ -1,0 +1,57 @@
+"""``dualeval finish``: make one result of the shares of a job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from dualeval.cli.grouped import PATH
+from dualeval.cli.run import evaluate, prepared, run, without_start
+from dualeval.engine.folder.shares import COMMAND, job_of_shares
+from dualeval.errors import UsageError
+
+# Of the shares' command, what is of the place where they were evaluated.
+_OF_A_SHARE = ("--nproc", "--launcher", "--backend", "--device", "--share", "--out")
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("out", type=PATH)
+@click.option("--evaluate-missing", is_flag=True, help="Evaluate the chunks that no share has finished.")
+@click.argument("options", metavar="[OPTIONS OF RUN]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def finish(context: click.Context, out: Path, evaluate_missing: bool, options: tuple[str, ...]) -> None:
+    """Join the shares in OUT: check that each chunk is there once, and write the result.
+
+    The job is that of the shares' own command; further options of 'dualeval run' go after it.
+
+    \b
+    dualeval finish runs/r18
+    dualeval finish runs/r18 --evaluate-missing --nproc 2
+    """
+    job = job_of_shares(out)
+    if job is None:
+        raise UsageError(f"{out} holds no shares. 'dualeval run --share I/N --out {out} ...' evaluates one.")
+    command = job[COMMAND]
+    if command is None:
+        raise UsageError(
+            f"the shares in {out} were evaluated from Python: call session.evaluate with the same task and "
+            "out."
+        )
+    out = out.absolute()
+    try:
+        # Paths in the command begin there.
+        os.chdir(command["folder"])
+    except OSError as error:
+        raise UsageError(
+            f"the shares in {out} were started in {command['folder']}, which cannot be entered here "
+            f"({error.strerror}). Type their command without --share, with --out {out}."
+        ) from error
+    words = [*without_start(command["words"], _OF_A_SHARE), *options, "--out", str(out)]
+    with run.make_context("dualeval finish", words, parent=context) as of_run:
+        of_run.params["fresh"] = False
+        asked = prepared(of_run, of_run.params)
+        more = {**asked.invocation.run, "evaluate_missing": evaluate_missing}
+        context.exit(evaluate(asked.jobs, replace(asked.invocation, run=more), asked.launcher))

@@ -1,0 +1,130 @@
+"""Shares: each evaluates its own chunks of a job, in a folder of its own, with no other rank needed.
+
+``OUT/job.json`` is the job of all of them; ``OUT/shares/3-of-100`` is the folder of one, like that of a run
+without a result. A run in OUT itself goes on from what they have left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from dualeval.engine.folder.layout import JOURNAL, LEASE, STACKS, files_of_a_run, remove_if_empty
+from dualeval.engine.folder.lease import at_work
+from dualeval.engine.plan import EvalPlan
+from dualeval.errors import UsageError
+from dualeval.result import JOB, RESULT, read_status
+from dualeval.wording import counted, listed
+
+SHARES = "shares"
+# What a share has to say in the result: warnings of its runs.
+SAID = "said.json"
+# In OUT's job.json, beside what a run writes there: the number of shares, and the command that began them.
+COUNT, COMMAND = "shares", "command"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One of several parts of a job."""
+
+    # 1 to ``count``.
+    number: int
+    count: int
+
+    @classmethod
+    def of_text(cls, text: str) -> Share:
+        """Read I/N."""
+        number, _, count = text.partition("/")
+        if number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count):
+            return cls(number=int(number), count=int(count))
+        raise UsageError(
+            f"--share {text}: expected I/N, such as 3/100, with I from 1 to N. Where an index begins with 0, "
+            "add 1."
+        )
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def chunks(self, plan: EvalPlan) -> range:
+        """Numbers of its chunks; none where there are more shares than chunks."""
+        return plan.static_chunks(self.number - 1, self.count)
+
+    def folder(self, out: Path) -> Path:
+        """Its folder in the output folder of all."""
+        return out / SHARES / f"{self.number}-of-{self.count}"
+
+
+def job_of_shares(out: Path) -> dict[str, Any] | None:
+    """What job.json says of the job of all shares; None where a folder holds none."""
+    try:
+        found: dict[str, Any] = json.loads((out / JOB).read_text("utf-8"))
+        return found if isinstance(found[COUNT], int) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def folders_of(out: Path) -> list[Path]:
+    """The folders of the shares that were begun, in order."""
+    count = (job_of_shares(out) or {COUNT: 0})[COUNT]
+    folders = (Share(number=number, count=count).folder(out) for number in range(1, count + 1))
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def unfinished(out: Path) -> str | None:
+    """How many shares are done, in words; None where a folder holds none, or the result of all."""
+    job = job_of_shares(out)
+    if job is None or (out / RESULT).is_file():
+        return None
+    states = [read_status(folder) for folder in folders_of(out)]
+    done = sum(status is not None and status.state == "done" for status in states)
+    return f"{out} is not finished: {done} of {counted(job[COUNT], 'share')} are done"
+
+
+def check_idle(out: Path, step: Callable[[], None]) -> None:
+    """Check that no share is at work: what it has in hand would be evaluated twice."""
+    if working := at_work(folders_of(out), step):
+        named = listed(folder.name.partition("-")[0] for folder in working)
+        raise UsageError(f"{unfinished(out)}, and at work: {named}. Wait for them to end.")
+
+
+def missing(out: Path, remaining: Sequence[int]) -> str:
+    """Which shares lack which chunks, and what to type."""
+    job = job_of_shares(out) or {COUNT: 1}
+    numbers = _ranges(sorted({chunk % job[COUNT] + 1 for chunk in remaining}))
+    return (
+        f"{unfinished(out)}. Missing: {counted(len(remaining), 'chunk')} ({listed(map(str, remaining))}) of "
+        f"shares {numbers}. Start these again, with --share I/{job[COUNT]} (Slurm: --array={numbers}), or "
+        f"type 'dualeval finish {out} --evaluate-missing'."
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as Slurm writes them: "3,7-9"."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def what_they_said(out: Path) -> list[dict[str, Any]]:
+    """What the shares that are done have to say in the result."""
+    return [
+        json.loads(file.read_text("utf-8")) for folder in folders_of(out) if (file := folder / SAID).is_file()
+    ]
+
+
+def remove_shares(out: Path) -> None:
+    """Remove the files of all shares, and their folders where nothing else lies in them."""
+    folders = folders_of(out)
+    for folder in folders:
+        for file in [*files_of_a_run(folder), folder / SAID, folder / LEASE]:
+            file.unlink(missing_ok=True)
+        for empty in (folder / JOURNAL, folder / STACKS, folder):
+            remove_if_empty(empty)
+    if folders:
+        remove_if_empty(out / SHARES)
