@@ -40,7 +40,7 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
             f"the shares in {out} were evaluated from Python: call session.evaluate with the same task and "
             "out."
         )
-    out = out.absolute()
+    out = out.resolve()
     try:
         # Paths in the command begin there.
         os.chdir(command["folder"])

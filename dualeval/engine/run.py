@@ -95,7 +95,8 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
             return None
         # ``finish`` and ``let_go`` close it; where a step raises, the end of the session does (engine/end/).
         opened = open_rows(evaluation, facts)
-        if run.share is not None and opened.folder is None:  # the result of all shares is there
+        if run.share is not None and opened.folder is None:
+            run.note_all([f"share {run.share} is done: the result of all shares is in {run.options.path}"])
             return None
 
         # How batches are computed: each rank by itself, or in lockstep, where a forward takes all ranks.

@@ -274,14 +274,16 @@ class RunFolder:
         """Check that all chunks of a share are on the disk, and say that it is done; returns how many."""
         self.check()
         assert self._fingerprint is not None
+        # Damaged, or of failed samples: what they held was evaluated again.
+        for file in {*previous.stale} - {file.path for file in previous.chunks.files}:
+            file.unlink(missing_ok=True)
         chunks = read_journal([self.journal], plan, self._fingerprint, wanted=share.chunks(plan))
         if chunks.remaining:
+            why = "; ".join(chunks.left_out) or "files of its journal are gone"
             raise DualevalError(
-                f"{counted(len(chunks.remaining), 'chunk')} of share {share} are not on the disk: "
-                f"{'; '.join(chunks.left_out)}. Type the same command again."
+                f"share {share} lacks {counted(len(chunks.remaining), 'chunk')}: {why}. Type the same "
+                "command again."
             )
-        for file in {*previous.stale} - {file.path for file in chunks.files}:
-            file.unlink(missing_ok=True)
         write_text(self.path / SAID, json_text(said))
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)

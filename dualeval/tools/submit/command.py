@@ -84,6 +84,8 @@ class SlurmJob:
     account: str | None = _word(None, "Account to charge.", "yours")
     qos: str | None = _word(None, "Quality of service.", "yours")
     array: str | None = _word(None, "Job array, such as 0-9; %a in ARGS is a task's number.")
+    # Without `array` all of them; with it those that it names.
+    shares: int | None = option(None, "Evaluate in N shares, each a task of an array.", shown="none", least=1)
     job_name: str = _word("dualeval", "Name in Slurm's lists.")
     log: str = _word("dualeval-%j.log", "File for the output; %j is the job's number.")
     backend: str = option("torch", f"Backend: {', '.join(SHIPPED)}.", choices=tuple(SHIPPED))
@@ -101,6 +103,8 @@ class SlurmJob:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.shares is not None and self.array is None:
+            object.__setattr__(self, "array", f"1-{self.shares}")
         if self.container_mounts is not None and self.container_image is None:
             raise UsageError("--container-mounts was given without --container-image IMAGE. Give both")
         for word in self.sbatch_option:
@@ -119,6 +123,7 @@ _SCRIPTS_OWN = {
     "nproc": "put --nodes and --ntasks-per-node before the --",
     "launcher": "the batch script starts the ranks with srun and says so",
     "backend": "put --backend before the --",
+    "share": "put --shares N before the --",
 }
 
 
@@ -150,6 +155,8 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
     """
     job = SlurmJob(**{name: value for name, value in asked.items() if value is not None})
     _check_arguments(arguments)
+    if job.shares is not None:
+        arguments = (*arguments, "--share", f"%a/{job.shares}")
     folder = Path(sys.executable).parent
     if dry_run:
         click.echo(sbatch_text(job), nl=False)
@@ -158,6 +165,9 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
         return
     job_id = _submit(job, arguments, sbatch_environ(os.environ, folder))
     click.echo(f"job {job_id}\nlog {log_path(job, Path.cwd(), job_id)}")
+    if job.shares is not None:
+        out = run.make_context("dualeval run", list(arguments)).params["out"] or f"runs/job-{job_id}"
+        click.echo(f"at the end: dualeval finish {shlex.quote(str(out))}")
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

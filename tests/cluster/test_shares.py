@@ -1,0 +1,87 @@
+"""Shares in a Slurm array on two hosts, some of them killed: all of it once, with the digest of one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import pytest
+
+from dualeval.engine.folder.layout import SUFFIX
+from dualeval.result import read_status
+from tests.cluster import test_launchers
+from tests.cluster.test_launchers import Batch
+from tests.cluster.test_requeue import MODEL, PACKAGE, SLOW, until
+from tests.conftest import Launch
+from tests.faulty_models import FAULT
+
+pytestmark = pytest.mark.needs("cluster")
+
+PATIENCE_A_SHARE = 120.0
+
+# Asked for by the test below, as this module's own.
+batch = test_launchers.batch
+
+
+def is_done(batch: Batch, name: str) -> bool:
+    status = read_status(batch.folder / "out/shares" / name)
+    return status is not None and status.state == "done"
+
+
+def has_saved(batch: Batch, name: str) -> bool:
+    return any((batch.folder / "out/shares" / name / "journal").glob(f"*{SUFFIX}"))
+
+
+def logs(batch: Batch, number: int) -> str:
+    return "\n".join(log.read_text() for log in sorted(batch.folder.glob(f"dualeval-{number}_*.log")))
+
+
+def run_array(
+    batch: Batch, typed: str, shares: Sequence[int], *, variables: Mapping[str, str], kill: Sequence[str] = ()
+) -> str:
+    """Hand over an array, kill some of its tasks in the midst, and wait for its end; returns the logs."""
+    with batch.begun(typed, variables) as (number, _):
+        for name in kill:
+            until(partial(has_saved, batch, name), lambda: logs(batch, number))
+            batch.order(f"scancel --signal=KILL {number}_{name.partition('-')[0]}")
+        for share in shares:
+            batch.cluster.wait_for_job(f"{number}_{share}", PATIENCE_A_SHARE)
+        return logs(batch, number)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "slow_s", "kill"),
+    [(4, 20, 0.15, [2]), pytest.param(100, 4, 1.0, [*range(5, 100, 10)], marks=pytest.mark.long)],
+    ids=["4 shares", "100 shares"],
+)
+def test_killed_shares_are_started_again(
+    batch: Batch, launch: Launch, count: int, batch_size: int, slow_s: float, kill: Sequence[int]
+) -> None:
+    chunks = 1600 // batch_size
+    job = f"{MODEL} --batch-size {batch_size} --limit 1600 --out"
+    whole = launch(["dualeval", "run", *job.split(), "whole"], cwd=batch.folder, variables=PACKAGE)
+    whole.ok()
+    typed, variables = f"slurm/eval_array.sbatch {job} out", {**SLOW, FAULT: f"slow:{slow_s} all 0"}
+    names = [f"{number}-of-{count}" for number in kill]
+    everyone = range(1, count + 1)
+    run_array(batch, f"sbatch --array 1-{count} {typed}", everyone, variables=variables, kill=names)
+    assert [number for number in everyone if not is_done(batch, f"{number}-of-{count}")] == [*kill]
+
+    refused = launch(["dualeval", "finish", "out"], cwd=batch.folder, variables=PACKAGE)
+    assert refused.returncode == 2
+    assert f"out is not finished: {count - len(kill)} of {count} shares are done. Missing: " in refused.stderr
+    [array] = re.findall(r"--array=([\d,-]+)", refused.stderr)
+
+    again = f"sbatch --array {array} {typed} --share %a/{count}"
+    said = run_array(batch, again, kill, variables=variables)
+    # What was saved before is not evaluated again.
+    resumed = [int(number) for number in re.findall(r"resumes in \S+: (\d+) of", said)]
+    now = [int(number) for number in re.findall(r"is done, (\d+) of its", said)]
+    assert len(resumed) == len(now) == len(kill)
+    assert sum(resumed) + sum(now) == sum(len(range(share - 1, chunks, count)) for share in kill)
+
+    launch(["dualeval", "finish", "out"], cwd=batch.folder, variables=PACKAGE).ok()
+    result = batch.result("out")
+    assert result["chunks"] == {"total": chunks, "evaluated_now": 0, "resumed": chunks}
+    assert result["metrics_digest"] == batch.result("whole")["metrics_digest"]
