@@ -1,4 +1,4 @@
-"""Shares in a Slurm array on two hosts, some of them killed: all of it once, with the digest of one process."""
+"""Shares in a Slurm array on two hosts, some killed: all of it once, with the digest of one process."""
 
 from __future__ import annotations
 
