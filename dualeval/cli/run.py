@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -279,10 +279,16 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, la
     )
 
 
-def session_of(job: Job, invocation: Invocation, launcher: str | None) -> Session:
+def _note(sentence: str) -> None:
+    say(f"dualeval: note: {sentence}")
+
+
+def session_of(
+    job: Job, invocation: Invocation, launcher: str | None, note: Callable[[str], None] = _note
+) -> Session:
     # The session says each once: of several models most have the same to say.
     given = {**vars(invocation.session), "device": job.device, "launcher": launcher}
-    return Session(**{**given, "note": lambda sentence: say(f"dualeval: note: {sentence}")})
+    return Session(**{**given, "note": note})
 
 
 def _of_one_model(invocation: Invocation, out: Path, started: float | None) -> Invocation:
@@ -294,15 +300,16 @@ def _of_one_model(invocation: Invocation, out: Path, started: float | None) -> I
 
 
 def evaluate_job(
-    job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None
+    job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None, name: str = ""
 ) -> Result:
+    """Evaluate a job in an open session; its name is shown with the progress."""
     from dualeval.engine.end.process import show_until_end
     from dualeval.report.progress import Progress, on_screen
 
     task = task_of(job, invocation, session, cache)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
-    shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
+    shown = Progress(stream, as_bar=on_screen(stream), name=name) if shows else None
     if shown is not None:
         show_until_end(shown.close)
     try:
