@@ -264,7 +264,7 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, la
             targets=invocation.targets,
             as_json=invocation.as_json,
             evaluate=lambda job, out, cache: evaluate_job(
-                job, _of_one_model(invocation, out, next(starts, None)), session, cache=cache
+                job, of_one_model(invocation, out, next(starts, None)), session, cache=cache
             ),
         )
         ended = options.work_in_session(session, models.evaluate, exit_code_of)
@@ -291,7 +291,7 @@ def session_of(
     return Session(**{**given, "note": note})
 
 
-def _of_one_model(invocation: Invocation, out: Path, started: float | None) -> Invocation:
+def of_one_model(invocation: Invocation, out: Path, started: float | None = None) -> Invocation:
     """The invocation for one of several models, which may be the one that the others are compared with."""
     reference = invocation.reference
     if reference is not None and reference.resolve() == out.resolve():

@@ -12,7 +12,7 @@ import click
 
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH, GroupedOption
-from dualeval.cli.run import evaluate_job, prepared, run, session_of, task_of
+from dualeval.cli.run import evaluate_job, of_one_model, prepared, run, session_of, task_of
 from dualeval.cli.several import exit_code_of
 from dualeval.cli.task_flags import TaskCommand
 from dualeval.data.cache import DataCache
@@ -83,7 +83,7 @@ def watch(context: click.Context, /, **flags: Any) -> None:
     dualeval watch ckpts --out runs/watch --model resnet18 --data /data/val --until-step 90
     torchrun --nproc-per-node 8 -m dualeval watch ckpts --out runs/watch ...
     """
-    own = {each.name or "": flags.pop(each.name) for each in _FLAGS}
+    own = {each.name: flags.pop(each.name or "") for each in _FLAGS}
     option, out, settle_s = own["option"], own["out"], own["settle"]
     where = _where(own["checkpoints"], out)
     if not 0.1 <= settle_s < math.inf:
@@ -115,7 +115,8 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         in_hand = str(Path(path).absolute())
         kind = type(getattr(job.options, option))
         of_one = replace(job, options=replace(job.options, **{option: kind(in_hand)}))
-        invocation = replace(asked.invocation, out=folder, run={**asked.invocation.run, "fresh": fresh})
+        invocation = of_one_model(asked.invocation, folder)
+        invocation = replace(invocation, run={**invocation.run, "fresh": fresh})
         return evaluate_job(of_one, invocation, session, cache=cache, name=folder.name)
 
     def work(opened: Session) -> list[ModelRow]:
