@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -296,7 +296,7 @@ def evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, lau
             targets=invocation.targets,
             as_json=invocation.as_json,
             evaluate=lambda job, out, cache: evaluate_job(
-                job, _of_one_model(invocation, out, next(starts, None)), session, cache=cache
+                job, of_one_model(invocation, out, next(starts, None)), session, cache=cache
             ),
         )
         ended = options.work_in_session(session, models.evaluate, exit_code_of)
@@ -315,13 +315,19 @@ def evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, lau
     )
 
 
-def session_of(job: Job, invocation: Invocation, launcher: str | None) -> Session:
+def _note(sentence: str) -> None:
+    say(f"dualeval: note: {sentence}")
+
+
+def session_of(
+    job: Job, invocation: Invocation, launcher: str | None, note: Callable[[str], None] = _note
+) -> Session:
     # The session says each once: of several models most have the same to say.
     given = {**vars(invocation.session), "device": job.device, "launcher": launcher}
-    return Session(**{**given, "note": lambda sentence: say(f"dualeval: note: {sentence}")})
+    return Session(**{**given, "note": note})
 
 
-def _of_one_model(invocation: Invocation, out: Path, started: float | None) -> Invocation:
+def of_one_model(invocation: Invocation, out: Path, started: float | None = None) -> Invocation:
     """The invocation for one of several models, which may be the one that the others are compared with."""
     reference = invocation.reference
     if reference is not None and reference.resolve() == out.resolve():
@@ -330,11 +336,12 @@ def _of_one_model(invocation: Invocation, out: Path, started: float | None) -> I
 
 
 def evaluate_job(
-    job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None
+    job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None, name: str = ""
 ) -> Result:
+    """Evaluate a job in an open session; its name is shown with the progress."""
     task = task_of(job, invocation, session, cache)
     asked = _asked(job, invocation, session) | {"started": invocation.started, "puts_back": False}
-    with _progress(invocation, session) as show:
+    with _progress(invocation, session, name) as show:
         return session.evaluate(task, **asked, show=show, report=invocation.report, last=True)
 
 
@@ -346,7 +353,7 @@ def _evaluate_share(job: Job, invocation: Invocation, share: str, session: Sessi
 
 
 @contextmanager
-def _progress(invocation: Invocation, session: Session) -> Iterator[Show | None]:
+def _progress(invocation: Invocation, session: Session, name: str = "") -> Iterator[Show | None]:
     """What shows the progress of an evaluation, on rank 0 where it is wanted."""
     from dualeval.engine.end.process import show_until_end
     from dualeval.report.progress import Progress, on_screen
@@ -355,7 +362,7 @@ def _progress(invocation: Invocation, session: Session) -> Iterator[Show | None]
         yield None
         return
     stream = sys.stderr if invocation.as_json else sys.stdout
-    shown = Progress(stream, as_bar=on_screen(stream))
+    shown = Progress(stream, as_bar=on_screen(stream), name=name)
     show_until_end(shown.close)
     try:
         yield shown

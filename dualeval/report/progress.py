@@ -7,6 +7,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
+from dualeval.wording import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
@@ -18,9 +20,16 @@ class Progress:
     """Shows samples done over all ranks, samples per second and the time left; called from any thread."""
 
     def __init__(
-        self, stream: TextIO, clock: Callable[[], float] = monotonic, *, as_bar: bool = False
+        self,
+        stream: TextIO,
+        clock: Callable[[], float] = monotonic,
+        *,
+        as_bar: bool = False,
+        name: str = "",
     ) -> None:
         self._stream = stream
+        # Of what is evaluated, to stand before it; empty for none.
+        self._name = printable(name)
         self._as_bar = as_bar
         self._clock = clock
         self._bar: Bar | None = None
@@ -39,12 +48,13 @@ class Progress:
             self._show_bar(done, total)
         elif now - self._said >= _LINE_EVERY_S and done < total:
             self._said = now
-            print(progress_line(done, total, now - self._start), file=self._stream, flush=True)
+            line = progress_line(done, total, now - self._start)
+            print(f"{self._name}: {line}" if self._name else line, file=self._stream, flush=True)
 
     def _show_bar(self, done: int, total: int) -> None:
         bar = self._bar
         if bar is None:
-            bar = self._bar = _make_bar(self._stream)
+            bar = self._bar = _make_bar(self._stream, self._name)
             bar.add_task("evaluating", total=total)
             bar.start()
         bar.update(bar.task_ids[0], completed=done, refresh=True)
@@ -57,7 +67,7 @@ class Progress:
             bar.stop()
 
 
-def _make_bar(stream: TextIO) -> Bar:
+def _make_bar(stream: TextIO, name: str) -> Bar:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -65,6 +75,7 @@ def _make_bar(stream: TextIO) -> Bar:
         Progress,
         ProgressColumn,
         Task,
+        TextColumn,
         TimeRemainingColumn,
     )
     from rich.text import Text
@@ -74,6 +85,7 @@ def _make_bar(stream: TextIO) -> Bar:
             return Text(f"{task.speed or 0:,.0f} samples/s")
 
     return Progress(
+        *([TextColumn(name, markup=False)] if name else []),
         BarColumn(),
         MofNCompleteColumn(),
         Speed(),

@@ -29,10 +29,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(seconds: list[float], total: int = 1000) -> list[str]:
+def shown(seconds: list[float], total: int = 1000, name: str = "") -> list[str]:
     """The lines of a run that reports 10 more samples at each of these seconds."""
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(stream, clock)
+    progress = Progress(stream, clock, name=name)
     for number, at in enumerate(seconds):
         clock.now = 1000.0 + at
         progress(10 * number, total)
@@ -47,6 +47,7 @@ def test_lines_are_seconds_apart() -> None:
         "120/1,000 samples, 20 samples/s, 44 s left",
         "180/1,000 samples, 20 samples/s, 41 s left",
     ]
+    assert shown([0.0, 3.0], name="epoch3.pt") == ["epoch3.pt: 10/1,000 samples, 3 samples/s, 297 s left"]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +75,14 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream, clock = Terminal(), Clock()
-    progress = Progress(stream, clock, as_bar=True)
+    progress = Progress(stream, clock, as_bar=True, name="epoch[3].pt")
     for number in range(5):
         clock.now += 1
         progress(10 * number, 50)
     progress.close()
     text = stream.getvalue()
     assert "40/50" in text
+    assert "epoch[3].pt" in text
     assert "samples/s" in text
     assert "━" in text
     assert "\x1b[" in text

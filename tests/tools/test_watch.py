@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from dualeval.result import RESULT, read_result
+from dualeval.tools.watch.board import Board
 from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
 from dualeval.tools.watch.watching import Wanted, Watching
 from tests.cli.test_several import Little, in_process, pictures  # noqa: F401 - a fixture
@@ -147,6 +150,27 @@ def test_which_are_wanted_and_until_when(tmp_path: Path) -> None:
     assert stop.has_ended([])
 
 
+def test_a_training_that_is_faster_is_said(tmp_path: Path) -> None:
+    """By what came since the first look; again when twice as many wait."""
+    notes: list[str] = []
+    watching: Any = Watching(
+        session=cast("Any", SimpleNamespace(note=notes.append)),
+        checkpoints=Checkpoints(str(tmp_path), settle_s=1, marker=None),
+        wanted=Wanted(),
+        board=Board(tmp_path, metric=None, link=None),
+        targets=(),
+        job={},
+        evaluate=cast("Any", None),
+    )
+    watching._waiting, watching._took = {"a", "b", "c"}, 9.0
+    watching._note_pace([5.0, 5.0, 5.0, 20.0, 28.0])
+    assert notes == []
+    watching._note_pace([5.0, 5.0, 5.0, 20.0, 28.0, 36.0])
+    watching._note_pace([5.0, 5.0, 5.0, 20.0, 28.0, 36.0, 44.0])
+    assert len(notes) == 1
+    assert "comes every 8.0 s, an evaluation takes 9.0 s, and 3 wait" in notes[0]
+
+
 # -- one process -------------------------------------------------------------------------------------------
 
 
@@ -156,10 +180,13 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (pictures / "ckpts/epoch3.pt").write_bytes(b"PK\x03\x04")
+    for path in (pictures / "ckpts/epoch1.pt", pictures / "ckpts/epoch2.pt"):
+        torch.save({"model": torch.load(path)}, path)
     words = options("--until-step", "10", "--best", "best.pt", "--best-by", "loss", "--logger", "jsonl:log")
     assert watch(*words) == EXIT_USAGE
     said = capsys.readouterr().err
     assert re.search("error: epoch3.pt: .*ckpts/epoch3.pt is cut short", said)
+    assert said.count("note: weights: the state_dict under 'model'") == 1
     rows = leaderboard(pictures)
     assert [row["status"] for row in rows] == ["done"] * 3 + ["failed"]
     losses = [float(row["loss"]) for row in rows[:3]]

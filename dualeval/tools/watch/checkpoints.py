@@ -5,12 +5,12 @@ No clock of the training's host is read: what counts is how long this process ha
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from glob import escape
 from pathlib import Path
+from stat import S_ISDIR
 from time import monotonic
 
 from dualeval.options.several import expanded, is_pattern, names_of
@@ -38,65 +38,60 @@ class Checkpoint:
     step: int | None
     # A hash of the sizes and times of its files: another one where it was written again.
     stamp: str
+    # When it was seen first as it is, on this process's clock.
+    since: float = 0.0
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints in a folder, or those that fit a pattern, as they come."""
 
-    def __init__(
-        self, where: str, *, settle_s: float, marker: str | None, clock: Callable[[], float] = monotonic
-    ) -> None:
-        self.where = where
-        self.settle_s = settle_s
-        self._marker = marker
-        self._clock = clock
-        # By path, a stamp and since when it is that.
-        self._seen: dict[str, tuple[str, float]] = {}
-        # Those that the last look has found and that are being written; and those that are not, and lack
-        # their marker.
-        self.unsettled: list[str] = []
-        self.unmarked: list[str] = []
-
-    def is_there(self) -> bool:
-        """Whether there is the folder, or anything that fits the pattern."""
-        return Path(self.where).exists() or bool(self._seen)
+    where: str
+    _: KW_ONLY
+    settle_s: float
+    marker: str | None
+    clock: Callable[[], float] = monotonic
+    # Names in the last look: of those that are being written, and of those that lack their marker.
+    unsettled: list[str] = field(default_factory=list)
+    unmarked: list[str] = field(default_factory=list)
+    # By path, as it was seen last.
+    _seen: dict[str, Checkpoint] = field(default_factory=dict)
 
     def complete(self) -> list[Checkpoint]:
         """Look once; the complete ones in the order of their steps, those without one last."""
-        found, self.unsettled, self.unmarked, now = [], [], [], self._clock()
+        found, self.unsettled, self.unmarked, now = [], [], [], self.clock()
         pattern, paths = self._paths()
         for path, name in zip(paths, names_of(pattern, paths), strict=True):
-            stamp = stamp_of(path)
+            stamp, seen = stamp_of(path), self._seen.get(path)
             if stamp is None:
                 continue  # nothing in it yet, or gone since
-            if self._seen.get(path, ("", 0.0))[0] != stamp:
-                self._seen[path] = stamp, now
-            unchanged_s = now - self._seen[path][1]
-            if self._is_complete(path, unchanged_s):
-                found.append(Checkpoint(name=name, path=path, step=step_of(name), stamp=stamp))
+            if seen is None or seen.stamp != stamp:
+                seen = Checkpoint(name=name, path=path, step=step_of(name), stamp=stamp, since=now)
+                self._seen[path] = seen
+            is_settled = now - seen.since >= self.settle_s
+            if self._is_complete(Path(path), is_settled=is_settled):
+                found.append(seen)
             else:
-                (self.unsettled if unchanged_s < self.settle_s else self.unmarked).append(name)
+                (self.unmarked if is_settled else self.unsettled).append(seen.name)
         return sorted(found, key=lambda each: (each.step is None, each.step or 0))
 
     def _paths(self) -> tuple[str, list[str]]:
         """A pattern, and what fits it in natural order; without links: what they lead to is there."""
         is_folder = not is_pattern(self.where)
         pattern = f"{escape(self.where)}/*" if is_folder else self.where
-        paths = expanded(pattern, refuses=False)
-        marks = () if self._marker is None else (f".{self._marker.lstrip('.')}",)
         return pattern, [
             path
-            for path in paths
+            for path in expanded(pattern, refuses=False)
             if not Path(path).is_symlink()
-            and not (path.endswith(marks) and Path(path).is_file())
+            and not (path.endswith(self.marker or ()) and Path(path).is_file())
             and (not is_folder or _looks_like_one(Path(path)))
         ]
 
-    def _is_complete(self, path: str, unchanged_s: float) -> bool:
-        if self._marker is not None:
-            beside = Path(f"{path}.{self._marker.lstrip('.')}")
-            return (Path(path) / self._marker).exists() or beside.exists()
-        return (Path(path) / _DCP_METADATA).exists() or unchanged_s >= self.settle_s
+    def _is_complete(self, path: Path, *, is_settled: bool) -> bool:
+        if self.marker is not None:
+            beside = Path(f"{path}.{self.marker.lstrip('.')}")
+            return beside.exists() or (path / self.marker).exists()
+        return is_settled or (path / _DCP_METADATA).exists()
 
 
 def _looks_like_one(path: Path) -> bool:
@@ -121,17 +116,14 @@ def step_of(name: str) -> int | None:
 def stamp_of(path: str) -> str | None:
     """A hash of the names, sizes and times of a checkpoint's files; None where there is none."""
     try:
-        files = sorted(_files(path))
+        files = sorted(_files(Path(path)))
     except OSError:  # one of them has gone meanwhile
         return None
     return sha256_of_json(files)[:16] if files else None
 
 
-def _files(path: str) -> Iterator[tuple[str, int, int]]:
-    if not Path(path).is_dir():
-        status = Path(path).stat()
-        yield "", status.st_size, status.st_mtime_ns
-    for folder, _, names in os.walk(path):
-        for name in names:
-            status = (Path(folder) / name).stat()
-            yield str((Path(folder) / name).relative_to(path)), status.st_size, status.st_mtime_ns
+def _files(path: Path) -> Iterator[tuple[str, int, int]]:
+    for each in (path, *path.rglob("*")):
+        status = each.stat()
+        if not S_ISDIR(status.st_mode):
+            yield str(each.relative_to(path)), status.st_size, status.st_mtime_ns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import click
 
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH, GroupedOption
-from dualeval.cli.run import evaluate_job, prepared, run, session_of, task_of
+from dualeval.cli.run import evaluate_job, of_one_model, prepared, run, session_of, task_of
 from dualeval.cli.several import exit_code_of
 from dualeval.cli.task_flags import TaskCommand
 from dualeval.data.cache import DataCache
@@ -47,31 +47,16 @@ _FLAGS: list[click.Parameter] = [
     _flag("--out", type=PATH, required=True, metavar="DIR", help="Folder of the runs, one a checkpoint."),
     _flag(
         "--settle",
-        type=click.FloatRange(min=0.1),
+        type=float,
         default=10.0,
         metavar="S",
-        help="A checkpoint that has not changed for S seconds is complete.  [default: 10]",
+        help="Complete: unchanged for S seconds.  [default: 10]",
     ),
-    _flag(
-        "--as",
-        "option",
-        default="weights",
-        metavar="NAME",
-        help="The task's option that a checkpoint is.  [default: weights]",
-    ),
-    _flag(
-        "--marker",
-        metavar="NAME",
-        help="Complete: NAME in its folder, or FILE.NAME beside FILE.",
-    ),
-    _flag("--newest", is_flag=True, help="The newest first."),
+    _flag("--marker", metavar="NAME", help="Complete: NAME in its folder, or FILE.NAME beside FILE."),
+    _flag("--as", "option", default="weights", metavar="NAME", help="Option that it is.  [default: weights]"),
+    _flag("--newest", "newest_first", is_flag=True, help="The newest first."),
     _flag("--every", type=click.IntRange(min=1), metavar="K", help="Only steps that K divides."),
-    _flag(
-        "--until-step",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="No later steps; end at step N.",
-    ),
+    _flag("--until-step", type=click.IntRange(min=0), metavar="N", help="No later steps; end at step N."),
     _flag("--stop-file", type=PATH, metavar="FILE", help="End when FILE is there, and all is evaluated."),
     _flag("--best", type=PATH, metavar="LINK", help="Keep a link to the best checkpoint."),
     _flag("--best-by", metavar="METRIC", help="What ranks them.  [default: the first metric]"),
@@ -98,11 +83,11 @@ def watch(context: click.Context, /, **flags: Any) -> None:
     dualeval watch ckpts --out runs/watch --model resnet18 --data /data/val --until-step 90
     torchrun --nproc-per-node 8 -m dualeval watch ckpts --out runs/watch ...
     """
-    own = {name: flags.pop(name) for name in [each.name or "" for each in _FLAGS]}
-    option, out = own["option"], own["out"]
+    own = {each.name: flags.pop(each.name or "") for each in _FLAGS}
+    option, out, settle_s = own["option"], own["out"], own["settle"]
     where = _where(own["checkpoints"], out)
-    if not own["settle"] < math.inf:
-        raise UsageError(f"--settle {own['settle']}: expected seconds, such as 10")
+    if not 0.1 <= settle_s < math.inf:
+        raise UsageError(f"--settle {settle_s:g}: expected seconds, 0.1 or more, such as 10")
     flag = f"{_OF_TASK}{option}"
     if flag not in flags:
         raise UsageError(
@@ -124,16 +109,22 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         raise UsageError(
             "[[models]] belongs to 'dualeval run': a watcher has one model, and its checkpoints."
         )
-    session = session_of(job, asked.invocation, asked.launcher)
-    cache = DataCache()
+    cache, said, in_hand = DataCache(), set[str](), ""
+
+    def note(sentence: str) -> None:
+        # The same of each checkpoint, but for its path.
+        if (of_each := sentence.replace(in_hand, "")) not in said:
+            said.add(of_each)
+            say(f"dualeval: note: {sentence}")
 
     def evaluate(path: str, folder: Path, fresh: bool) -> Result:
+        nonlocal in_hand
+        in_hand = str(Path(path).absolute())
         kind = type(getattr(job.options, option))
-        of_one = replace(job, options=replace(job.options, **{option: kind(Path(path).absolute())}))
-        invocation = replace(asked.invocation, out=folder)
-        if fresh:
-            invocation = replace(invocation, run={**invocation.run, "fresh": True})
-        return evaluate_job(of_one, invocation, session, cache=cache)
+        of_one = replace(job, options=replace(job.options, **{option: kind(in_hand)}))
+        invocation = of_one_model(asked.invocation, folder)
+        invocation = replace(invocation, run={**invocation.run, "fresh": fresh})
+        return evaluate_job(of_one, invocation, session, cache=cache, name=folder.name)
 
     def work(opened: Session) -> list[ModelRow]:
         if option in _STAND_IN and job.kind.origin == BUILT_IN:
@@ -141,15 +132,11 @@ def watch(context: click.Context, /, **flags: Any) -> None:
             task_of(job, asked.invocation, opened, cache).dataset()
         return watching.run()
 
+    session = session_of(job, asked.invocation, asked.launcher, note)
     watching = Watching(
         session=session,
-        checkpoints=Checkpoints(where, settle_s=own["settle"], marker=own["marker"]),
-        wanted=Wanted(
-            newest_first=own["newest"],
-            every=own["every"],
-            until_step=own["until_step"],
-            stop_file=own["stop_file"],
-        ),
+        checkpoints=Checkpoints(where, settle_s=settle_s, marker=own["marker"]),
+        wanted=Wanted(**{each.name: own[each.name] for each in fields(Wanted)}),
         board=Board(out, metric=own["best_by"], link=own["best"]),
         targets=asked.invocation.targets,
         job={**job.to_json(), option: str(Path(where).absolute())},
@@ -163,22 +150,22 @@ def watch(context: click.Context, /, **flags: Any) -> None:
 
 def _where(given: Sequence[str], out: Path) -> str:
     """The folder or pattern of checkpoints."""
-    if len(given) > 1:
-        raise UsageError(
-            f"CKPTS is {len(given)} paths, expected a folder or a pattern: put it in quotes, as 'ckpts/*.pt'"
-        )
     folder = Path(given[0])
-    if folder.is_file():
-        raise UsageError(f"{folder} is a file, expected a folder with checkpoints, or a pattern in quotes.")
+    if len(given) > 1 or folder.is_file():
+        found = "a file" if len(given) == 1 else f"{len(given)} paths"
+        raise UsageError(
+            f"CKPTS is {found}, expected a folder or a pattern: put it in quotes, as 'ckpts/*.pt'"
+        )
     if folder.resolve() in (out.resolve(), *out.resolve().parents):
         raise UsageError(f"--out {out} lies in {folder}, where the checkpoints are. Give a folder beside it.")
     return given[0]
 
 
 def _show(board: Board, count: int) -> None:
-    """Show the best checkpoints, and where all are."""
-    if board.rows:
-        ModelsTable(board.best(count)).print()
+    """Show the best checkpoints and all that are not ranked, and where all are."""
+    _, rows = board.ranked()
+    if rows:
+        ModelsTable([*rows[:count], *(row for row in rows[count:] if row.reason is not None)]).print()
         click.echo(f"files  {board.folder}: {LEADERBOARD}, and a folder for each checkpoint")
     else:
         say("dualeval: note: there was no checkpoint to evaluate")
