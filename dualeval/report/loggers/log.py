@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -203,15 +203,12 @@ def main() -> None:
     # What a tracker prints is no answer.
     answered = os.dup(1)
     os.dup2(2, 1)
-
-    def answer(text: str, fields: dict[str, str]) -> None:
-        os.write(answered, f"{json.dumps([text, fields])}\n".encode())
-
-    write_all(json.load(sys.stdin), answer)
+    for answer in write_all(json.load(sys.stdin)):
+        os.write(answered, f"{json.dumps(answer)}\n".encode())
 
 
-def write_all(content: Mapping[str, Any], answer: Callable[[str, dict[str, str]], object]) -> None:
-    """Write a result into trackers, files first; ``answer`` is called with each and what became of it."""
+def write_all(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Write a result into trackers, files first; yields each and what became of it."""
     targets = [Target(**fields) for fields in content["targets"]]
     folder = None if content["folder"] is None else Path(content["folder"])
     record = None
@@ -223,8 +220,8 @@ def write_all(content: Mapping[str, Any], answer: Callable[[str, dict[str, str]]
             record = record or record_of(result_from(content["result"]), folder, content["step"])
             said = write(record, target)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises is reported, and costs no result
-            answer(target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]})
+            yield target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}
             continue
         if record.confusions and target.kind != "jsonl" and not is_installed("matplotlib"):
             said += " (without the picture of the confusion matrix: type pip install matplotlib)"
-        answer(target.text, {"said": said})
+        yield target.text, {"said": said}
