@@ -96,36 +96,11 @@ class _Wrapped:
                 f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} cannot compute from these "
                 f"samples: {_sentence(error)}"
             ) from error
-        found = self._plain_values(computed)
+        prefix = f"{self.name}_" if self._own_name else ""
+        better = self.metric.higher_is_better
+        found = measured_of(self.name, computed, prefix=prefix, higher_is_better=better)
         by_metric = dict.fromkeys(f"{self.name}: TorchMetrics warns: {each.message}" for each in said)
         return replace(found, warnings=(*found.warnings, *by_metric))
-
-    def _plain_values(self, computed: Any) -> Measured:
-        """A number under the metric's name, a tensor as lists, a dict by its keys.
-
-        NaN and infinities become None, and are counted under ``nonfinite``; a warning says that the metric
-        gave them.
-        """
-        by_key = {self.name: computed}
-        if isinstance(computed, Mapping):
-            prefix = f"{self.name}_" if self._own_name else ""
-            by_key = {f"{prefix}{key}": value for key, value in computed.items()}
-        better = self.metric.higher_is_better
-        values: dict[str, Value] = {}
-        nonfinite: dict[str, dict[str, int]] = {}
-        directions: dict[str, str] = {}
-        warned: list[str] = []
-        for key, value in by_key.items():
-            counts = dict.fromkeys(NONFINITE_KINDS, 0)
-            values[key] = _plain(self.name, value, counts)
-            if any(counts.values()):
-                nonfinite[key] = {kind: count for kind, count in counts.items() if count}
-                found = ", ".join(f"{count} {kind}" for kind, count in nonfinite[key].items())
-                own = f"TorchMetrics' own {self.name} gives this for these samples"
-                warned.append(f"{key} is not finite ({found}): {own}")
-            if better is not None and not isinstance(values[key], (list, dict, str)):
-                directions[key] = direction(better)
-        return Measured(values=values, nonfinite=nonfinite, directions=directions, warnings=tuple(warned))
 
 
 class InLedger(_Wrapped):
@@ -208,6 +183,34 @@ class FromRows(_Wrapped):
                 piece = range(start, min(start + _PIECE_ROWS, rows))
                 self._update(metric, columns, piece)
             return self._measured(metric)
+
+
+def measured_of(
+    name: str, computed: Any, *, prefix: str = "", higher_is_better: bool | None = None
+) -> Measured:
+    """A number under the metric's name, a tensor as lists, a dict by its keys.
+
+    NaN and infinities become None, and are counted under ``nonfinite``; a warning says that the metric
+    gave them.
+    """
+    by_key = {name: computed}
+    if isinstance(computed, Mapping):
+        by_key = {f"{prefix}{key}": value for key, value in computed.items()}
+    values: dict[str, Value] = {}
+    nonfinite: dict[str, dict[str, int]] = {}
+    directions: dict[str, str] = {}
+    warned: list[str] = []
+    for key, value in by_key.items():
+        counts = dict.fromkeys(NONFINITE_KINDS, 0)
+        values[key] = _plain(name, value, counts)
+        if any(counts.values()):
+            nonfinite[key] = {kind: count for kind, count in counts.items() if count}
+            found = ", ".join(f"{count} {kind}" for kind, count in nonfinite[key].items())
+            own = f"TorchMetrics' own {name} gives this for these samples"
+            warned.append(f"{key} is not finite ({found}): {own}")
+        if higher_is_better is not None and not isinstance(values[key], (list, dict, str)):
+            directions[key] = direction(higher_is_better)
+    return Measured(values=values, nonfinite=nonfinite, directions=directions, warnings=tuple(warned))
 
 
 def _plain(name: str, value: Any, counts: dict[str, int]) -> Value:

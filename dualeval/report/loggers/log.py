@@ -23,7 +23,7 @@ from typing import Any
 from dualeval.errors import DualevalError, UsageError, message_of, with_type
 from dualeval.process_start import end_with_parent, say_if_ended
 from dualeval.report.loggers.targets import FILES, Target, is_installed
-from dualeval.result import RESULT, SCHEMA_VERSION, Result, read_result, result_from
+from dualeval.result import RESULT, Result, read_result, result_from
 
 # Behind a run other ranks may wait for the first one: their libraries give up after minutes.
 _BEHIND_A_RUN_S = 60.0
@@ -140,14 +140,13 @@ def send(
     variables.pop(_OF_CALLER, None)
     try:
         # As in the file: which run prints it makes no difference.
-        fields = asdict(replace(result, earlier=False))
-        content["result"] = {"schema_version": SCHEMA_VERSION, **result.digests, **fields}
+        content["result"] = json.loads(replace(result, earlier=False).to_json())
         with (
             tempfile.TemporaryFile("w+") as given,
             tempfile.TemporaryFile("w+") as answered,
             tempfile.TemporaryFile("w+", errors="replace") as printed,
         ):
-            json.dump(content, given, default=str)
+            json.dump(content, given)
             given.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, str(_ROOT)],
