@@ -332,7 +332,7 @@ def by_torchmetrics(metric: Any, samples: Mapping[str, Any], batch: int) -> Any:
         part = part_of(dict(samples), slice(start, start + batch))
         any_names = "args" in inspect.signature(own.update).parameters
         own.update(*part.values()) if any_names else own.update(**part)
-    return numbers(measured_of("value", own.compute(), prefix=False).values)
+    return numbers(measured_of("value", own.compute()).values)
 
 
 def by_dualeval(metric: Any, samples: Mapping[str, Any], *, by_rows: bool = False) -> Any:

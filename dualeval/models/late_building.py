@@ -292,15 +292,14 @@ def _tensors_and_devices(model: nn.Module) -> Iterator[tuple[str, Tensor | torch
 def _building(shifted: bool) -> Iterator[_Building]:
     """Have what this thread builds put its parameters on the meta device."""
     building = _Building(shifted)
-    thread = threading.get_ident()
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        return building.register(module, name, parameter) if threading.get_ident() == thread else None
+        return building.register(module, name, parameter) if is_building() else None
 
     load = nn.Module.load_state_dict
 
     def load_state_dict(module: nn.Module, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        if threading.get_ident() == thread:
+        if is_building():
             return building.load(lambda: load(module, state, strict, assign=True), module)
         return load(module, state, strict, assign)
 

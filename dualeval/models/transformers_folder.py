@@ -20,7 +20,7 @@ from dualeval.models.late_building import NotLate, is_building
 from dualeval.models.model_errors import first_line
 from dualeval.models.weights import load_into
 from dualeval.vision_library import torchvision
-from dualeval.wording import counted
+from dualeval.wording import counted, listed
 
 CONFIG = "config.json"
 # In the order in which the library looks for them.
@@ -28,7 +28,7 @@ _SAVED = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-_ADAPTERS = ("adapter_config.json",)
+_ADAPTER = "adapter_config.json"
 # The task of a model, by a part of its class's name, and what to type for it.
 _TASKS = {
     "ForSequenceClassification": "text-classification --model {} --data FILE.csv",
@@ -82,11 +82,10 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
         for name, found, own in report.get("mismatched_keys", ())
     )
     if missing or mismatched:
-        shown = ", ".join((missing + mismatched)[:5]) + (", ..." if len(missing + mismatched) > 5 else "")
         raise UsageError(
             f"the weights in {folder} lack {counted(len(missing), 'tensor')} of the model, and have "
-            f"{len(mismatched)} of another shape: {shown}. Give a checkpoint that was trained for "
-            f"{trained_for}; --weights random:SEED runs an untrained one.{task_of(folder)}"
+            f"{len(mismatched)} of another shape: {listed(missing + mismatched, 5)}. Give a checkpoint that "
+            f"was trained for {trained_for}; --weights random:SEED runs an untrained one.{task_of(folder)}"
         )
     # A checkpoint in half precision is computed with as --precision says.
     made: nn.Module = model.float()
@@ -99,7 +98,7 @@ def _load_by_name(kind: Any, folder: Path) -> nn.Module:
     if found.get("quantization_config") is not None:
         raise NotLate("it is quantized")
     saved = next((folder / name for name in _SAVED if (folder / name).is_file()), None)
-    if saved is None or any((folder / name).exists() for name in _ADAPTERS):
+    if saved is None or (folder / _ADAPTER).exists():
         raise NotLate(f"its folder holds none of {', '.join(_SAVED)} alone")
     try:
         state = read_state_dict(saved)

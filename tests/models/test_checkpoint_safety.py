@@ -193,7 +193,7 @@ def test_entries_that_are_pickles_are_never_read(folder: Path, state: dict[str, 
 
     change(folder, place)
     assert_equal(read_state_dict(folder).tensors, state)
-    assert "an object there" in refused(folder, "note")
+    assert "found: an object" in refused(folder, "note")
 
 
 def test_a_pickle_in_the_place_of_a_tensor(folder: Path) -> None:

@@ -331,9 +331,9 @@ def test_a_key_that_leads_nowhere(tmp_path: Path, state: dict[str, Tensor]) -> N
     assert message.startswith(f"--weights-key modle: {path} holds no such key (found: model, epoch, args")
     assert "State_dicts lie under model (9 tensors)." in message
     assert "holds no such key" in refused(path, "model.0")
-    assert "holds a int there" in refused(path, "epoch")
-    assert "holds a Tensor there" in refused(path, "model.0.weight")
-    assert "holds an object there" in refused(path, "args")
+    assert "holds no state_dict under the key epoch (found: int)" in refused(path, "epoch")
+    assert "(found: Tensor)" in refused(path, "model.0.weight")
+    assert "(found: an object)" in refused(path, "args")
 
 
 def test_a_key_where_there_are_none(tmp_path: Path, state: dict[str, Tensor]) -> None:

@@ -135,8 +135,7 @@ def test_without_matplotlib_the_rest_is_logged(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     content = {"result": json.loads(result.to_json()), "folder": str(run), "step": 2}
     targets = targets_of(["tensorboard:tb", "jsonl:log.jsonl"], 2)
-    said: dict[str, dict[str, str]] = {}
-    write_all({**content, "targets": [*map(asdict, targets)]}, said.__setitem__)
+    said = dict(write_all({**content, "targets": [*map(asdict, targets)]}))
     assert "type pip install matplotlib" in said["tensorboard:tb"]["said"]
     assert said["jsonl:log.jsonl"] == {"said": "a line in log.jsonl"}
     assert tensorboard_run(offline / "tb").Tags()["images"] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import RefusedSamples, UsageError, text_of
+from dualeval.metrics.described import direction
 from dualeval.metrics.exact import NONFINITE_KINDS, SUM_SLOTS, add_each, each_rounded
 from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.torchmetrics.arguments import Arguments
@@ -96,9 +96,9 @@ class _Wrapped:
                 f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} cannot compute from these "
                 f"samples: {_sentence(error)}"
             ) from error
+        prefix = f"{self.name}_" if self._own_name else ""
         better = self.metric.higher_is_better
-        direction = None if better is None else "higher" if better else "lower"
-        found = measured_of(self.name, computed, prefix=self._own_name, direction=direction)
+        found = measured_of(self.name, computed, prefix=prefix, higher_is_better=better)
         by_metric = dict.fromkeys(f"{self.name}: TorchMetrics warns: {each.message}" for each in said)
         return replace(found, warnings=(*found.warnings, *by_metric))
 
@@ -185,40 +185,35 @@ class FromRows(_Wrapped):
             return self._measured(metric)
 
 
-# -- from what a metric computes to plain values ---------------------------------------------------------
+def measured_of(
+    name: str, computed: Any, *, prefix: str = "", higher_is_better: bool | None = None
+) -> Measured:
+    """A number under the metric's name, a tensor as lists, a dict by its keys.
 
-
-def measured_of(name: str, computed: Any, *, prefix: bool, direction: str | None = None) -> Measured:
-    """A result as values: a number under the metric's name, a tensor as lists, a dict by its keys.
-
-    NaN and infinities become None, and are counted under ``nonfinite``; a warning says that the metric gave
-    them.
+    NaN and infinities become None, and are counted under ``nonfinite``; a warning says that the metric
+    gave them.
     """
     by_key = {name: computed}
     if isinstance(computed, Mapping):
-        by_key = {f"{name}_{key}" if prefix else str(key): value for key, value in computed.items()}
-    counted = {key: Counter[str]() for key in by_key}
-    values = {key: _plain(name, value, counted[key]) for key, value in by_key.items()}
-    nonfinite = {
-        key: {kind: counts[kind] for kind in NONFINITE_KINDS if counts[kind]}
-        for key, counts in counted.items()
-        if counts
-    }
-    warnings = tuple(
-        f"{key} is not finite ({', '.join(f'{count} {kind}' for kind, count in counts.items())}): "
-        f"TorchMetrics' own {name} gives this for these samples"
-        for key, counts in nonfinite.items()
-    )
-    one_number = [key for key, value in values.items() if not isinstance(value, (list, dict, str))]
-    return Measured(
-        values=values,
-        nonfinite=nonfinite,
-        directions={} if direction is None else dict.fromkeys(one_number, direction),
-        warnings=warnings,
-    )
+        by_key = {f"{prefix}{key}": value for key, value in computed.items()}
+    values: dict[str, Value] = {}
+    nonfinite: dict[str, dict[str, int]] = {}
+    directions: dict[str, str] = {}
+    warned: list[str] = []
+    for key, value in by_key.items():
+        counts = dict.fromkeys(NONFINITE_KINDS, 0)
+        values[key] = _plain(name, value, counts)
+        if any(counts.values()):
+            nonfinite[key] = {kind: count for kind, count in counts.items() if count}
+            found = ", ".join(f"{count} {kind}" for kind, count in nonfinite[key].items())
+            own = f"TorchMetrics' own {name} gives this for these samples"
+            warned.append(f"{key} is not finite ({found}): {own}")
+        if higher_is_better is not None and not isinstance(values[key], (list, dict, str)):
+            directions[key] = direction(higher_is_better)
+    return Measured(values=values, nonfinite=nonfinite, directions=directions, warnings=tuple(warned))
 
 
-def _plain(name: str, value: Any, counts: Counter[str]) -> Value:
+def _plain(name: str, value: Any, counts: dict[str, int]) -> Value:
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):

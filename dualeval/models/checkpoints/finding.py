@@ -54,10 +54,11 @@ def _only_one(path: Path, content: object, above: str = "") -> tuple[str, StateD
     found = _state_dicts(content, above, known_only=True)
     if not found:
         raise _none_there(path, content, above)
+    own = {id(inner) for _, inner in found}
     rivals = [
         (key, inner)
         for key, inner in _mappings(content, above)
-        if all(inner is not other for _, other in found) and any(_has_all(inner, own) for _, own in found)
+        if id(inner) not in own and any(_last_names(state) <= _last_names(inner) for _, state in found)
     ]
     every = [*found, *rivals]
     if len(every) > 1:
@@ -68,45 +69,25 @@ def _only_one(path: Path, content: object, above: str = "") -> tuple[str, StateD
     return found[0]
 
 
-def _has_all(content: Mapping[Any, Any], own: StateDict) -> bool:
-    """Whether a mapping has tensors, or arrays, like all of a state_dict's, behind whatever prefix."""
-    there, wanted = _kinds(content), _kinds(own)
-    if any(isinstance(value, PassedOver) for value in content.values()):  # its shape is not read
-        there, wanted = ({(name, None): n for (name, _), n in each.items()} for each in (there, wanted))
-    return bool(wanted) and all(there.get(kind, 0) >= count for kind, count in wanted.items())
-
-
-def _kinds(content: Mapping[Any, Any]) -> dict[tuple[str, Any], int]:
-    """How many tensors there are of each last part of a name and each shape; no scalars, as counters are."""
+def _last_names(content: Mapping[Any, Any]) -> Counter[str]:
+    """How many tensors, or arrays, have each last part of a name; no scalars, as counters are."""
     return Counter(
-        (name.rpartition(".")[2], getattr(value, "shape", None))
+        str(name).rpartition(".")[2]
         for name, value in content.items()
-        if isinstance(name, str)
-        and (isinstance(value, PassedOver) or (isinstance(value, Tensor) and value.dim() > 0))
+        if isinstance(value, PassedOver) or (isinstance(value, Tensor) and value.dim() > 0)
     )
 
 
 def _under(path: Path, content: object, key: str) -> tuple[str, StateDict]:
     """The state_dict that a key leads to, or the only one below it."""
     found = list(_values_under(content, key))
-    if not found:
+    if len(found) != 1:
         others = _state_dicts(content)
         hint = f" State_dicts lie under {_listed(others)}." if others else ""
-        raise UsageError(f"--weights-key {key}: {path} holds no such key ({_keys_of(content)}).{hint}")
-    if any(other is not found[0] for other in found):
-        raise UsageError(
-            f"--weights-key {key}: {len(found)} things in {path} answer to it, expected one. Save the one "
-            "that is meant alone, with torch.save(model.state_dict(), PATH)."
-        )
+        many = f"{len(found)} things under this key" if found else "no such key"
+        raise UsageError(f"--weights-key {key}: {path} holds {many} ({_keys_of(content)}).{hint}")
     inner = found[0]
-    if is_state_dict(inner):
-        return key, inner
-    if not isinstance(inner, (Mapping, list, tuple)):
-        what = "an object" if isinstance(inner, PassedOver) else f"a {type(inner).__name__}"
-        raise UsageError(
-            f"--weights-key {key}: {path} holds {what} there, expected a state_dict (tensors by name)."
-        )
-    return _only_one(path, inner, key)
+    return (key, inner) if is_state_dict(inner) else _only_one(path, inner, key)
 
 
 def _none_there(path: Path, content: object, above: str) -> UsageError:
@@ -122,7 +103,7 @@ def _none_there(path: Path, content: object, above: str) -> UsageError:
 
 def _keys_of(content: object) -> str:
     if not isinstance(content, Mapping):
-        return f"found: {type(content).__name__}"
+        return "found: " + ("an object" if isinstance(content, PassedOver) else type(content).__name__)
     others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     only = "" if len(others) == len(content) else f"; no tensor is {listed(others)}"
     return f"found: {', '.join(map(str, content))[:200]}{only}"
@@ -136,9 +117,7 @@ def _listed(found: list[tuple[str, StateDict]]) -> str:
 def _counted(content: Mapping[Any, Any]) -> str:
     others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     tensors = f"{len(content) - len(others)} tensors"
-    if is_state_dict(content):
-        return tensors
-    return f"{tensors}, and {listed(others, 3)}"
+    return tensors if is_state_dict(content) else f"{tensors}, and {listed(others, 3)}"
 
 
 # -- walking ---------------------------------------------------------------------------------------------

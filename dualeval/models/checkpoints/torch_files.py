@@ -50,8 +50,6 @@ class TorchFile:
             # Only the zip format of torch >= 1.6 has tensors in their own places.
             self._is_zip = self._begins_as_zip and zipfile.is_zipfile(opened)
             self._records = records_of(opened) if self._is_zip else {}
-        # Of a compressed file torch would take the compressed bytes for values.
-        self._can_be_mapped = bool(self._records)
         # What the file holds; of the tensors only shape and dtype where the format allows it.
         self.tree = self._without_values() if self._records else None
         if self.tree is None:
@@ -112,12 +110,7 @@ class TorchFile:
     def _load(self, device: str, *, weights_only: bool) -> object:
         with warnings.catch_warnings(), admitting(), self._file.opened():
             warnings.simplefilter("ignore")  # what torch guesses of a file that it then refuses
-            return torch.load(
-                self._path,
-                map_location=device,
-                weights_only=weights_only,
-                mmap=self._can_be_mapped and device == "cpu",
-            )
+            return torch.load(self._path, map_location=device, weights_only=weights_only)
 
     def _damaged(self, error: Exception) -> UsageError:
         if self._begins_as_zip and not self._is_zip:

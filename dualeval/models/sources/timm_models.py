@@ -24,8 +24,8 @@ from dualeval.wording import nearest
 PREFIX = "timm:"
 _IMAGENET_CLASSES = 1000
 _DEFAULT = "DEFAULT"
-# Of a repository of the hub, in the order in which timm prefers them.
-_FILES = ("model.safetensors", "pytorch_model.bin")
+# Of a repository of the hub.
+_FILE = "model.safetensors"
 # What is said elsewhere than in --model-arg.
 _TAKEN = {
     "pretrained": "--weights",
@@ -99,8 +99,8 @@ class TimmModel(ModelSource):
     def _cached(self) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
-        found = [try_to_load_from_cache(self._config["hf_hub_id"], file) for file in _FILES]
-        return next((Path(path) for path in found if isinstance(path, str)), None)
+        found = try_to_load_from_cache(self._config["hf_hub_id"], _FILE)
+        return Path(found) if isinstance(found, str) else None
 
     def download(self, weights: str) -> None:
         self._check_published(weights)
@@ -108,14 +108,11 @@ class TimmModel(ModelSource):
             return
         from huggingface_hub import hf_hub_download
 
-        failed = []
-        for file in _FILES:
-            try:
-                hf_hub_download(self._config["hf_hub_id"], file)
-                return
-            except (OSError, RuntimeError, ValueError) as error:  # no network, or no such file
-                failed.append(f"{file}: {error}")
-        raise DualevalError(f"the weights of {self.name} cannot be fetched: {'; '.join(failed)}")
+        try:
+            hf_hub_download(self._config["hf_hub_id"], _FILE)
+        except (OSError, RuntimeError, ValueError) as error:  # no network, or no such file
+            said = f"the weights of {self.name} cannot be fetched ({_FILE}): {error}"
+            raise DualevalError(said) from error
 
     def create(self, num_classes: int | None, *, entry: Any = None, **options: Any) -> nn.Module:
         classes = {} if num_classes is None else {"num_classes": num_classes}

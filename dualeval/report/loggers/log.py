@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 from dualeval.errors import DualevalError, UsageError, message_of, with_type
 from dualeval.process_start import end_with_parent, say_if_ended
 from dualeval.report.loggers.targets import FILES, Target, is_installed
-from dualeval.result import RESULT, SCHEMA_VERSION, Result, read_result, result_from
+from dualeval.result import RESULT, Result, read_result, result_from
 
 # Behind a run other ranks may wait for the first one: their libraries give up after minutes.
 _BEHIND_A_RUN_S = 60.0
@@ -140,14 +140,13 @@ def send(
     variables.pop(_OF_CALLER, None)
     try:
         # As in the file: which run prints it makes no difference.
-        fields = asdict(replace(result, earlier=False))
-        content["result"] = {"schema_version": SCHEMA_VERSION, **result.digests, **fields}
+        content["result"] = json.loads(replace(result, earlier=False).to_json())
         with (
             tempfile.TemporaryFile("w+") as given,
             tempfile.TemporaryFile("w+") as answered,
             tempfile.TemporaryFile("w+", errors="replace") as printed,
         ):
-            json.dump(content, given, default=str)
+            json.dump(content, given)
             given.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, str(_ROOT)],
@@ -203,15 +202,12 @@ def main() -> None:
     # What a tracker prints is no answer.
     answered = os.dup(1)
     os.dup2(2, 1)
-
-    def answer(text: str, fields: dict[str, str]) -> None:
-        os.write(answered, f"{json.dumps([text, fields])}\n".encode())
-
-    write_all(json.load(sys.stdin), answer)
+    for answer in write_all(json.load(sys.stdin)):
+        os.write(answered, f"{json.dumps(answer)}\n".encode())
 
 
-def write_all(content: Mapping[str, Any], answer: Callable[[str, dict[str, str]], object]) -> None:
-    """Write a result into trackers, files first; ``answer`` is called with each and what became of it."""
+def write_all(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Write a result into trackers, files first; yields each and what became of it."""
     targets = [Target(**fields) for fields in content["targets"]]
     folder = None if content["folder"] is None else Path(content["folder"])
     record = None
@@ -223,8 +219,8 @@ def write_all(content: Mapping[str, Any], answer: Callable[[str, dict[str, str]]
             record = record or record_of(result_from(content["result"]), folder, content["step"])
             said = write(record, target)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises is reported, and costs no result
-            answer(target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]})
+            yield target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}
             continue
         if record.confusions and target.kind != "jsonl" and not is_installed("matplotlib"):
             said += " (without the picture of the confusion matrix: type pip install matplotlib)"
-        answer(target.text, {"said": said})
+        yield target.text, {"said": said}

@@ -7,11 +7,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from PIL import Image
 
@@ -122,9 +119,6 @@ def _opened(png: bytes) -> Image.Image:
 
 # -- MLflow: a run of an experiment, by its own client -----------------------------------------------------
 
-# What a server takes in one request, and of a value.
-_MOST = {"metrics": 1000, "params": 100, "tags": 100}
-_PARAM_LENGTH = 500
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
@@ -150,16 +144,13 @@ def _write_mlflow(record: Record, target: Target) -> str:
     client.log_dict(identity, record.result, f"{folder}result.json")
     at = round(1000 * record.time)
     params = _valid(record.params).items()
-    values: dict[str, list[Any]] = {
-        "metrics": [Metric(key, value, at, step) for key, value in _valid(record.scalars).items()],
+    client.log_batch(
+        identity,
+        metrics=[Metric(key, value, at, step) for key, value in _valid(record.scalars).items()],
         # MLflow never changes a parameter: of a training these are the first step's.
-        "params": [Param(key, _short(value)) for key, value in params if key not in run.data.params],
-        "tags": [RunTag(f"unit.{key}", unit) for key, unit in _valid(record.units).items()],
-    }
-    for kind, found in values.items():
-        for start in range(0, len(found), _MOST[kind]):
-            part: dict[str, Any] = {kind: found[start : start + _MOST[kind]]}
-            client.log_batch(identity, **part)
+        params=[Param(key, str(value)) for key, value in params if key not in run.data.params],
+        tags=[RunTag(f"unit.{key}", unit) for key, unit in _valid(record.units).items()],
+    )
     # Last: what has this is whole.
     client.set_tag(identity, mark, record.key)
     client.set_terminated(identity, "FINISHED")
@@ -184,25 +175,31 @@ def _valid(values: Mapping[str, Any]) -> dict[str, Any]:
     return {_FORBIDDEN.sub("_", name): value for name, value in values.items()}
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _PARAM_LENGTH else f"{text[: _PARAM_LENGTH - 3]}..."
-
-
 # -- Weights & Biases: a run of a project; offline where this machine has no key ---------------------------
 
-_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 _OFFLINE = ("offline", "dryrun")
 
 
 def _write_wandb(record: Record, target: Target) -> str:
+    """Log the record in the mode that the user has set, or else online with a key and offline without."""
+    import wandb
+
+    set_mode = os.environ.get("WANDB_MODE")
+    try:
+        return _write_in_mode(set_mode or wandb.setup().settings.mode, record, target)
+    except wandb.errors.UsageError:  # no key, and no terminal to ask for one
+        if set_mode:
+            raise
+        return _write_in_mode("offline", record, target)
+
+
+def _write_in_mode(mode: Any, record: Record, target: Target) -> str:
     """Log the record into the run of its name, or one of its own."""
     import wandb
 
     entity, _, project = target.where.rpartition("/")
     mark = f"dualeval-{record.key}"
     identity = target.name or mark
-    mode = _mode(os.environ)
     if mode in _OFFLINE:
         root = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
         for there in root.glob(f"offline-run-*-{identity}/{mark}"):
@@ -241,19 +238,3 @@ def _write_wandb(record: Record, target: Target) -> str:
         (folder / mark).touch()
         return f"{folder} (offline; 'wandb sync {folder}' uploads it)"
     return address or f"the project {target.where}"
-
-
-def _mode(environ: Mapping[str, str]) -> Any:
-    """What the user has set, or else online with a key and offline without."""
-    if environ.get("WANDB_MODE"):
-        return environ["WANDB_MODE"]
-    import wandb
-
-    settings = wandb.setup().settings
-    has_key = bool(settings.api_key) or any(environ.get(name) for name in _KEYS)
-    # What 'wandb login' has left.
-    path = Path(environ.get("NETRC") or Path.home() / ".netrc")
-    with suppress(FileNotFoundError, NetrcParseError):  # no such file, or one that wandb cannot read either
-        host = urlsplit(settings.base_url).hostname or ""
-        has_key = has_key or netrc(str(path)).authenticators(host) is not None
-    return settings.mode if has_key else "offline"
