@@ -449,6 +449,12 @@ ENVIRONMENTS = [
         r"found: PMIX_RANK=0\). Start with 'mpirun -np N dualeval run' or 'srun",
     ),
     Environment(
+        "a launcher that nobody knows",
+        "PMI-1, as several have it",
+        "PMI_RANK=3 PMI_SIZE=8",
+        "a launcher other than torchrun, .* seems to have .*PMI_RANK=3",
+    ),
+    Environment(
         "SkyPilot on two nodes",
         "SkyPilot, environment variables",
         "SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2 SKYPILOT_NUM_GPUS_PER_NODE=8",

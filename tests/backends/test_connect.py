@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from dualeval.world import World
 from tests.conftest import Launch
 from tests.environments import read_variables, world_at
 from tests.launch.test_env_ranks import free_port
+from tests.launchers import start
 
 
 def test_single_is_the_default_without_a_launcher() -> None:
@@ -162,3 +168,82 @@ def test_a_group_of_another_world(launch: Launch) -> None:
     finished = launch([sys.executable, "-c", code], variables=variables).ok()
     assert "already initialised as rank 0 of 1" in finished.stdout
     assert "rank 1 of 2" in finished.stdout
+
+
+# -- a rank that goes down with an error waits for nobody -----------------------------------------------
+
+
+WORKER = Path(__file__).with_name("hung_peer_worker.py")
+
+
+def _await(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, f"the ranks ended before {path.name} was there"
+        assert time.monotonic() < deadline, f"{path.name} was never there"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("group", ["own", "callers"])
+def test_a_failed_rank_does_not_wait_for_one_that_hangs(group: str, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*start("torchrun", 2), sys.executable, str(WORKER), str(tmp_path), group],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        _await(tmp_path / "closed", process)
+    finally:
+        hanging = tmp_path / "pid-1"
+        if hanging.exists():
+            os.kill(int(hanging.read_text()), signal.SIGKILL)
+        process.terminate()
+        process.wait(60)
+
+
+# -- mpi4py and a Horovod with MPI share one MPI in a process, in any order, and with a caller's own use
+
+
+PREPARE = """
+import os, torch
+from dualeval import connect, detect
+world = detect(os.environ)
+def check(*backends):
+    for backend in backends:
+        assert backend.all_reduce(torch.tensor([world.rank + 1])).tolist() == [3]
+        assert [piece.item() for piece in backend.all_gather(torch.tensor(world.rank))] == [0, 1]
+"""
+SCRIPTS = {
+    "last in, last out": """
+mpi = connect("mpi", world, "cpu")
+horovod = connect("horovod", world, "cpu")
+check(mpi, horovod); mpi.close(); check(horovod); horovod.close()
+""",
+    "the caller's MPI": """
+from mpi4py import MPI
+for name in ("mpi", "horovod", "torch", "mpi"):
+    with connect(name, world, "cpu") as backend:
+        check(backend)
+        assert MPI.COMM_WORLD.allreduce(1) == 2
+assert MPI.COMM_WORLD.allreduce(1) == 2
+assert not MPI.Is_finalized()
+""",
+    "not again": """
+from dualeval import LaunchError
+with connect("mpi", world, "cpu") as backend:
+    check(backend)
+try:
+    connect("mpi", world, "cpu")
+except LaunchError as error:
+    assert "cannot be started again" in str(error)
+else:
+    raise AssertionError("MPI was started twice")
+""",
+}
+
+
+@pytest.mark.needs("horovod", "mpi")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_one_mpi_in_a_process(name: str, launch: Launch) -> None:
+    launch([*start("mpirun", 2), sys.executable, "-c", PREPARE + SCRIPTS[name]], timeout=60).ok()

@@ -41,7 +41,7 @@ from tests.faulty_models import FAULT, FLUSH_S, began
 from tests.launchers import start
 
 ROUNDS = 3
-STUCK = ROOT / "tests" / "workers" / "stuck_worker.py"
+JOINING = ROOT / "tests" / "workers" / "joining_worker.py"
 SEED = "DUALEVAL_TEST_SEED"
 NEEDS = {"torch": [], "horovod": ["horovod"], "mpi": ["mpi"]}
 
@@ -376,7 +376,9 @@ def test_a_collective_that_hangs_in_setup_is_named(
     launch: Launch, tmp_path: Path, launcher: str, backend: str
 ) -> None:
     """Waiting loops of Horovod and MPI take time of the processor: that is no progress."""
-    with hurt_run(launch, [[*start(launcher, 2), sys.executable, str(STUCK), backend]], 2, tmp_path) as run:
+    with hurt_run(
+        launch, [[*start(launcher, 2), sys.executable, str(JOINING), "stuck", backend]], 2, tmp_path
+    ) as run:
         run.wait(run.has_ended, "the end of the launcher")
     assert run.launchers[0].returncode != 0, run.said()
     said = re.findall(

@@ -11,9 +11,12 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
+import torch._dynamo  # here, not with the first export: the import sets an environment variable
+from torch import nn
 
 from dualeval.engine import numerics, plan, recorder
 from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.folder import journal, predictions, windows
 from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import ExactlyOnceError, UsageError
@@ -23,7 +26,7 @@ from dualeval.tasks import Task
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.sessions import run_task
-from tests.tiny import TinyTask
+from tests.tiny import CLASSES, FEATURES, TinyTask
 
 
 def evaluate(
@@ -104,15 +107,6 @@ def test_failed_samples_are_left_out_and_listed(tmp_path: Path, workers: int) ->
     assert all(table[name][index] is None for name in ("loss", "target", "top") for index in broken)
     assert result.metrics["loss"] == math.fsum(losses) / 24
     assert "6 samples could not be read and are in no metric" in result.warnings[0]
-
-
-def test_no_other_samples_bits_depend_on_a_failed_one(tmp_path: Path) -> None:
-    evaluate(TinyTask(64), tmp_path / "whole", batch_size=16)
-    evaluate(TinyTask(64, broken=[5]), tmp_path / "broken", batch_size=16, on_error="skip")
-    whole, broken = rows(tmp_path / "whole")["loss"], rows(tmp_path / "broken")["loss"]
-    assert [loss for index, loss in enumerate(whole) if index != 5] == [
-        loss for loss in broken if loss is not None
-    ]
 
 
 def test_failed_first_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,10 +252,71 @@ def test_precisions_are_those_of_the_options() -> None:
     assert tuple(numerics.PRECISIONS) == choices.PRECISIONS
 
 
-def test_a_finished_folder_that_was_moved(tmp_path: Path) -> None:
-    """It says where it is now, and not where it was made."""
-    evaluate(TinyTask(5), tmp_path / "made")
-    (tmp_path / "made").rename(tmp_path / "moved")
-    again = evaluate(TinyTask(5), tmp_path / "moved")
-    assert again.earlier
-    assert again.folder == str(tmp_path / "moved")
+# -- a model left in training mode: set to evaluation, and said; what cannot be set is said too ---------
+
+
+class Dropping(TinyTask):
+    """Its model drops half of what it sees, unless it is in evaluation mode."""
+
+    def __init__(self, *, training: bool, last: nn.Module | None = None) -> None:
+        super().__init__(200)
+        self._training = training
+        self._last = nn.Dropout(0.5) if last is None else last
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        model = nn.Sequential(super().build_model(device), self._last)
+        return model.train(self._training)
+
+    def notes(self) -> list[str]:
+        return [f"a model of {CLASSES} classes"]
+
+
+class Stubborn(nn.Dropout):
+    """Stays in training mode, as for Monte Carlo dropout."""
+
+    def train(self, mode: bool = True) -> Stubborn:
+        return super().train(True)
+
+
+def run(task: TinyTask, out: Path) -> tuple[Result, list[str]]:
+    notes: list[str] = []
+    result = evaluate(task, out, batch_size=16, note=notes.append)
+    return result, notes
+
+
+def test_a_model_in_training_mode_is_set_to_evaluation(tmp_path: Path) -> None:
+    wanted, [own] = run(Dropping(training=False), tmp_path / "a")
+    assert own == "a model of 7 classes"
+    found, [own, note] = run(Dropping(training=True), tmp_path / "b")
+    assert note == (
+        "the model was in training mode, and was set to evaluation mode (3 modules: the model itself, 0, 1)"
+    )
+    assert found.metrics_digest == wanted.metrics_digest
+
+
+def test_a_part_in_training_mode_is_set_too(tmp_path: Path) -> None:
+    class Part(Dropping):
+        def build_model(self, device: torch.device) -> nn.Module:
+            model = super().build_model(device)
+            model.get_submodule("1").train()
+            return model
+
+    wanted, _ = run(Dropping(training=False), tmp_path / "a")
+    found, [_, note] = run(Part(training=False), tmp_path / "b")
+    assert "(1 module: 1)" in note
+    assert found.metrics_digest == wanted.metrics_digest
+
+
+def test_what_stays_in_training_mode_is_said(tmp_path: Path) -> None:
+    _, [_, first, second, *_] = run(Dropping(training=True, last=Stubborn(0.5)), tmp_path / "out")
+    assert "was set to evaluation mode (2 modules: the model itself, 0)" in first
+    assert "stays in training mode after model.eval() in 1 module: 1: a train() of the model's own" in second
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_exported_graph_has_no_modes() -> None:
+    example: tuple[Any, ...] = (torch.zeros(2, FEATURES),)
+    model = torch.export.export(nn.Sequential(nn.Linear(FEATURES, 3), nn.Dropout()), example).module()
+    [note] = set_evaluation_mode(model)
+    assert "cannot be set to evaluation mode" in note
+    assert "export it after model.eval()" in note

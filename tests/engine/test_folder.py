@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.end.process import how_to_resume
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
@@ -312,3 +313,24 @@ def test_a_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
     """As the text of an error that names a file of such a name."""
     Status(state="failed", reason="bad \udcff name").write(tmp_path)
     assert read_status(tmp_path) == Status(state="failed", reason="bad \udcff name")
+
+
+# -- how a run that was stopped says what to type -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folder", "named"),
+    [
+        ("runs/mine", None),
+        ("runs/20261122T184226-fdb49fd2", "runs/20261122T184226-fdb49fd2"),
+        ("runs/20261122T184226.2-fdb49fd2", "runs/20261122T184226.2-fdb49fd2"),
+        ("runs/20261122T184226-several-fdb49fd2/epoch1", "runs/20261122T184226-several-fdb49fd2"),
+    ],
+)
+def test_a_folder_that_nobody_has_named_is_named_to_resume(folder: str, named: str | None) -> None:
+    out = "" if named is None else f", with --out {named},"
+    assert how_to_resume(Path(folder)) == f"the same command again{out} to resume"
+
+
+def test_no_folder_no_name() -> None:
+    assert how_to_resume(None) == "the same command again to resume"

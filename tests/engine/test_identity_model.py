@@ -405,9 +405,6 @@ def test_an_attribute_is_left_out_by_name() -> None:
         structure(wrong)
 
 
-# Attributes that run code
-
-
 # A model of the transformers library
 
 

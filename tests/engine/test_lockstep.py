@@ -21,7 +21,6 @@ from tests.workers.lockstep_worker import ShardedTask
 
 WORKER = ROOT / "tests" / "workers" / "lockstep_worker.py"
 GUEST = ROOT / "tests" / "workers" / "sharded_guest_worker.py"
-UNEVEN = ROOT / "tests" / "workers" / "uneven_worker.py"
 
 
 def run(launch: Launch, ranks: int, out: Path | str, **given: Any) -> Finished:
@@ -51,7 +50,7 @@ def test_there_are_as_many_rounds_as_the_rank_with_most_batches_has() -> None:
 
 
 def test_uneven_data_gives_the_digest_of_the_whole_model(launch: Launch, tmp_path: Path) -> None:
-    launch([*start("torchrun", 3), sys.executable, UNEVEN, tmp_path]).ok()
+    launch([*start("torchrun", 3), sys.executable, WORKER, "uneven", tmp_path]).ok()
     found = json.loads((tmp_path / "found.json").read_text())
     for name, case in found.items():
         assert case["sharded"] == case["whole"], name
@@ -130,7 +129,7 @@ def test_a_forward_that_goes_wrong_on_one_rank_ends_all(launch: Launch, what: st
 
 
 def test_in_a_script_a_forward_that_fails_on_one_rank_leaves_none_waiting(launch: Launch) -> None:
-    done = launch([*start("torchrun", 2), sys.executable, ROOT / "tests" / "sharded_guest_failing.py"])
+    done = launch([*start("torchrun", 2), sys.executable, WORKER, "failing"])
     found = printed(done)
     assert found["raised"] == [
         "PeerError: ValueError: this rank's own error",
@@ -141,7 +140,7 @@ def test_in_a_script_a_forward_that_fails_on_one_rank_leaves_none_waiting(launch
 
 @pytest.mark.long
 def test_a_model_that_fails_ends_its_attempt_alone(launch: Launch) -> None:
-    ended = launch([*start("torchrun", 2), sys.executable, ROOT / "tests" / "lockstep_attempts.py"]).ok()
+    ended = launch([*start("torchrun", 2), sys.executable, WORKER, "attempts"]).ok()
     assert ended.stdout.splitlines() == [
         *("good: done", "everywhere: ValueError: this rank's own error", "good after everywhere: done"),
         *("columns of one rank: ValueError: this rank's own columns", "good after columns: done"),
