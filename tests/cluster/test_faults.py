@@ -38,7 +38,7 @@ from tests.faults import (
     uninterrupted,
 )
 from tests.faulty_models import FAULT, FLUSH_S, began
-from tests.launchers import start
+from tests.launchers import start, way
 
 ROUNDS = 3
 JOINING = ROOT / "tests" / "workers" / "joining_worker.py"
@@ -363,15 +363,10 @@ def test_a_batch_that_computes_for_too_long_is_given_up(launch: Launch, tmp_path
 # -- a collective to which not all come --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [
-        ("torchrun", "torch"),
-        pytest.param("horovodrun", "horovod", marks=pytest.mark.needs("horovod")),
-        pytest.param("mpirun", "mpi", marks=pytest.mark.needs("mpi")),
-    ],
-)
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [way("torchrun", "torch"), way("horovodrun", "horovod"), way("mpirun", "mpi")]
+)
 def test_a_collective_that_hangs_in_setup_is_named(
     launch: Launch, tmp_path: Path, launcher: str, backend: str
 ) -> None:

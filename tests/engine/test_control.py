@@ -215,51 +215,35 @@ def clients() -> list[TCPStore]:
     return [server, server.clone()]  # type: ignore[attr-defined]
 
 
-def stop(rank: int) -> Verdict:
-    return Verdict.stop(rank, "SIGTERM")
-
-
-def failure(rank: int) -> Verdict:
-    return Verdict.failure(rank, "it hangs")
-
-
-def attempt(rank: int) -> Verdict:
-    return Verdict.own_failure(rank, DualevalError("this one"), f"rank {rank}", 1)
-
-
-def next_attempt(rank: int) -> Verdict:
-    return Verdict.own_failure(rank, DualevalError("the next"), f"rank {rank}", 2)
-
-
-def end(rank: int) -> Verdict:
-    return Verdict(kind="end", rank=rank, exit_code=75)
+# What a rank may propose, by its number.
+VERDICTS: dict[str, Callable[[int], Verdict]] = {
+    "stop": lambda rank: Verdict.stop(rank, "SIGTERM"),
+    "failure": lambda rank: Verdict.failure(rank, "it hangs"),
+    "attempt": lambda rank: Verdict.own_failure(rank, DualevalError("this one"), f"rank {rank}", 1),
+    "next attempt": lambda rank: Verdict.own_failure(rank, DualevalError("the next"), f"rank {rank}", 2),
+    "end": lambda rank: Verdict(kind="end", rank=rank, exit_code=75),
+}
 
 
 def test_another_ranks_usage_error_is_caught_as_ones_own() -> None:
     error = Verdict.own_failure(1, UsageError("wrong"), "rank 1 on n1 (pid 1)").to_error()
     assert isinstance(error, UsageError)
     assert (str(error), error.rank, error.exit_code, error.where) == ("wrong", 1, 2, "rank 1 on n1 (pid 1)")
-    assert not isinstance(failure(1).to_error(), UsageError)
-
-
-Kind = Callable[[int], Verdict]
+    assert not isinstance(VERDICTS["failure"](1).to_error(), UsageError)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "holds"),
     [
-        *((failure, later, 0) for later in (failure, stop, end)),
-        *((end, later, 0) for later in (failure, stop, end)),
-        (stop, stop, 0),
-        (stop, failure, 1),
-        (stop, end, 1),
-        *((attempt, later, 1) for later in (failure, stop, end, next_attempt)),
-        *((earlier, attempt, 0) for earlier in (failure, stop, end, attempt, next_attempt)),
+        *((first, later, 0) for first in ("failure", "end") for later in ("failure", "stop", "end")),
+        *(("stop", "stop", 0), ("stop", "failure", 1), ("stop", "end", 1)),
+        *(("attempt", later, 1) for later in ("failure", "stop", "end", "next attempt")),
+        *((earlier, "attempt", 0) for earlier in VERDICTS),
     ],
 )
-def test_which_verdict_holds(clients: list[TCPStore], first: Kind, second: Kind, holds: int) -> None:
+def test_which_verdict_holds(clients: list[TCPStore], first: str, second: str, holds: int) -> None:
     """The first one, but that a stop gives way; whoever proposes reads what holds."""
-    proposed = [first(0), second(1)]
+    proposed = [VERDICTS[first](0), VERDICTS[second](1)]
     assert propose(clients[0], "verdict", proposed[0]) == proposed[0]
     assert propose(clients[1], "verdict", proposed[1]) == proposed[holds]
     assert Verdict.read(clients[0].get("verdict")) == proposed[holds]
@@ -272,7 +256,7 @@ def test_one_of_many_verdicts_wins(clients: list[TCPStore]) -> None:
         together = threading.Barrier(16)
 
         def give(rank: int) -> tuple[Verdict, Verdict]:
-            own = failure(rank)
+            own = VERDICTS["failure"](rank)
             together.wait(LIMIT_S)
             return own, propose(stores[rank], "verdict", own)
 

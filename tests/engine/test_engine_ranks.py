@@ -12,12 +12,14 @@ import pyarrow.parquet
 import pytest
 
 from tests.conftest import ROOT, Launch
-from tests.engine.test_evaluator import evaluate
-from tests.launchers import needs, start
+from tests.launchers import start, way
+from tests.sessions import evaluate
+from tests.tiny import TinyTask
 from tests.workers.engine_worker import ContentsTask, MedianTask
 
 WORKER = ROOT / "tests" / "workers" / "engine_worker.py"
-WAYS = [("torchrun", "torch"), ("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
+OTHER_WAYS = [("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
+WAYS = [way("torchrun", "torch"), *(way(*names, long=True) for names in OTHER_WAYS)]
 
 
 def run_ranks(
@@ -36,10 +38,8 @@ def run_ranks(
 
 
 @pytest.fixture(scope="module")
-def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
-    [report] = run_ranks(launch, "together", 1, tmp_path_factory.mktemp("one"))
-    digest: str = report["digest"]
-    return digest
+def wanted() -> str:
+    return evaluate(TinyTask(997), batch_size=16).metrics_digest
 
 
 def test_every_rank_gets_the_same_result(launch: Launch, tmp_path: Path, wanted: str) -> None:
@@ -56,19 +56,11 @@ def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_p
         assert all(count == counts[0] for count in counts), "the number depends on samples or metrics"
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            way, marks=[*needs(*way), *([] if way == WAYS[0] else [pytest.mark.long])], id=" ".join(way)
-        )
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize(("launcher", "backend"), WAYS)
 def test_rows_reach_rank_0_without_a_shared_folder(
-    launch: Launch, tmp_path: Path, wanted: str, way: tuple[str, str]
+    launch: Launch, tmp_path: Path, wanted: str, launcher: str, backend: str
 ) -> None:
-    first, second = run_ranks(launch, "apart", 2, tmp_path, way)
+    first, second = run_ranks(launch, "apart", 2, tmp_path, (launcher, backend))
     assert first["digest"] == second["digest"] == wanted
     assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
     assert second["left"] == []
@@ -92,16 +84,6 @@ def test_without_a_shared_folder_a_run_goes_on_from_what_rank_0_sees(
     assert second["left"] == []
 
 
-def test_ranks_of_a_node_share_its_disk_and_leave_nothing(
-    launch: Launch, tmp_path: Path, wanted: str
-) -> None:
-    first, *others = run_ranks(launch, "apart_on_two_nodes", 3, tmp_path)
-    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
-    assert others == [{"digest": wanted, "left": []}] * 2
-    table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
-    assert table["index"].to_pylist() == list(range(997))
-
-
 def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) -> None:
     for name in ("one", "three"):
         (tmp_path / name).mkdir()
@@ -114,16 +96,7 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
     assert [entry["id"] for entry in alone["failed"]] == ["tiny/5", "tiny/50", "tiny/99"]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(("torchrun", "torch"), id="torchrun torch"),
-        *(
-            pytest.param(way, marks=[*needs(*way), pytest.mark.long], id=" ".join(way))
-            for way in (*WAYS[1:], ("mpirun", "torch"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "backend"), [*WAYS, way("mpirun", "torch", long=True)])
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [
@@ -132,9 +105,9 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
     ],
 )
 def test_all_ranks_hear_of_the_first_failure(
-    launch: Launch, tmp_path: Path, scenario: str, message: str, way: tuple[str, str]
+    launch: Launch, tmp_path: Path, scenario: str, message: str, launcher: str, backend: str
 ) -> None:
-    reports = run_ranks(launch, scenario, 3, tmp_path, way)
+    reports = run_ranks(launch, scenario, 3, tmp_path, (launcher, backend))
     assert [report["raised"] for report in reports] == ["PeerError", "PeerError", "DualevalError"]
     assert {(report["message"], report["rank"], report["code"]) for report in reports} == {(message, 2, 1)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,15 @@ import torch._dynamo  # here, not with the first export: the import sets an envi
 from torch import nn
 
 from dualeval.engine import numerics, plan, recorder
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.folder import journal, predictions, windows
-from dualeval.engine.options import NEW_FOLDER, RunOptions
+from dualeval.engine.options import NEW_FOLDER
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.options import choices
-from dualeval.result import Result
 from dualeval.tasks import Task
-from dualeval.world import World
-from dualeval.world.devices import connect
-from tests.sessions import run_task
+from tests.sessions import evaluate as evaluate
+from tests.sessions import noted
 from tests.tiny import CLASSES, FEATURES, TinyTask
-
-
-def evaluate(
-    task: Task,
-    out: Path | None,
-    *,
-    note: Callable[[str], None] = lambda sentence: None,
-    job: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Result:
-    with connect(None, World.alone(), "cpu") as backend:
-        control = open_control_plane(backend)
-        return run_task(task, backend, control, RunOptions(out=out, **options), note=note, job=job)
 
 
 def rows(out: Path) -> dict[str, list[Any]]:
@@ -149,8 +133,7 @@ def test_a_new_folder_is_named_after_time_and_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with connect(None, World.alone(), "cpu") as backend:
-        result = run_task(TinyTask(5), backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER))
+    result = evaluate(TinyTask(5), NEW_FOLDER)
     assert result.folder is not None
     folder = Path(result.folder)
     assert folder.parent == tmp_path / "runs"
@@ -278,16 +261,10 @@ class Stubborn(nn.Dropout):
         return super().train(True)
 
 
-def run(task: TinyTask, out: Path) -> tuple[Result, list[str]]:
-    notes: list[str] = []
-    result = evaluate(task, out, batch_size=16, note=notes.append)
-    return result, notes
-
-
 def test_a_model_in_training_mode_is_set_to_evaluation(tmp_path: Path) -> None:
-    wanted, [own] = run(Dropping(training=False), tmp_path / "a")
+    wanted, [own] = noted(Dropping(training=False), tmp_path / "a", batch_size=16)
     assert own == "a model of 7 classes"
-    found, [own, note] = run(Dropping(training=True), tmp_path / "b")
+    found, [own, note] = noted(Dropping(training=True), tmp_path / "b", batch_size=16)
     assert note == (
         "the model was in training mode, and was set to evaluation mode (3 modules: the model itself, 0, 1)"
     )
@@ -301,14 +278,16 @@ def test_a_part_in_training_mode_is_set_too(tmp_path: Path) -> None:
             model.get_submodule("1").train()
             return model
 
-    wanted, _ = run(Dropping(training=False), tmp_path / "a")
-    found, [_, note] = run(Part(training=False), tmp_path / "b")
+    wanted, _ = noted(Dropping(training=False), tmp_path / "a", batch_size=16)
+    found, [_, note] = noted(Part(training=False), tmp_path / "b", batch_size=16)
     assert "(1 module: 1)" in note
     assert found.metrics_digest == wanted.metrics_digest
 
 
 def test_what_stays_in_training_mode_is_said(tmp_path: Path) -> None:
-    _, [_, first, second, *_] = run(Dropping(training=True, last=Stubborn(0.5)), tmp_path / "out")
+    _, [_, first, second, *_] = noted(
+        Dropping(training=True, last=Stubborn(0.5)), tmp_path / "out", batch_size=16
+    )
     assert "was set to evaluation mode (2 modules: the model itself, 0)" in first
     assert "stays in training mode after model.eval() in 1 module: 1: a train() of the model's own" in second
 

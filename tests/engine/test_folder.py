@@ -15,22 +15,17 @@ from typing import Any
 
 import pytest
 
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.end.process import how_to_resume
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.opening import begins_anew
 from dualeval.engine.folder.process import Process
-from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Status, read_status
-from dualeval.world import World
-from dualeval.world.devices import connect
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
-from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 PLAN = EvalPlan(num_samples=8, batch_size=4)
@@ -174,9 +169,7 @@ def test_a_terminal_that_stands_still_does_not_stop_the_count(
         stands.set()
         assert counted.wait(PATIENCE_S)
 
-    with connect(None, World.alone(), "cpu") as backend:
-        options = RunOptions(out=tmp_path, batch_size=8)
-        run_task(Watched(8), backend, open_control_plane(backend), options, show=show)
+    evaluate(Watched(8), tmp_path, batch_size=8, show=show)
     assert counted.is_set()
 
 

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from dualeval.engine import rounds
-from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
-from dualeval.world import World
-from dualeval.world.devices import connect
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import start
-from tests.sessions import joined, run_task
+from tests.sessions import evaluate
 from tests.workers.lockstep_worker import ShardedTask
 
 WORKER = ROOT / "tests" / "workers" / "lockstep_worker.py"
@@ -36,9 +33,7 @@ def printed(done: Finished) -> dict[str, Any]:
 
 def whole_digest() -> str:
     """Of the whole model, in this process."""
-    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
-        options = RunOptions(batch_size=4)
-        return run_task(ShardedTask(53, {"shard": "no"}), backend, control, options).metrics_digest
+    return evaluate(ShardedTask(53, {"shard": "no"}), batch_size=4).metrics_digest
 
 
 def test_there_are_as_many_rounds_as_the_rank_with_most_batches_has() -> None:

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.building import automatic_workers
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.feed import own_storages, why_not_forked
 from dualeval.engine.nests import tensors_in
-from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
-from dualeval.world import World
-from dualeval.world.devices import connect
+from dualeval.result import Result
 from tests.conftest import Launch
-from tests.sessions import run_task
+from tests.sessions import noted
 from tests.tiny import TinyTask
 
 SPAWN = r"reading processes are forked, and this program has them started by spawn \(.*_method\('spawn'\)\)"
@@ -46,11 +43,8 @@ class Holding(TinyTask):
         return found
 
 
-def evaluated(task: TinyTask, **options: Any) -> tuple[Any, list[str]]:
-    notes: list[str] = []
-    with connect(None, World.alone(), "cpu") as backend:
-        control = open_control_plane(backend)
-        return run_task(task, backend, control, RunOptions(**options), note=notes.append, cores=2), notes
+def evaluated(task: TinyTask, **options: Any) -> tuple[Result, list[str]]:
+    return noted(task, cores=2, **options)
 
 
 @pytest.fixture
@@ -171,6 +165,7 @@ import torch
 from torch.utils.data import default_collate
 from dualeval.engine.feed import Feed, Reader
 from dualeval.errors import UsageError
+from dualeval.result import Result
 from tests.tiny import TinyTask
 
 class ByTorch(TinyTask):

@@ -17,7 +17,7 @@ from tests.assets import build_pictures
 from tests.conftest import Finished, Launch
 from tests.faults import JOB, hurt_run, look_into, uninterrupted
 from tests.faulty_models import POINTS
-from tests.launchers import needs, start
+from tests.launchers import start
 
 SHARD = ("--shard", "fsdp")
 
@@ -102,29 +102,6 @@ def test_every_size(
     evaluate(job, *SHARD, before=start("torchrun", size)).ok()
     found = json.loads((tmp_path / "out/result.json").read_text())
     check(found, whole(job), size, job.samples)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [
-        pytest.param(launcher, backend, marks=needs(launcher, backend), id=f"{launcher} {backend}")
-        for launcher, backend in (("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi"))
-    ],
-)
-def test_other_backends_are_refused(
-    evaluate: Callable[..., Finished], pictures: Job, launcher: str, backend: str, tmp_path: Path
-) -> None:
-    """The sentence says how to start it with torch."""
-    done = evaluate(pictures, *SHARD, "--backend", backend, before=start(launcher, 2))
-    # horovodrun exits with 1 whatever its ranks exit with, and names their code.
-    assert done.returncode == (1 if launcher.startswith("horovodrun") else 2), done.stderr
-    said = done.stdout + done.stderr
-    assert said.count("dualeval: error:") == 1, said
-    [line] = [line for line in said.splitlines() if "dualeval: error:" in line]
-    assert "error: shard: a model is divided over the ranks by torch.distributed" in line, line
-    assert "torchrun" in line, line
-    assert not (tmp_path / "out/result.json").exists()
 
 
 @pytest.mark.long

@@ -19,18 +19,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from dualeval.engine import accelerator, looks
 from dualeval.engine.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
 from dualeval.engine.compute import Compute, usable_threads
-from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.machines import machine_facts
-from dualeval.engine.options import RunOptions
 from dualeval.engine.transfer import Uploads, start_download
-from dualeval.result import Result
-from dualeval.tasks import Task
-from dualeval.world import World
-from dualeval.world.devices import connect
 from tests.engine.test_feed import Boxes, Scan
 from tests.played_device import Played, PlayedTask
-from tests.sessions import run_task
+from tests.sessions import evaluate
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -61,11 +55,6 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         return device
 
     return played
-
-
-def evaluate(task: Task, out: Path, **options: Any) -> Result:
-    with connect(None, World.alone(), "cpu") as backend:
-        return run_task(task, backend, open_control_plane(backend), RunOptions(out=out, **options))
 
 
 def rows(out: Path) -> Any:

@@ -293,11 +293,6 @@ def test_under_the_real_launcher(launcher: str, name: str, launch: Launch) -> No
     assert finished.stdout.count(f"launcher='{name}'") == 2
 
 
-def test_importing_detect_loads_no_torch(launch: Launch) -> None:
-    code = "import sys, dualeval.launch; sys.exit('torch' in sys.modules)"
-    launch([sys.executable, "-c", code]).ok()
-
-
 # -- what is made of the environments of real launchers -------------------------------------------------
 
 

@@ -115,14 +115,6 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     }
 
 
-def apart_on_two_nodes(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
-    """Rank 0 on one node, the others on another, with a disk each."""
-    out = folder / f"disk-of-{min(backend.world.rank, 1)}" / "out"
-    result = run_task(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16))
-    control.meet()
-    return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
-
-
 def together(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The plain case."""
     result = run_task(TinyTask(997), backend, control, RunOptions(out=folder / "out", batch_size=16))
@@ -423,7 +415,7 @@ def manners(backend: Backend, control: ControlPlane, folder: Path) -> list[dict[
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        *(collectives, apart, apart_again, apart_on_two_nodes, together, broken, one_fails_in_the_loop),
+        *(collectives, apart, apart_again, together, broken, one_fails_in_the_loop),
         *(one_fails_before_the_loop, another_job, one_id_on_two_ranks, two_machines, rank_in_the_model),
         *(numbered, contents, nothing_written, ragged, torchmetrics, scores, manners),
     )

@@ -23,7 +23,7 @@ from dualeval.world import waiting as module
 from dualeval.world.waiting import name_ranks, not_come, waiting
 from tests.conftest import ROOT, Launch
 from tests.environments import world_at
-from tests.launchers import needs, start
+from tests.launchers import start, way
 
 WORKER = ROOT / "tests" / "workers" / "joining_worker.py"
 SOON_S = 0.02
@@ -198,22 +198,11 @@ MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
 @pytest.mark.parametrize(
     ("launcher", "backend", "late", "joining"),
     [
-        pytest.param(launcher, backend, late, joining, id=f"{launcher}-{backend}-{late}", marks=marks)
-        for launcher, backend, late, joining, marks in [
-            ("torchrun", "torch", 1, f"{TORCHRUN}: rank 1 has not come", []),
-            ("torchrun", "guest", 1, GUEST, []),
-            ("torchrun", "torch", 0, f"{TORCHRUN}\\. Check that every rank", [pytest.mark.long]),
-            (
-                "horovodrun",
-                "horovod",
-                1,
-                HOROVODRUN,
-                [*needs("horovodrun", "horovod"), pytest.mark.long],
-            ),
-            ("mpirun", "mpi", 1, MPIRUN, [*needs("mpirun", "mpi"), pytest.mark.long]),
-            ("mpirun", "horovod", 1, MPIRUN, [*needs("mpirun", "horovod"), pytest.mark.long]),
-            ("mpirun", "torch", 1, MPIRUN, [*needs("mpirun", "torch"), pytest.mark.long]),
-        ]
+        way("torchrun", "torch", 1, f"{TORCHRUN}: rank 1 has not come"),
+        way("torchrun", "guest", 1, GUEST),
+        way("torchrun", "torch", 0, f"{TORCHRUN}\\. Check that every rank", long=True),
+        way("horovodrun", "horovod", 1, HOROVODRUN, long=True),
+        *(way("mpirun", backend, 1, MPIRUN, long=True) for backend in ("mpi", "horovod", "torch")),
     ],
 )
 def test_a_rank_is_late(
@@ -288,13 +277,8 @@ def test_a_rank_90_s_late_is_awaited_without_a_core(launch: Launch, tmp_path: Pa
                     too_much.append(report)
         return too_much
 
-    ways = [
-        ("torchrun", "torch"),
-        ("mpirun", "torch"),
-        ("horovodrun", "horovod"),
-        ("mpirun", "horovod"),
-        ("mpirun", "mpi"),
-    ]
+    ways = [("torchrun", "torch"), ("horovodrun", "horovod")]
+    ways += [("mpirun", backend) for backend in ("torch", "horovod", "mpi")]
     with ThreadPoolExecutor(len(ways)) as pool:
         for finished in [pool.submit(run, way) for way in ways]:
             finished.result()
