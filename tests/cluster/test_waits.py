@@ -17,6 +17,7 @@ from dualeval.world.meetings import address
 from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Launch
+from tests.environments import read_variables
 from tests.world.test_waiting import WORKER, read_until
 
 pytestmark = pytest.mark.needs("cluster")
@@ -123,16 +124,10 @@ def ipv6_hosts() -> Iterator[Cluster]:
 
 def step(rank: int) -> dict[str, str]:
     """What Slurm would tell one of two tasks on two nodes."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": str(rank),
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_STEP_NODELIST": "h[0-1]",
-    }
+    return read_variables(
+        f"SLURM_PROCID={rank} SLURM_LOCALID=0 SLURM_NODEID={rank} SLURM_JOB_ID=1 SLURM_STEP_ID=0 "
+        "SLURM_STEP_NUM_TASKS=2 'SLURM_STEP_TASKS_PER_NODE=1(x2)' SLURM_STEP_NODELIST=h[0-1]"
+    )
 
 
 @pytest.mark.skipif(HAS_NO_IPV6, reason="this kernel has no IPv6")

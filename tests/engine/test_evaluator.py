@@ -123,12 +123,6 @@ def test_what_cannot_go_on_says_why(
     assert not (tmp_path / "result.json").exists()
 
 
-def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the data set is empty"):
-        evaluate(TinyTask(0), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_new_folder_is_named_after_time_and_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,54 +150,58 @@ def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_task_that_loses_a_row_is_stopped(tmp_path: Path) -> None:
-    class Losing(TinyTask):
-        def observe(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {name: column[1:] for name, column in super().observe(outputs, batch).items()}
+class Before:
+    """Has what a task needed once."""
 
-    with pytest.raises(ExactlyOnceError, match=r"of batch 0 \(samples 0 to 7\) has 7 values, expected 8"):
-        evaluate(Losing(16), tmp_path / "out", batch_size=8)
+    name = "before"
 
 
-def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
-    class Before:
-        """Has what a task needed once."""
+class Losing(TinyTask):
+    def observe(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: column[1:] for name, column in super().observe(outputs, batch).items()}
 
-        name = "before"
 
-    with pytest.raises(UsageError, match=r"Before is not a task: expected an object whose class is derived"):
-        evaluate(Before(), tmp_path / "out")  # type: ignore[arg-type]
-    with pytest.raises(
-        UsageError, match=r"TinyTask is the class of a task: give an object of it, TinyTask\("
-    ):
-        evaluate(TinyTask, tmp_path / "out")  # type: ignore[arg-type]
+class Without(TinyTask):
+    def build_model(self) -> torch.nn.Module:  # type: ignore[override]
+        return torch.nn.Identity()
 
+
+def writing(name: str) -> TinyTask:
+    task: Any = TinyTask(5)
+    task.exports = {name: "loss"}
+    return task
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "said"),
+    [
+        (TinyTask(0), UsageError, "the data set is empty"),
+        (Before(), UsageError, "Before is not a task: expected an object whose class is derived"),
+        (TinyTask, UsageError, r"TinyTask is the class of a task: give an object of it, TinyTask\("),
+        (Losing(8), ExactlyOnceError, r"of batch 0 \(samples 0 to 7\) has 7 values, expected 8"),
+        (
+            *(Without(5), UsageError),
+            r"^Without.build_model\(\) does not take what it is called with: .*_model\(self, device\).$",
+        ),
+        *(
+            (writing(name), UsageError, f"exports has '{name}'")
+            for name in ("../values.json", "result.json", "values.txt")
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated(tmp_path: Path, task: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        evaluate(task, tmp_path / "out", batch_size=8)
+    assert not (tmp_path / "out/result.json").exists()
+    assert error is ExactlyOnceError or not (tmp_path / "out").exists(), "nothing was begun"
+
+
+def test_a_task_has_all_methods() -> None:
     class Unfinished(Task):
         name = "unfinished"
 
     with pytest.raises(TypeError, match=r"abstract.*build_model.*dataset.*forward.*metrics.*observe"):
         Unfinished()  # type: ignore[abstract]
-
-
-def test_a_method_that_does_not_take_what_it_is_given_is_named(tmp_path: Path) -> None:
-    class Without(TinyTask):
-        def build_model(self) -> torch.nn.Module:  # type: ignore[override]
-            return torch.nn.Identity()
-
-    with pytest.raises(UsageError) as caught:
-        evaluate(Without(5), tmp_path / "out")
-    assert str(caught.value).startswith("Without.build_model() does not take what it is called with: ")
-    assert str(caught.value).endswith("Write def build_model(self, device).")
-
-
-@pytest.mark.parametrize("name", ["../values.json", "result.json", "values.txt"])
-def test_names_of_files_that_a_task_may_not_write(tmp_path: Path, name: str) -> None:
-    class Writing(TinyTask):
-        exports = {name: "loss"}  # noqa: RUF012
-
-    with pytest.raises(UsageError, match=f"exports has '{name}'"):
-        evaluate(Writing(5), tmp_path / "out")
-    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_file_of_a_tasks_own(tmp_path: Path) -> None:

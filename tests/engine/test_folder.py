@@ -215,25 +215,21 @@ def test_what_killed_runs_have_left_is_removed(tmp_path: Path, age_s: float, sta
 )
 def test_a_folder_where_a_file_belongs_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    task = TinyTask(8)
-    with pytest.raises(UsageError, match=r"(?s)\(Is a directory\)|but no job\.json.* --out"):
-        evaluate(task, tmp_path, batch_size=8)
-    assert task.dataset().reads == []
+    refused(tmp_path, r"(?s)\(Is a directory\)|but no job\.json.* --out")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (os.fsdecode(b"out\xff"), r"out\\udcff', is not UTF-8.*Give another --out"),
-        ("a" * 256, r"cannot be written .*File name too long.*--out"),
-    ],
-    ids=["no text", "too long"],
-)
-def test_a_name_of_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_a_name_of_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path / os.fsdecode(b"out\xff"), r"out\\udcff', is not UTF-8.*Give another --out")
+    refused(tmp_path / ("a" * 256), r"cannot be written .*File name too long.*--out")
+    assert not list(tmp_path.iterdir())
+
+
+def refused(out: Path, said: str) -> None:
+    """Before anything is read."""
     task = TinyTask(8)
     with pytest.raises(UsageError, match=said):
-        evaluate(task, tmp_path / name, batch_size=8)
-    assert task.dataset().reads == [] and not list(tmp_path.iterdir())
+        evaluate(task, out, batch_size=8)
+    assert task.dataset().reads == []
 
 
 @pytest.mark.parametrize("name", ["probe_of", "write_text"])

@@ -20,15 +20,9 @@ SALLOC = read_variables(
     "SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_CPUS_PER_NODE=3,1 SLURM_NNODES=2 SLURM_NODELIST=h[0-1] "
     "SLURM_TASKS_PER_NODE=3,1 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_CLUSTER_NAME=big"
 )
-BATCH = {
-    **SALLOC,
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_GTIDS": "0",
-    "SLURM_TASK_PID": "174",
-    "SLURMD_NODENAME": "h0",
-}
+BATCH = SALLOC | read_variables(
+    "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_GTIDS=0 SLURM_TASK_PID=174 SLURMD_NODENAME=h0"
+)
 # What --mpi=pmix and --mpi=pmi2 add to a step's.
 PMIX = {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.17.3", "PMIX_HOSTNAME": "h1"}
 PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "11", "PMI_JOBID": "17.3"}
@@ -67,23 +61,13 @@ def test_the_port_of_a_step_is_one_of_its_own() -> None:
 def test_tasks_of_uneven_nodes(
     tasks: str, nodes: str, rank: int, node: int, local_size: int, sizes: tuple[int, ...]
 ) -> None:
-    world = detect(
-        {
-            **SRUN,
-            "SLURM_PROCID": str(rank),
-            "SLURM_STEP_NUM_TASKS": str(sum(sizes)),
-            "SLURM_LOCALID": str(rank - sum(sizes[:node])),
-            "SLURM_STEP_TASKS_PER_NODE": tasks,
-            "SLURM_NODEID": str(node),
-            "SLURM_STEP_NODELIST": nodes,
-        }
+    step = read_variables(
+        f"SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS={sum(sizes)} SLURM_LOCALID={rank - sum(sizes[:node])} "
+        f"'SLURM_STEP_TASKS_PER_NODE={tasks}' SLURM_NODEID={node} SLURM_STEP_NODELIST={nodes}"
     )
-    assert (world.rank, world.node_rank, world.local_size, world.node_sizes) == (
-        rank,
-        node,
-        local_size,
-        sizes,
-    )
+    world = detect({**SRUN, **step})
+    found = (world.rank, world.node_rank, world.local_size, world.node_sizes)
+    assert found == (rank, node, local_size, sizes)
 
 
 @pytest.mark.parametrize(
