@@ -64,12 +64,7 @@ def world_at(
 
 
 def srun(
-    *numbers: int,
-    job: int,
-    step: int = 0,
-    sizes: tuple[int, ...],
-    first: str = "h0",
-    **more: Any,
+    *numbers: int, job: int, step: int = 0, sizes: tuple[int, ...], first: str = "h0", **more: Any
 ) -> World:
     """Make that of a step of the cluster of namespaces."""
     return world_at(

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,14 +44,15 @@ class ForkServer:
     modules: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     folder: tempfile.TemporaryDirectory[str] | None = None
-    ranks: list[_Rank] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(
         self, words: Sequence[str], variables: Mapping[str, str], cwd: Path | None, files: Any
     ) -> _Rank:
         """Fork one process."""
-        if self.process is None:
-            self._start(variables)
+        with self.lock:
+            if self.process is None:
+                self._start(variables)
         assert self.folder is not None
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_LIMIT_S)

@@ -165,11 +165,7 @@ NO_SIGN = r"no progress for \d+ s, (?:chunk \d+, )?stage \w+, and the process do
 UNREACHABLE = r"can no longer be reached: it ended, or its host or network did"
 STANDSTILLS = {
     "a reading": Standstill(
-        fault=None,
-        rank=1,
-        says=r"no progress for \d+ s, chunk 3, stage load",
-        stack="image_files.py",
-        size=2,
+        fault=None, rank=1, says=r"no progress for \d+ s, chunk 3, stage load", stack="image_files.py", size=2
     ),
     "a reading process": Standstill(
         fault=None,

@@ -192,12 +192,7 @@ def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPath
     ("way", "size"),
     [
         way.parameter(size)
-        for way, size in [
-            (SRUN_TORCHRUN, 4),
-            (HOROVODRUN, 2),
-            (SRUN, 4),
-            (SRUN_PMIX_MPI, 2),
-        ]
+        for way, size in [(SRUN_TORCHRUN, 4), (HOROVODRUN, 2), (SRUN, 4), (SRUN_PMIX_MPI, 2)]
     ],
 )
 def test_every_launcher(evaluate: Evaluate, way: ClusterWay, size: int) -> None:
@@ -213,8 +208,7 @@ cluster_table = table(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("way", "size"),
-    [SINGLE.parameter(1), *(way.parameter(size) for way in EVERY_WAY for size in way.sizes)],
+    ("way", "size"), [SINGLE.parameter(1), *(way.parameter(size) for way in EVERY_WAY for size in way.sizes)]
 )
 def test_every_launcher_at_every_size(
     evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, cluster_table: Table

@@ -22,14 +22,7 @@ from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
 from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
-from dualeval.errors import (
-    EXIT_STOPPED,
-    DualevalError,
-    LaunchError,
-    PeerError,
-    Stopped,
-    UsageError,
-)
+from dualeval.errors import EXIT_STOPPED, DualevalError, LaunchError, PeerError, Stopped, UsageError
 from dualeval.world import store
 from dualeval.world.store import limit_for, pause_for
 from tests.conftest import Launch

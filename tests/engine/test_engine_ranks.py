@@ -99,10 +99,7 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
 @pytest.mark.parametrize(("launcher", "backend"), [*WAYS, way("mpirun", "torch", long=True)])
 @pytest.mark.parametrize(
     ("scenario", "message"),
-    [
-        ("one_fails_in_the_loop", "the last rank broke"),
-        ("one_fails_before_the_loop", "no model here"),
-    ],
+    [("one_fails_in_the_loop", "the last rank broke"), ("one_fails_before_the_loop", "no model here")],
 )
 def test_all_ranks_hear_of_the_first_failure(
     launch: Launch, tmp_path: Path, scenario: str, message: str, launcher: str, backend: str

@@ -175,10 +175,7 @@ class Deep(TinyTask):
 @pytest.mark.parametrize("path", ["box", "trainer"])
 def test_a_model_that_is_inside_of_a_task_is_put_back(path: str) -> None:
     model = make_model()
-    found = {
-        "box": [[model]],
-        "trainer": SimpleNamespace(trainer=Trainer(model)),
-    }
+    found = {"box": [[model]], "trainer": SimpleNamespace(trainer=Trainer(model))}
     evaluate(Deep(path, found[path], model))
     assert all(module.training for module in model.modules())
     assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())

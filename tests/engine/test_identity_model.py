@@ -20,10 +20,7 @@ from torch import Tensor, nn
 
 from dualeval.engine.agreement import _numbers_of, _of_one, check_same_job
 from dualeval.engine.identity import tensors
-from dualeval.engine.identity.model import (
-    ModelHasher,
-    model_fingerprint,
-)
+from dualeval.engine.identity.model import ModelHasher, model_fingerprint
 from dualeval.errors import UsageError
 from dualeval.models.text_models import TextModel
 from dualeval.tasks.question_answering import USE

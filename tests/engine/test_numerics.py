@@ -186,10 +186,7 @@ class Changing(TinyTask):
     """A tiny task whose model's code changes settings; notes those that its forwards meet."""
 
     def __init__(
-        self,
-        *,
-        at_build: Callable[[], object] = lambda: None,
-        in_forward: Callable[[], object] | None = None,
+        self, *, at_build: Callable[[], object] = lambda: None, in_forward: Callable[[], object] | None = None
     ) -> None:
         super().__init__(64)
         self._at_build = at_build

@@ -15,11 +15,7 @@ from torch import Tensor
 from dualeval.columns import values_of
 from dualeval.engine import recorder
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder.journal import (
-    JournalWriter,
-    read_journal,
-    read_journal_file,
-)
+from dualeval.engine.folder.journal import JournalWriter, read_journal, read_journal_file
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.ledger import Ledger

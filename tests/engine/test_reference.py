@@ -258,7 +258,7 @@ def test_two_ranks_and_the_command_line(launch: Launch, tmp_path: Path) -> None:
     launch([*command, "--out", tmp_path / "a"], timeout=120).ok()
     (tmp_path / "job.toml").write_text('reference = "a"\n')
     words: list[str | Path] = [
-        *("--config", tmp_path / "job.toml", "--batch-size", "16", "--out", tmp_path / "b"),
+        *("--config", tmp_path / "job.toml", "--batch-size", "16", "--out", tmp_path / "b")
     ]
     two = launch([*start("torchrun", 2), *command, *words], timeout=120).ok()
     found = json.loads(two.stdout)["reference"]

@@ -354,10 +354,7 @@ WANTED: dict[str, tuple[str, dict[str, float]]] = {
         "360f781f32ed6dc3d9211f6538b4eb9c830f35a34adcc85079ee59e813848593",
         {"top1": 0.15, "top5": 0.45},
     ),
-    "questions": (
-        "22cc9577dec3cabdcd7192e6de2f392b9e06ab691b798459b7bbe908152f3c45",
-        {"exact_match": 75.0},
-    ),
+    "questions": ("22cc9577dec3cabdcd7192e6de2f392b9e06ab691b798459b7bbe908152f3c45", {"exact_match": 75.0}),
     "own": (
         "c031bd206a05fb2762abd7dd3cc2aa2425bfd31d6f1d09329956dc9f6750e2fa",
         {"error": -0.4827586206896552, "close": 18 / 29},

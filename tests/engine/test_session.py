@@ -157,10 +157,7 @@ def test_a_guest_is_stopped_by_what_it_polls(launch: Launch, tmp_path: Path, wan
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        ({"heartbeat_timeout": 0.0}, "heartbeat_timeout 0"),
-        ({"on_stall": "scream"}, "on_stall='scream'"),
-    ],
+    [({"heartbeat_timeout": 0.0}, "heartbeat_timeout 0"), ({"on_stall": "scream"}, "on_stall='scream'")],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):

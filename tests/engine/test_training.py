@@ -155,7 +155,7 @@ LAUNCHERS = [way("torchrun", "torch"), way("horovodrun", "horovod")]
 
 def start(launch: Launch, launcher: str, data: Path, out: Path, *options: str) -> Any:
     words: list[str | Path] = [
-        *(SCRIPTS / f"{launcher}_one_node.sh", "--model", MODEL, "--data", data, "--out", out),
+        *(SCRIPTS / f"{launcher}_one_node.sh", "--model", MODEL, "--data", data, "--out", out)
     ]
     return launch([*words, "--epochs", "2", *SMALL, *options], variables=ONE_THREAD)
 
@@ -193,7 +193,7 @@ def test_horovod_trains_to_the_same_bits(
 ) -> None:
     # Over gloo: MPI's ranks wait with a core each, which other tests could use.
     words: list[str | Path] = [
-        *("horovodrun", "--gloo", "-np", "2", sys.executable, EXAMPLES / "train_with_eval.py"),
+        *("horovodrun", "--gloo", "-np", "2", sys.executable, EXAMPLES / "train_with_eval.py")
     ]
     words += ["--model", MODEL, "--data", fashion, "--out", tmp_path / "run", "--epochs", "2", *SMALL]
     launch(words, variables=ONE_THREAD).ok()
@@ -212,7 +212,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     options = ["--epochs", "6", "--precision", "amp-bf16"]
     assert start(launch, launcher, fashion, whole, *options).returncode == 0
     command: list[str | Path] = [
-        *(SCRIPTS / f"{launcher}_one_node.sh", "--model", MODEL, "--data", fashion, "--out", killed),
+        *(SCRIPTS / f"{launcher}_one_node.sh", "--model", MODEL, "--data", fashion, "--out", killed)
     ]
     with launch.started([*command, *SMALL, *options], variables=ONE_THREAD) as process:
         await_that(lambda: [killed] * (killed / "last.pt").exists(), process)

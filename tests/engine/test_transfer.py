@@ -97,11 +97,7 @@ def columns_of(task: TinyTask, batches: int = 12) -> list[dict[str, list[Any]]]:
 
 @pytest.mark.parametrize(
     ("forgets", "prompt"),
-    [
-        ("wait_stream", ("computing",)),
-        ("synchronize computing", ("copying",)),
-        ("keep_for", ("copying",)),
-    ],
+    [("wait_stream", ("computing",)), ("synchronize computing", ("copying",)), ("keep_for", ("copying",))],
 )
 def test_each_wait_is_needed(play: Play, forgets: str, prompt: Sequence[str]) -> None:
     """Or else the played device would prove nothing."""

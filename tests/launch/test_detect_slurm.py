@@ -53,10 +53,7 @@ def test_the_port_of_a_step_is_one_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("tasks", "nodes", "rank", "node", "local_size", "sizes"),
-    [
-        ("2(x2),1", "rack[1-2]n3,n01-ib", 4, 2, 1, (2, 2, 1)),
-        ("3,1(x2)", "h[0-2]", 3, 1, 1, (3, 1, 1)),
-    ],
+    [("2(x2),1", "rack[1-2]n3,n01-ib", 4, 2, 1, (2, 2, 1)), ("3,1(x2)", "h[0-2]", 3, 1, 1, (3, 1, 1))],
 )
 def test_tasks_of_uneven_nodes(
     tasks: str, nodes: str, rank: int, node: int, local_size: int, sizes: tuple[int, ...]

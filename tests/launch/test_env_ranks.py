@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -31,38 +31,22 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-@contextmanager
-def started_ranks(
-    launch: Launch,
-    command: Sequence[str | Path],
-    ranks: Sequence[tuple[int, int]],
-    *,
-    master: str = "127.0.0.1",
-    cwd: Path | None = None,
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """A command as so many ranks, each of which is told (rank, size), by plain variables alone."""
+def told(ranks: Sequence[tuple[int, int]], master: str = "127.0.0.1") -> list[dict[str, str]]:
+    """Plain variables by rank, each of which is told (rank, size)."""
     own = {"MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                launch.started(
-                    command, variables={**own, "RANK": str(rank), "WORLD_SIZE": str(size)}, cwd=cwd
-                )
-            )
-            for rank, size in ranks
-        ]
+    return [{**own, "RANK": str(rank), "WORLD_SIZE": str(size)} for rank, size in ranks]
 
 
 def start_ranks(
-    launch: Launch, command: Sequence[str | Path], *ranks: tuple[int, int], **where: Any
+    launch: Launch,
+    command: Sequence[str | Path],
+    variables: Sequence[dict[str, str]] = (),
+    cwd: Path | None = None,
 ) -> list[Finished]:
-    """Run them to their end; two ranks where no others are named."""
-    with started_ranks(launch, command, ranks or [(0, 2), (1, 2)], **where) as processes:
-        said = [process.communicate(timeout=100) for process in processes]
-    return [
-        Finished(returncode=process.returncode, stdout=out, stderr=errors)
-        for process, (out, errors) in zip(processes, said, strict=True)
-    ]
+    """Run a command as ranks with these variables, two where none are given, to their end."""
+    variables = variables or told([(0, 2), (1, 2)])
+    with ThreadPoolExecutor(len(variables)) as pool:
+        return [*pool.map(lambda own: launch(command, variables=own, timeout=100, cwd=cwd), variables)]
 
 
 def places(done: Finished) -> Any:
@@ -102,12 +86,11 @@ def test_places_follow_from_hosts(
 
 
 @pytest.mark.parametrize(
-    "backend",
-    ["torch", pytest.param("horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])],
+    "backend", ["torch", pytest.param("horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])]
 )
 def test_plain_variables(backend: str, launch: Launch) -> None:
     """MASTER_ADDR may be any name of the host, also where all ranks are on it."""
-    done, _ = start_ranks(launch, [*PLACE, backend], master=socket.gethostname())
+    done, _ = start_ranks(launch, [*PLACE, backend], told([(0, 2), (1, 2)], socket.gethostname()))
     assert places(done) == [[rank, rank, 2, 0, [2], backend, True] for rank in range(2)]
 
 
@@ -188,14 +171,18 @@ def test_a_port_that_is_taken(launch: Launch, tmp_path: Path) -> None:
 
 def test_ranks_that_were_told_different_numbers_of_ranks(launch: Launch, tmp_path: Path) -> None:
     said = "rank 1 was told that there are 3 ranks, and rank 0 that there are 2. Set WORLD_SIZE"
-    ended = start_ranks(launch, ["dualeval", "run", "--limit", "64"], (0, 2), (1, 3), cwd=tmp_path)
+    ended = start_ranks(launch, ["dualeval", "run", "--limit", "64"], told([(0, 2), (1, 3)]), tmp_path)
     assert any(said in rank.stderr and rank.returncode == 2 for rank in ended), ended
 
 
 def test_two_processes_of_one_rank(launch: Launch, tmp_path: Path) -> None:
     """The one that came last goes on: a rank may have been started again before all had come."""
     command = ["dualeval", "run", "--limit", "64"]
-    with started_ranks(launch, command, [(1, 3), (1, 3), (0, 3)], cwd=tmp_path) as processes:
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(launch.started(command, variables=own, cwd=tmp_path))
+            for own in told([(1, 3), (1, 3), (0, 3)])
+        ]
         deadline = monotonic() + 100
         while all(process.poll() is None for process in processes):
             assert monotonic() < deadline, "neither has noticed the other"
