@@ -72,10 +72,7 @@ class Finished:
 
 
 # Tests of how processes start, of what is loaded then, and of memory: each of their starts is a real one.
-REAL_STARTS = (
-    "test_launchers",
-    "test_readme",
-)
+REAL_STARTS = ("test_launchers", "test_readme")
 # Tests whose processes load these too, which takes a process seconds.
 LOADS_MORE = (
     *("test_cli", "test_dry_run", "test_image", "test_language_modeling"),
@@ -83,11 +80,7 @@ LOADS_MORE = (
     "test_torchmetrics",
     "test_training",
 )
-MORE = (
-    "torchvision",
-    "torchmetrics",
-    "transformers.models.auto.modeling_auto",
-)
+MORE = ("torchvision", "torchmetrics", "transformers.models.auto.modeling_auto")
 
 
 class Launch:

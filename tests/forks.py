@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,14 +44,15 @@ class ForkServer:
     modules: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     folder: tempfile.TemporaryDirectory[str] | None = None
-    ranks: list[_Rank] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(
         self, words: Sequence[str], variables: Mapping[str, str], cwd: Path | None, files: Any
     ) -> _Rank:
         """Fork one process."""
-        if self.process is None:
-            self._start(variables)
+        with self.lock:
+            if self.process is None:
+                self._start(variables)
         assert self.folder is not None
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_LIMIT_S)
@@ -152,24 +154,14 @@ def run(
 
 
 def _of_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": f"forks-{os.getpid()}-{port}",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    text = (
+        f"OMP_NUM_THREADS=1 RANK={rank} LOCAL_RANK={rank} GROUP_RANK=0 ROLE_RANK={rank} ROLE_NAME=default "
+        f"WORLD_SIZE={size} LOCAL_WORLD_SIZE={size} GROUP_WORLD_SIZE=1 ROLE_WORLD_SIZE={size} "
+        f"MASTER_ADDR=localhost MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True "
+        "TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 "
+        f"TORCHELASTIC_RUN_ID=forks-{os.getpid()}-{port}"
+    )
+    return dict(word.split("=") for word in text.split())
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> int | None:

@@ -6,6 +6,7 @@ import re
 from signal import SIGTERM
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from dualeval.launch.site import Node, Site
 from dualeval.launch.starts import start_words
@@ -40,6 +41,12 @@ def needs(launcher: str, backend: str) -> list[pytest.MarkDecorator]:
     if launcher.endswith("wheel"):
         names.add("mpi-wheels")
     return [pytest.mark.needs(*sorted(names))] if names else []
+
+
+def way(launcher: str, backend: str, *more: object, long: bool = False) -> ParameterSet:
+    """The values of a test that starts ranks in this way, named by them, with what it needs."""
+    marks = [*needs(launcher, backend), *([pytest.mark.long] if long else [])]
+    return pytest.param(launcher, backend, *more, id=f"{launcher} {backend}", marks=marks)
 
 
 def check_torchrun_reports(report: str, code: int) -> None:

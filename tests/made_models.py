@@ -210,9 +210,7 @@ FAMILIES: dict[str, list[Callable[[], nn.Module]]] = {
         *(lambda: Holder([nn.ReLU()]), lambda: Holder([nn.GELU()]), lambda: Holder([nn.LeakyReLU(0.3)])),
         lambda: Holder([nn.LeakyReLU(0.1)]),
     ],
-    "hooks": [
-        *(lambda: nn.Sequential(nn.Linear(2, 2)), lambda: hooked(1.0), lambda: hooked(2.0)),
-    ],
+    "hooks": [*(lambda: nn.Sequential(nn.Linear(2, 2)), lambda: hooked(1.0), lambda: hooked(2.0))],
     "kept twice": [tied, lambda: nn.Sequential(*tied().children(), nn.ReLU())],
     "scripted": [scripted, lambda: scripted(2.0), traced, lambda: traced(2.0)],
     "traced by fx": [

@@ -16,9 +16,6 @@ import torch
 from dualeval.vision_library import torchvision
 from tests.assets import package_folder
 
-# Of MiniLM's tokenizer.
-VOCABULARY = 30_522
-
 
 def squad_file() -> Path:
     """Five real questions of SQuAD v1.1, with one to three gold answers."""

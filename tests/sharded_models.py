@@ -141,22 +141,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "iterated": (Iterated, images),
     "resnet18": (torchvisions("resnet18"), images),
     "mobilenet_v3_small": (torchvisions("mobilenet_v3_small"), images),
-    "efficientnet_b0": (torchvisions("efficientnet_b0"), images),
-    "convnext_tiny": (torchvisions("convnext_tiny"), images),
-    "densenet121": (torchvisions("densenet121"), images),
-    "vit_b_16": (torchvisions("vit_b_16"), lambda: torch.rand(12, 3, 224, 224)),
 }
 
 
 # They have parameters of other dtypes, or operations that have no half precision.
 FLOAT32_ALONE = ("odd",)
-# They take a minute each, and differ from the others in size alone.
-SLOW = ("convnext_tiny", "densenet121", "efficientnet_b0", "vit_b_16")
 
 
 def models_for(precision: str) -> list[str]:
-    """The models that compute in a precision when they are whole, without the slow ones."""
-    left_out = {*SLOW} if precision == "fp32" else {*SLOW, *FLOAT32_ALONE}
+    """The models that compute in a precision when they are whole."""
+    left_out = set() if precision == "fp32" else {*FLOAT32_ALONE}
     if precision.startswith("amp"):
         # torch takes the fast path of its encoder under a CPU's autocast, too, where that fails.
         left_out.add("encoder")

@@ -13,43 +13,15 @@ from hypothesis import strategies as st
 from dualeval.data.squad import read_null_odds, read_predictions, read_questions
 from dualeval.errors import UsageError
 
-INDENTED = """\
-{
-  "version": "1.1",
-  "data": [
-    {
-      "title": "T",
-      "paragraphs": [
-        {
-          "context": "One and two.",
-          "qas": [
-            {
-              "id": "a",
-              "question": "First?",
-              "answers": [
-                {
-                  "text": "One",
-                  "answer_start": 0
-                },
-                {
-                  "text": "two",
-                  "answer_start": 8
-                }
-              ]
-            },
-            {
-              "id": "b",
-              "question": "Second?",
-              "is_impossible": true,
-              "answers": []
-            }
-          ]
-        }
-      ]
-    }
-  ]
-}
-"""
+_ANSWERS = [{"text": "One", "answer_start": 0}, {"text": "two", "answer_start": 8}]
+_QUESTIONS = [
+    {"id": "a", "question": "First?", "answers": _ANSWERS},
+    {"id": "b", "question": "Second?", "is_impossible": True, "answers": []},
+]
+_PARAGRAPH = {"context": "One and two.", "qas": _QUESTIONS}
+INDENTED = (
+    json.dumps({"version": "1.1", "data": [{"title": "T", "paragraphs": [_PARAGRAPH]}]}, indent=2) + "\n"
+)
 READERS = {"--data": read_questions, "--predictions": read_predictions, "--null-odds": read_null_odds}
 
 

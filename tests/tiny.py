@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.classification import (
-    BY_NAME,
-    classification_metric,
-    default_metrics,
-    observe_logits,
-)
+from dualeval.metrics.classification import BY_NAME, classification_metric, default_metrics, observe_logits
 from dualeval.tasks import Task
 
 CLASSES = 7

@@ -290,21 +290,14 @@ def check_wrong_calls(bench: Bench) -> None:
         "all_gather uint32": (lambda: backend.all_gather(wide), ("uint32", "complex128")),
     }
     for rank in (bench.size, -1):
-        wrong |= {
-            f"broadcast {rank}": (
-                partial(backend.broadcast, number, rank),
-                (f"broadcast: src={rank} is not a rank",),
-            ),
-            f"gather {rank}": (partial(backend.gather, number, rank), (f"gather: dst={rank} is not a rank",)),
-            f"broadcast_json {rank}": (
-                partial(backend.broadcast_json, 1, rank),
-                (f"broadcast_json: src={rank} is not a rank",),
-            ),
-            f"gather_json {rank}": (
-                partial(backend.gather_json, 1, rank),
-                (f"gather_json: dst={rank} is not a rank",),
-            ),
-        }
+        for name, end in (
+            ("broadcast", "src"),
+            ("gather", "dst"),
+            ("broadcast_json", "src"),
+            ("gather_json", "dst"),
+        ):
+            call = partial(getattr(backend, name), 1 if name.endswith("json") else number, rank)
+            wrong[f"{name} {rank}"] = (call, (f"{name}: {end}={rank} is not a rank",))
     for label, (call, parts) in wrong.items():
         bench.expect_error(label, call, *parts)
     bench.expect_tensor("a sum afterwards", backend.all_reduce(number), number * bench.size)

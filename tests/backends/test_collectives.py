@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Launch
-from tests.launchers import needs, start
+from tests.launchers import start, way
 
 EXAMPLE = ROOT / "examples/mean_of_shards.py"
 SAID = {1: "first: 1 ranks, 3 losses, mean 1.0000", 2: "first: 2 ranks, 7 losses, mean 1.2857"}
@@ -18,14 +18,10 @@ SAID = {1: "first: 1 ranks, 3 losses, mean 1.0000", 2: "first: 2 ranks, 7 losses
 @pytest.mark.parametrize(
     ("launcher", "backend", "size"),
     [
-        pytest.param(launcher, backend, size, marks=[*needs(launcher, backend), *marks])
-        for launcher, backend, size, marks in [
-            ("torchrun", "torch", 2, []),
-            ("horovodrun", "horovod", 2, [pytest.mark.long]),
-            ("none", "single", 1, [pytest.mark.long]),
-            ("mpirun", "mpi", 2, [pytest.mark.long]),
-            ("horovodrun --mpi", "horovod", 2, [pytest.mark.long]),
-        ]
+        way("torchrun", "torch", 2),
+        way("none", "single", 1, long=True),
+        way("mpirun", "mpi", 2, long=True),
+        *(way(launcher, "horovod", 2, long=True) for launcher in ("horovodrun", "horovodrun --mpi")),
     ],
 )
 def test_under_every_launcher(launch: Launch, tmp_path: Path, launcher: str, backend: str, size: int) -> None:

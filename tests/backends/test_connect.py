@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +22,7 @@ from dualeval.world import World
 from tests.conftest import Launch
 from tests.environments import read_variables, world_at
 from tests.launch.test_env_ranks import free_port
+from tests.launchers import start
 
 
 def test_single_is_the_default_without_a_launcher() -> None:
@@ -78,15 +85,6 @@ def test_unknown_names() -> None:
         connect(None, World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="pigeon"))
 
 
-def test_single_imports_no_distributed_backend(launch: Launch) -> None:
-    """A backend's module is imported when it is chosen."""
-    code = (
-        "import sys; from dualeval.backends import connect; from dualeval.world import World; "
-        "connect(None, World.alone()); sys.exit('dualeval.backends.torch' in sys.modules)"
-    )
-    launch([sys.executable, "-c", code]).ok()
-
-
 @pytest.mark.parametrize(
     ("config", "devices"),
     [
@@ -103,6 +101,7 @@ def test_a_groups_devices(config: str, devices: set[str]) -> None:
     assert devices_of(config) == devices
 
 
+# Scripts in a process group of one or two ranks, and what each prints.
 NCCL = """
 import os
 from types import SimpleNamespace
@@ -121,44 +120,142 @@ with connect("torch", detect(os.environ)) as backend:
     assert backend._group_of_device() is dist.group.WORLD
     print(made)
 """
+CLOSED = """
+import os
+from pathlib import Path
+from dualeval.backends import connect
+from dualeval.launch import detect
+with connect('torch', detect(os.environ)):
+    import torch.distributed.nn
+print(['gloo' in path.read_text() for path in Path('/proc/self/task').glob('*/comm')].count(True))
+"""
+ANOTHER_WORLD = """
+import os, torch.distributed as dist
+from dualeval.backends import connect
+from dualeval.errors import LaunchError
+from dualeval.launch import detect
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+try:
+    connect('torch', detect(os.environ))
+except LaunchError as error:
+    print(error)
+dist.destroy_process_group()
+"""
 
 
-def test_nccl_is_made_with_the_first_tensor_on_a_gpu(launch: Launch) -> None:
-    """Played: a run that has GPUs sends none by itself, and had NCCL's part of a group all the same."""
-    finished = launch([sys.executable, "-c", NCCL], variables=of_one_rank()).ok()
-    assert finished.stdout.splitlines() == ["cpu:gloo [] cuda:0", "['nccl']"]
+@pytest.mark.parametrize(
+    ("script", "rank", "size", "printed"),
+    [
+        # Played: a run that has GPUs sends none by itself, and had NCCL's part of a group all the same.
+        pytest.param(
+            NCCL, 0, 1, r"cpu:gloo \[\] cuda:0\n\['nccl'\]\n", id="nccl comes with a tensor on a GPU"
+        ),
+        # One that a library has kept meanwhile: with its threads, the interpreter's end may be an abort.
+        pytest.param(CLOSED, 0, 1, "0\n", id="a closed group has no threads left"),
+        pytest.param(
+            *(ANOTHER_WORLD, 1, 2, "(?s).*already initialised as rank 0 of 1.*rank 1 of 2.*"),
+            id="a caller's group contradicts the launcher's variables",
+        ),
+    ],
+)
+def test_groups(launch: Launch, tmp_path: Path, script: str, rank: int, size: int, printed: str) -> None:
+    (tmp_path / "script.py").write_text(script)
+    numbers = f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={rank} LOCAL_WORLD_SIZE={size} GROUP_RANK=0"
+    variables = read_variables(f"{numbers} MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}")
+    finished = launch([sys.executable, tmp_path / "script.py"], variables=variables).ok()
+    assert re.fullmatch(printed, finished.stdout)
 
 
-def test_a_closed_group_has_no_threads_left(launch: Launch) -> None:
-    """One that a library has kept meanwhile: with its threads, the interpreter's end may be an abort."""
-    code = (
-        "import os; from pathlib import Path; from dualeval.backends import connect; "
-        "from dualeval.launch import detect\n"
-        "with connect('torch', detect(os.environ)): import torch.distributed.nn\n"
-        "print([path.read_text() for path in Path('/proc/self/task').glob('*/comm')])"
+IMPORTED = """
+import sys
+import dualeval.launch
+assert 'torch' not in sys.modules
+import dualeval, torch
+from dualeval.backends import connect
+from dualeval.world import World
+connect(None, World.alone())
+assert 'dualeval.backends.torch' not in sys.modules
+dualeval.evaluate(model=torch.nn.Linear(2, 2).eval(), data=[(torch.zeros(2), 1)], batch_size=1)
+heavy = [name for name in sys.modules if name.startswith('torch.distributed.fsdp')]
+assert not heavy, heavy
+"""
+
+
+def test_what_is_not_asked_for_is_not_imported(launch: Launch) -> None:
+    """By detection, by a run of one process, and where no model is divided: in a start of its own."""
+    launch([sys.executable, "-c", IMPORTED]).ok()
+
+
+# -- a rank that goes down with an error waits for nobody -----------------------------------------------
+
+
+WORKER = Path(__file__).with_name("hung_peer_worker.py")
+
+
+def _await(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, f"the ranks ended before {path.name} was there"
+        assert time.monotonic() < deadline, f"{path.name} was never there"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("group", ["own", "callers"])
+def test_a_failed_rank_does_not_wait_for_one_that_hangs(group: str, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*start("torchrun", 2), sys.executable, str(WORKER), str(tmp_path), group],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    finished = launch([sys.executable, "-c", code], variables=of_one_rank()).ok()
-    assert "gloo" not in finished.stdout
+    try:
+        _await(tmp_path / "closed", process)
+    finally:
+        hanging = tmp_path / "pid-1"
+        if hanging.exists():
+            os.kill(int(hanging.read_text()), signal.SIGKILL)
+        process.terminate()
+        process.wait(60)
 
 
-def of_one_rank() -> dict[str, str]:
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return variables | {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+# -- mpi4py and a Horovod with MPI share one MPI in a process, in any order, and with a caller's own use
 
 
-def test_a_group_of_another_world(launch: Launch) -> None:
-    """A caller's process group that contradicts the launcher's variables is refused."""
-    code = (
-        "import os, torch.distributed as dist; from dualeval.backends import connect; "
-        "from dualeval.errors import LaunchError; from dualeval.launch import detect; "
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "try: connect('torch', detect(os.environ))\n"
-        "except LaunchError as error: print(error)\n"
-        "dist.destroy_process_group()"
-    )
-    variables = read_variables(
-        "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
-    )
-    finished = launch([sys.executable, "-c", code], variables=variables).ok()
-    assert "already initialised as rank 0 of 1" in finished.stdout
-    assert "rank 1 of 2" in finished.stdout
+PREPARE = """
+import os, torch
+import dualeval
+from dualeval import connect, detect
+world = detect(os.environ)
+def check(*backends):
+    for backend in backends:
+        assert backend.all_reduce(torch.tensor([world.rank + 1])).tolist() == [3]
+        assert [piece.item() for piece in backend.all_gather(torch.tensor(world.rank))] == [0, 1]
+"""
+SCRIPTS = {
+    "last in, last out": """
+mpi = connect("mpi", world, "cpu")
+horovod = connect("horovod", world, "cpu")
+check(mpi, horovod); mpi.close(); check(horovod); horovod.close()
+try:
+    connect("mpi", world, "cpu")
+except dualeval.LaunchError as error:
+    assert "cannot be started again" in str(error)
+else:
+    raise AssertionError("MPI was started twice")
+""",
+    "the caller's MPI": """
+from mpi4py import MPI
+for name in ("mpi", "horovod", "torch", "mpi"):
+    with connect(name, world, "cpu") as backend:
+        check(backend)
+        assert MPI.COMM_WORLD.allreduce(1) == 2
+assert MPI.COMM_WORLD.allreduce(1) == 2
+assert not MPI.Is_finalized()
+""",
+}
+
+
+@pytest.mark.needs("horovod", "mpi")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_one_mpi_in_a_process(name: str, launch: Launch) -> None:
+    launch([*start("mpirun", 2), sys.executable, "-c", PREPARE + SCRIPTS[name]], timeout=60).ok()

@@ -16,17 +16,13 @@ from contextlib import ExitStack
 
 from dualeval.launch import detect
 from dualeval.world.meetings.address import AtAddress
+from tests.environments import read_variables
 
 # What the first rank of the step is going to find, but for the job's own number.
-STEP = {
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "h[0-1]",
-}
+STEP = read_variables(
+    "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 "
+    "'SLURM_STEP_TASKS_PER_NODE=1(x2)' SLURM_STEP_NODELIST=h[0-1]"
+)
 
 visitors: list[object] = []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import test_launchers, test_requeue
+from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
 from tests.cluster.test_requeue import MODEL, PATIENCE, SLOW, until
@@ -18,7 +19,7 @@ from tests.conftest import ROOT, Launch
 
 pytestmark = pytest.mark.needs("cluster")
 
-PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/place_worker.py"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/joining_worker.py", "place"]
 DETECT = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
 COUNT_OF_TASKS = 3
 
@@ -65,11 +66,10 @@ def test_both_components_of_a_heterogeneous_job_evaluate(batch: Batch) -> None:
     )
 
 
-def test_a_heterogeneous_step_that_tells_no_order_is_refused(cluster: Cluster, launch: Launch) -> None:
+def test_a_heterogeneous_step_that_tells_no_order_is_refused(typed: Typed) -> None:
     detect = shlex.join([sys.executable, "-c", DETECT])
     steps = f"srun -N1 -n1 -w h1 {detect} : -N1 -n2 -w h0 {detect}"
-    command = cluster.on("h0", ["salloc", "-N2", "--ntasks-per-node", "2", "bash", "-c", steps])
-    done = launch(command, variables=cluster.variables)
+    done = typed("salloc", "-N2", "--ntasks-per-node", "2", "bash", "-c", steps)
     assert done.returncode != 0
     assert "World(" not in done.stdout
     assert "type 'srun --het-group=0,1 dualeval run'" in done.stderr

@@ -38,10 +38,10 @@ from tests.faults import (
     uninterrupted,
 )
 from tests.faulty_models import FAULT, FLUSH_S, began
-from tests.launchers import start
+from tests.launchers import start, way
 
 ROUNDS = 3
-STUCK = ROOT / "tests" / "workers" / "stuck_worker.py"
+JOINING = ROOT / "tests" / "workers" / "joining_worker.py"
 SEED = "DUALEVAL_TEST_SEED"
 NEEDS = {"torch": [], "horovod": ["horovod"], "mpi": ["mpi"]}
 
@@ -165,11 +165,7 @@ NO_SIGN = r"no progress for \d+ s, (?:chunk \d+, )?stage \w+, and the process do
 UNREACHABLE = r"can no longer be reached: it ended, or its host or network did"
 STANDSTILLS = {
     "a reading": Standstill(
-        fault=None,
-        rank=1,
-        says=r"no progress for \d+ s, chunk 3, stage load",
-        stack="image_files.py",
-        size=2,
+        fault=None, rank=1, says=r"no progress for \d+ s, chunk 3, stage load", stack="image_files.py", size=2
     ),
     "a reading process": Standstill(
         fault=None,
@@ -363,20 +359,17 @@ def test_a_batch_that_computes_for_too_long_is_given_up(launch: Launch, tmp_path
 # -- a collective to which not all come --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [
-        ("torchrun", "torch"),
-        pytest.param("horovodrun", "horovod", marks=pytest.mark.needs("horovod")),
-        pytest.param("mpirun", "mpi", marks=pytest.mark.needs("mpi")),
-    ],
-)
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [way("torchrun", "torch"), way("horovodrun", "horovod"), way("mpirun", "mpi")]
+)
 def test_a_collective_that_hangs_in_setup_is_named(
     launch: Launch, tmp_path: Path, launcher: str, backend: str
 ) -> None:
     """Waiting loops of Horovod and MPI take time of the processor: that is no progress."""
-    with hurt_run(launch, [[*start(launcher, 2), sys.executable, str(STUCK), backend]], 2, tmp_path) as run:
+    with hurt_run(
+        launch, [[*start(launcher, 2), sys.executable, str(JOINING), "stuck", backend]], 2, tmp_path
+    ) as run:
         run.wait(run.has_ended, "the end of the launcher")
     assert run.launchers[0].returncode != 0, run.said()
     said = re.findall(

@@ -18,7 +18,18 @@ from _pytest.mark.structures import ParameterSet
 from tests.cluster.hosts import Cluster
 from tests.conftest import GRACE, ROOT, Launch
 from tests.engine import test_digests
-from tests.engine.test_digests import EMBEDDED, PART, SINGLE, Evaluate, Evaluation, Way, check, write_table
+from tests.engine.test_digests import (
+    EMBEDDED,
+    PART,
+    SINGLE,
+    Evaluate,
+    Evaluation,
+    Table,
+    Way,
+    check,
+    row,
+    table,
+)
 
 pytestmark = pytest.mark.needs("cluster")
 
@@ -181,49 +192,29 @@ def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPath
     ("way", "size"),
     [
         way.parameter(size)
-        for way, size in [
-            (SRUN_TORCHRUN, 4),
-            (HOROVODRUN, 2),
-            (SRUN, 4),
-            (SRUN_PMIX_MPI, 2),
-        ]
+        for way, size in [(SRUN_TORCHRUN, 4), (HOROVODRUN, 2), (SRUN, 4), (SRUN_PMIX_MPI, 2)]
     ],
 )
 def test_every_launcher(evaluate: Evaluate, way: ClusterWay, size: int) -> None:
     check(evaluate, way, size, PART, nodes=PLACES[size].nodes)
 
 
-@pytest.fixture(scope="module")
-def cluster_table() -> Iterator[list[tuple[object, ...]]]:
-    """Rows (job, command, launcher, backend, hosts, ranks, digest), written as those of one host are."""
-    rows: list[tuple[object, ...]] = []
-    yield rows
-    columns = ["job", "command", "launcher", "backend", "hosts", "ranks", "metrics_digest"]
-    write_table("cluster", "Digests under every launcher and backend over two hosts", columns, rows)
+cluster_table = table(
+    "cluster",
+    "Digests under every launcher and backend over two hosts",
+    ["job", "command", "launcher", "backend", "hosts", "ranks", "metrics_digest"],
+)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("way", "size"),
-    [SINGLE.parameter(1), *(way.parameter(size) for way in EVERY_WAY for size in way.sizes)],
+    ("way", "size"), [SINGLE.parameter(1), *(way.parameter(size) for way in EVERY_WAY for size in way.sizes)]
 )
 def test_every_launcher_at_every_size(
-    evaluate: Evaluate,
-    way: Way,
-    size: int,
-    evaluation: Evaluation,
-    cluster_table: list[tuple[object, ...]],
+    evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, cluster_table: Table
 ) -> None:
     result = check(evaluate, way, size, evaluation, nodes=PLACES[size].nodes)
-    world = result["world"]
-    cluster_table.append(
-        (
-            evaluation.name,
-            f"`{way.command(size)}`",
-            *(world[name] for name in ("launcher", "backend", "nodes", "size")),
-            f"`{result['metrics_digest'][:16]}`",
-        )
-    )
+    cluster_table.append(row(evaluation, way, size, result, "launcher", "backend", "nodes", "size"))
 
 
 @dataclass(frozen=True, kw_only=True)

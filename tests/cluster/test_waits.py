@@ -1,4 +1,4 @@
-"""How ranks on two hosts find rank 0's, and what they say while they wait for it."""
+"""What ranks on two hosts say of a wrong start, of ports and names, and while they wait for rank 0's host."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ import pytest
 
 from dualeval.world import network
 from dualeval.world.meetings import address
+from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
-from tests.conftest import ROOT, Finished, Launch
+from tests.conftest import ROOT, Launch
+from tests.environments import read_variables
 from tests.world.test_waiting import WORKER, read_until
 
 pytestmark = pytest.mark.needs("cluster")
 
-TASKS = ["srun", "-N2", "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
-NCCL_WORKER = Path(__file__).resolve().parent / "nccl_worker.py"
+STEP = ["srun", "-N2", "--ntasks-per-node", "1"]
+TASKS = [*STEP, "--kill-on-bad-exit=1"]
+# A rank that fails alone ends the others. Slurm may then lose the last words that it hands on itself, but
+# not those that it writes to a rank's file.
+ENDING = [*TASKS, "--output=rank-%t.log"]
+MESSAGE = "dualeval: error: "
+FOLDER = Path(__file__).resolve().parent
+NCCL_WORKER = FOLDER / "nccl_worker.py"
 HAS_NO_IPV6 = not network._ipv6_addresses(every=True)
-
-
-def on(cluster: Cluster, host: str, launch: Launch, folder: Path, *command: str | Path) -> Finished:
-    return launch(cluster.on(host, command), variables=cluster.variables, cwd=folder, timeout=90)
 
 
 @contextmanager
@@ -43,18 +47,18 @@ def unknown_on(cluster: Cluster, host: str, name: str) -> Iterator[None]:
 
 
 def test_a_name_that_leads_nowhere_is_an_error_at_once(
-    cluster: Cluster, launch: Launch, tmp_path: Path
+    typed: Typed, cluster: Cluster, tmp_path: Path
 ) -> None:
     with unknown_on(cluster, "h1", "h0"):
         start = time.monotonic()
-        done = on(
-            cluster, "h0", launch, tmp_path, *TASKS, "--output=rank-%t.log", "dualeval", "run", "--out", "out"
-        )
+        done = typed(*ENDING, "dualeval", "run", "--out", "out")
     assert time.monotonic() - start < address._UNREACHABLE_S / 2
     assert done.returncode != 0
     said = (tmp_path / "rank-1.log").read_text()
-    assert "dualeval: error: rank 0's host cannot be reached: h0, ports " in said
+    assert f"{MESSAGE}rank 0's host cannot be reached: h0, ports " in said
     assert "(h0: no such name). Its name has to lead to it from h1, in DNS or in /etc/hosts" in said
+    assert MESSAGE not in (tmp_path / "rank-0.log").read_text()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -65,7 +69,7 @@ def test_a_rank_is_late(late: int, cluster: Cluster, launch: Launch, tmp_path: P
         r"rank 0 of 2 on h0 has waited \S+ s for all ranks to join the comparison of their hosts and "
         r"GPUs: rank 1 has not come\. Check that every rank has been started",
     ]
-    command = cluster.on("h0", [*TASKS, sys.executable, WORKER, "torch", str(late), tmp_path])
+    command = cluster.on("h0", [*TASKS, sys.executable, WORKER, "waits", "torch", str(late), tmp_path])
     for place in ("first", "control", "cores"):
         (tmp_path / place).touch()
     with launch.started(command, variables=cluster.variables, cwd=tmp_path) as process:
@@ -93,31 +97,22 @@ dist.destroy_process_group()
 """
 
 
-def test_a_guest_finds_the_network_between_the_hosts(
-    cluster: Cluster, launch: Launch, tmp_path: Path
-) -> None:
+def test_a_guest_finds_the_network_between_the_hosts(typed: Typed) -> None:
     """Their own names lead to 127.0.1.1, by which gloo would go."""
-    done = on(
-        cluster, "h0", launch, tmp_path, *TASKS, "env", f"PYTHONPATH={ROOT}", sys.executable, "-c", GUEST
-    ).ok()
+    done = typed(*TASKS, "env", f"PYTHONPATH={ROOT}", sys.executable, "-c", GUEST).ok()
     assert len(done.stdout.split()) == 4 and len(set(done.stdout.split())) == 1
 
 
 @pytest.mark.long
 @pytest.mark.needs("horovod")
-def test_nccl_keeps_its_network(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
-    on(cluster, "h0", launch, tmp_path, *TASKS, sys.executable, NCCL_WORKER, "found").ok()
+@pytest.mark.parametrize(
+    ("own", "found"), [([], [None, "=eth0", None]), (["NCCL_SOCKET_IFNAME=ib0"], ["ib0"] * 3)]
+)
+def test_the_network_of_nccl(typed: Typed, tmp_path: Path, own: list[str], found: list[str | None]) -> None:
+    """Before, in and after the backend's life: it is the hosts' own, and a user's stays."""
+    typed(*TASKS, "env", *own, sys.executable, NCCL_WORKER, "found").ok()
     for rank in (0, 1):
-        found = json.loads((tmp_path / f"found.{rank}").read_text())
-        assert found == [None, "=eth0", None]
-
-
-@pytest.mark.long
-@pytest.mark.needs("horovod")
-def test_a_users_own_network_of_nccls_stays(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
-    command: list[str | Path] = ["env", "NCCL_SOCKET_IFNAME=ib0", sys.executable, NCCL_WORKER, "own"]
-    on(cluster, "h0", launch, tmp_path, *TASKS, *command).ok()
-    assert json.loads((tmp_path / "own.0").read_text()) == ["ib0"] * 3
+        assert json.loads((tmp_path / f"found.{rank}").read_text()) == found
 
 
 @pytest.fixture
@@ -129,16 +124,10 @@ def ipv6_hosts() -> Iterator[Cluster]:
 
 def step(rank: int) -> dict[str, str]:
     """What Slurm would tell one of two tasks on two nodes."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": str(rank),
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_STEP_NODELIST": "h[0-1]",
-    }
+    return read_variables(
+        f"SLURM_PROCID={rank} SLURM_LOCALID=0 SLURM_NODEID={rank} SLURM_JOB_ID=1 SLURM_STEP_ID=0 "
+        "SLURM_STEP_NUM_TASKS=2 'SLURM_STEP_TASKS_PER_NODE=1(x2)' SLURM_STEP_NODELIST=h[0-1]"
+    )
 
 
 @pytest.mark.skipif(HAS_NO_IPV6, reason="this kernel has no IPv6")
@@ -154,3 +143,76 @@ def test_hosts_with_ipv6_alone(ipv6_hosts: Cluster, launch: Launch, tmp_path: Pa
     assert report["problems"] == []
     assert report["addresses"] == ["h0", ipv6_hosts.address("h0")]
     assert [facts["interface"] for facts in report["ranks"].values()] == ["lo", "eth0"]
+
+
+# -- a wrong start, and ports that others have -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "words", "expected"),
+    [
+        (["--kill-on-bad-exit=1"], ["--limt", "5"], ["--limt", "--limit"]),
+        ([], ["--nproc", "2"], ["--nproc 2", "srun had started already", "Leave out --nproc"]),
+        pytest.param(
+            *([], ["--backend", "mpi"], ["without a way into MPI", "'srun --mpi=pmix'"]),
+            marks=[pytest.mark.needs("mpi"), pytest.mark.long],
+        ),
+        pytest.param(
+            *(
+                [],
+                ["--backend", "single"],
+                ["--backend single cannot run with world size 2, started by srun"],
+            ),
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_wrong_start_is_said_once(
+    typed: Typed, tmp_path: Path, option: list[str], words: list[str], expected: list[str]
+) -> None:
+    done = typed(*STEP, *option, "--label", "dualeval", "run", *words, "--out", "out")
+    assert done.returncode == 2
+    assert done.stderr.count(MESSAGE) == 1
+    # The label is the rank's number.
+    [message] = [line for line in done.stderr.splitlines() if line.startswith(f"0: {MESSAGE}")]
+    assert all(part in message for part in expected)
+    assert not (tmp_path / "out").exists()
+
+
+def occupied(number: int, *step: str) -> list[str | Path]:
+    """A command for a job whose step finds so many of its ports taken."""
+    worker = FOLDER / "occupied_ports_worker.py"
+    return [
+        "salloc",
+        "-N2",
+        "--ntasks-per-node=1",
+        sys.executable,
+        worker,
+        str(number),
+        *step,
+        "--out",
+        "out",
+    ]
+
+
+def test_a_port_that_another_has_is_passed_over(typed: Typed, tmp_path: Path) -> None:
+    run = ["dualeval", "run", "--limit", "200"]
+    done = typed(*occupied(1, *STEP, *run)).ok()
+    # The other rank has come to the wrong one first.
+    assert int(done.stdout.split()[-1]) >= 1
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert result["samples"] == {"total": 200, "evaluated": 200, "failed": 0}
+    assert result["world"] == {"size": 2, "nodes": 2, "launcher": "srun", "backend": "torch"}
+    typed(*run, "--out", "alone").ok()
+    alone = json.loads((tmp_path / "alone/result.json").read_text())
+    assert alone["metrics_digest"] == result["metrics_digest"]
+
+
+@pytest.mark.long
+def test_no_free_port_is_said(typed: Typed, tmp_path: Path) -> None:
+    assert typed(*occupied(16, *ENDING, "dualeval", "run")).returncode != 0
+    first, second = ((tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1))
+    assert f"{MESSAGE}no port is free for the ranks to meet at: " in first
+    assert " on h0 ([Errno 98] Address already in use" in first
+    assert MESSAGE not in second
+    assert not (tmp_path / "out").exists()

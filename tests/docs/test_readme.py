@@ -45,7 +45,7 @@ def names_of(lines: list[str]) -> list[str]:
 
 
 def needs_slurm(command: str) -> bool:
-    """Whether a command is for tests/cluster/test_readme.py to run."""
+    """Whether a command is for tests/cluster/test_commands.py to run."""
     return command.startswith(("srun ", "sbatch ", "dualeval submit "))
 
 

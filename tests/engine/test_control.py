@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,17 +22,13 @@ from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
 from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
-from dualeval.errors import (
-    EXIT_STOPPED,
-    DualevalError,
-    LaunchError,
-    PeerError,
-    Stopped,
-    UsageError,
-)
+from dualeval.errors import EXIT_STOPPED, DualevalError, LaunchError, PeerError, Stopped, UsageError
 from dualeval.world import store
 from dualeval.world.store import limit_for, pause_for
-from tests.control_ranks import OfferOnly
+from tests.conftest import Launch
+from tests.control_ranks import OfferOnly, fail_in_the_middle, on_many_ranks, stop_all
+from tests.faults import LOADED_S
+from tests.launchers import start
 
 LIMIT_S = 30.0
 
@@ -210,51 +208,35 @@ def clients() -> list[TCPStore]:
     return [server, server.clone()]  # type: ignore[attr-defined]
 
 
-def stop(rank: int) -> Verdict:
-    return Verdict.stop(rank, "SIGTERM")
-
-
-def failure(rank: int) -> Verdict:
-    return Verdict.failure(rank, "it hangs")
-
-
-def attempt(rank: int) -> Verdict:
-    return Verdict.own_failure(rank, DualevalError("this one"), f"rank {rank}", 1)
-
-
-def next_attempt(rank: int) -> Verdict:
-    return Verdict.own_failure(rank, DualevalError("the next"), f"rank {rank}", 2)
-
-
-def end(rank: int) -> Verdict:
-    return Verdict(kind="end", rank=rank, exit_code=75)
+# What a rank may propose, by its number.
+VERDICTS: dict[str, Callable[[int], Verdict]] = {
+    "stop": lambda rank: Verdict.stop(rank, "SIGTERM"),
+    "failure": lambda rank: Verdict.failure(rank, "it hangs"),
+    "attempt": lambda rank: Verdict.own_failure(rank, DualevalError("this one"), f"rank {rank}", 1),
+    "next attempt": lambda rank: Verdict.own_failure(rank, DualevalError("the next"), f"rank {rank}", 2),
+    "end": lambda rank: Verdict(kind="end", rank=rank, exit_code=75),
+}
 
 
 def test_another_ranks_usage_error_is_caught_as_ones_own() -> None:
     error = Verdict.own_failure(1, UsageError("wrong"), "rank 1 on n1 (pid 1)").to_error()
     assert isinstance(error, UsageError)
     assert (str(error), error.rank, error.exit_code, error.where) == ("wrong", 1, 2, "rank 1 on n1 (pid 1)")
-    assert not isinstance(failure(1).to_error(), UsageError)
-
-
-Kind = Callable[[int], Verdict]
+    assert not isinstance(VERDICTS["failure"](1).to_error(), UsageError)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "holds"),
     [
-        *((failure, later, 0) for later in (failure, stop, end)),
-        *((end, later, 0) for later in (failure, stop, end)),
-        (stop, stop, 0),
-        (stop, failure, 1),
-        (stop, end, 1),
-        *((attempt, later, 1) for later in (failure, stop, end, next_attempt)),
-        *((earlier, attempt, 0) for earlier in (failure, stop, end, attempt, next_attempt)),
+        *((first, later, 0) for first in ("failure", "end") for later in ("failure", "stop", "end")),
+        *(("stop", "stop", 0), ("stop", "failure", 1), ("stop", "end", 1)),
+        *(("attempt", later, 1) for later in ("failure", "stop", "end", "next attempt")),
+        *((earlier, "attempt", 0) for earlier in VERDICTS),
     ],
 )
-def test_which_verdict_holds(clients: list[TCPStore], first: Kind, second: Kind, holds: int) -> None:
+def test_which_verdict_holds(clients: list[TCPStore], first: str, second: str, holds: int) -> None:
     """The first one, but that a stop gives way; whoever proposes reads what holds."""
-    proposed = [first(0), second(1)]
+    proposed = [VERDICTS[first](0), VERDICTS[second](1)]
     assert propose(clients[0], "verdict", proposed[0]) == proposed[0]
     assert propose(clients[1], "verdict", proposed[1]) == proposed[holds]
     assert Verdict.read(clients[0].get("verdict")) == proposed[holds]
@@ -267,7 +249,7 @@ def test_one_of_many_verdicts_wins(clients: list[TCPStore]) -> None:
         together = threading.Barrier(16)
 
         def give(rank: int) -> tuple[Verdict, Verdict]:
-            own = failure(rank)
+            own = VERDICTS["failure"](rank)
             together.wait(LIMIT_S)
             return own, propose(stores[rank], "verdict", own)
 
@@ -444,3 +426,48 @@ def test_too_few_files_are_said_on_every_rank(monkeypatch: pytest.MonkeyPatch) -
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(rank, range(3))) == ["rank 0 needs 9,000 open files"] * 3
+
+
+# -- many ranks on one machine, few as its cores may be: one control plane, and the digest of one process
+
+
+CONTROLLED = pytest.mark.parametrize(
+    ("size", "processes"),
+    [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+)
+
+
+@CONTROLLED
+def test_a_failure_reaches_all(size: int, processes: int) -> None:
+    """Promised within 2 s of a rank's failure; the ranks of a process are in each other's way here."""
+    moments = on_many_ranks(size, processes, fail_in_the_middle)
+    assert all(isinstance(of_rank, dict) for of_rank in moments), moments
+    failed = moments[size // 2]["failed"]
+    heard = [of_rank["heard"] - failed for of_rank in moments if "failed" not in of_rank]
+    print(f"{size} ranks: heard after {max(heard):.2f} s; {moments[0]}")
+    assert max(heard) < 2.0 + LOADED_S
+    # Rank 0 evaluates beside it.
+    assert moments[0]["cores of beats"] < 0.1
+
+
+@CONTROLLED
+def test_a_stop_is_concluded_by_all(size: int, processes: int) -> None:
+    moments = on_many_ranks(size, processes, stop_all)
+    assert all(isinstance(of_rank, dict) for of_rank in moments), moments
+    signalled = moments[size // 2]["signalled"]
+    ended = max(of_rank["ended"] for of_rank in moments) - signalled
+    print(f"{size} ranks: ended after {ended:.2f} s")
+    assert ended < 5.0 + LOADED_S
+
+
+@pytest.mark.long
+def test_32_ranks_have_the_digest_of_one(launch: Launch, tmp_path: Path) -> None:
+    found = []
+    for size in (1, 32):
+        out = tmp_path / str(size)
+        launch([*start("torchrun", size), "dualeval", "run", "--no-progress", "--out", out], timeout=270).ok()
+        found.append(json.loads((out / "result.json").read_text()))
+    assert found[0]["metrics_digest"] == found[1]["metrics_digest"]
+    assert found[1]["samples"] == {"total": 10_000, "evaluated": 10_000, "failed": 0}
+    # 157 batches: at least four for each rank.
+    assert len(found[1]["timing"]["ranks"]) == 32

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
 from dualeval.engine.samples_digest import digest_of
 from tests.assets import build_pictures
-from tests.conftest import BIN, ROOT, Finished, Launch
+from tests.conftest import ROOT, Launch
+from tests.engine.test_engine_ranks import run_ranks
 from tests.launchers import needs, start
 
-TORCHRUN = BIN / "torchrun"
-WORKER = ROOT / "tests" / "workers" / "digest_worker.py"
 LIMITS = (10_000, 997, 3, 1)
 
 # The embedded job on all 10,000 images with the shipped weights.
@@ -36,9 +33,8 @@ Digests = dict[int, str]
 def matrix(launch: Launch, folder: Path, size: int, manners: list[tuple[int, int, int]]) -> list[str]:
     """Digests of the embedded job at a world size, for each (limit, workers, threads)."""
     folder.mkdir()
-    torchrun: list[str | Path] = [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
-    launch([*torchrun, WORKER, folder, json.dumps(manners)], timeout=280).ok()
-    found = json.loads((folder / "found.json").read_text())
+    (folder / "manners.json").write_text(json.dumps(manners))
+    found: Any = run_ranks(launch, "manners", size, folder, timeout=280)[0]
     for (limit, _, _), entry in zip(manners, found, strict=True):
         assert (entry["total"], entry["resumed"]) == (limit, 0)
         assert entry["samples"] == digest_of(limit, (f"t10k-{number:05}" for number in range(limit)))
@@ -61,49 +57,47 @@ def test_two_ranks_workers_and_threads(launch: Launch, tmp_path: Path, wanted: D
     assert found == [wanted[limit] for limit, _, _ in manners]
 
 
-@pytest.fixture(scope="module")
-def written_table() -> Iterator[list[tuple[int, int, int, int, str]]]:
-    """Rows (limit, processes, workers, threads, digest), written to benchmarks/results/ at the end."""
-    rows: list[tuple[int, int, int, int, str]] = []
-    yield rows
-    write_table(
-        "digests",
-        "Digests of the embedded job",
-        ["samples", "processes", "loader workers", "threads a process", "metrics_digest"],
-        [(f"{a:,}", b, c, d, f"`{digest[:16]}`") for a, b, c, d, digest in sorted(rows, reverse=True)],
-    )
+Table = list[tuple[object, ...]]
 
 
-def write_table(name: str, title: str, columns: list[str], rows: Sequence[tuple[object, ...]]) -> None:
-    now = datetime.now(timezone.utc)
-    lines = [
-        f"# {title}",
-        "",
-        f"{now:%Y-%m-%d %H:%M} UTC, `make test-long`; Python {platform.python_version()}, "
-        f"torch {torch.__version__}. Every run evaluated anew.",
-        "",
-        f"| {' | '.join(columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(map(str, row))} |" for row in rows),
-    ]
-    path = ROOT / f"benchmarks/results/{name}-{now:%Y-%m-%d}.md"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", "utf-8")
+def table(name: str, title: str, columns: list[str]) -> Any:
+    """A fixture: the rows of a table, which is written to benchmarks/results/ at the end."""
+
+    @pytest.fixture(scope="module")
+    def rows() -> Iterator[Table]:
+        found: Table = []
+        yield found
+        now = datetime.now(timezone.utc)
+        lines = [
+            *(f"# {title}", ""),
+            f"{now:%Y-%m-%d %H:%M} UTC, `make test-long`; Python {platform.python_version()}, "
+            f"torch {torch.__version__}. Every run evaluated anew.",
+            *("", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"),
+            *(f"| {' | '.join(map(str, row))} |" for row in found),
+        ]
+        (ROOT / f"benchmarks/results/{name}-{now:%Y-%m-%d}.md").write_text("\n".join(lines) + "\n", "utf-8")
+
+    return rows
+
+
+combinations_table = table(
+    "digests",
+    "Digests of the embedded job",
+    ["samples", "processes", "loader workers", "threads a process", "metrics_digest"],
+)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_combination(
-    launch: Launch,
-    tmp_path: Path,
-    wanted: Digests,
-    size: int,
-    written_table: list[tuple[int, int, int, int, str]],
+    launch: Launch, tmp_path: Path, wanted: Digests, size: int, combinations_table: Table
 ) -> None:
     manners = list(itertools.product(LIMITS, (0, 2), (1, 2)))
     found = matrix(launch, tmp_path / "out", size, manners)
-    written_table += [(a, size, b, c, digest) for (a, b, c), digest in zip(manners, found, strict=True)]
+    combinations_table += [
+        (f"{a:,}", size, b, c, f"`{digest[:16]}`") for (a, b, c), digest in zip(manners, found, strict=True)
+    ]
     assert found == [wanted[limit] for limit, _, _ in manners]
 
 
@@ -244,61 +238,36 @@ def evaluation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
 
 
-@pytest.fixture(scope="module")
-def launchers_table() -> Iterator[list[tuple[object, ...]]]:
-    """Rows (job, command, launcher, backend, processes, digest), written as the other table is."""
-    rows: list[tuple[object, ...]] = []
-    yield rows
-    columns = ["job", "command", "launcher", "backend", "processes", "metrics_digest"]
-    write_table("launchers", "Digests under every launcher and backend", columns, rows)
+launchers_table = table(
+    "launchers",
+    "Digests under every launcher and backend",
+    ["job", "command", "launcher", "backend", "processes", "metrics_digest"],
+)
+
+
+def row(
+    evaluation: Evaluation, way: Way, size: int, result: Mapping[str, Any], *names: str
+) -> tuple[object, ...]:
+    """A row of such a table, with these of the result's world."""
+    world = [result["world"][name] for name in names]
+    return (evaluation.name, f"`{way.command(size)}`", *world, f"`{result['metrics_digest'][:16]}`")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("way", "size"),
-    [SINGLE.parameter(1), *(way.parameter(size) for way in MANY for size in (1, 2, 3, 4))],
+    ("way", "size"), [SINGLE.parameter(1), *(way.parameter(size) for way in MANY for size in (1, 2, 3, 4))]
 )
 def test_every_launcher_at_every_size(
-    evaluate: Evaluate,
-    way: Way,
-    size: int,
-    evaluation: Evaluation,
-    launchers_table: list[tuple[object, ...]],
+    evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, launchers_table: Table
 ) -> None:
     result = check(evaluate, way, size, evaluation)
-    world = result["world"]
-    launchers_table.append(
-        (
-            evaluation.name,
-            f"`{way.command(size)}`",
-            world["launcher"],
-            world["backend"],
-            world["size"],
-            f"`{result['metrics_digest'][:16]}`",
-        )
-    )
-
-
-def test_mean_loss_is_the_exact_sum_over_n(launch: Launch, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    launch([*start("torchrun", 3), "dualeval", "run", "--limit", "997", "--out", out]).ok()
-    losses = pyarrow.parquet.read_table(out / "predictions.parquet")["loss"].to_pylist()
-    loss = json.loads((out / "result.json").read_text())["metrics"]["loss"]
-    assert loss == math.fsum(losses) / 997
-
-
-def ends_well(launch: Launch, folder: Path, size: int) -> Finished:
-    torchrun: list[str | Path] = [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
-    return launch([*torchrun, "-m", "dualeval", "run", "--limit", "200", "--out", folder], timeout=60)
-
-
-def _exit_codes(launch: Launch, folder: Path, size: int, times: int) -> list[int]:
-    done = [ends_well(launch, folder / str(number), size) for number in range(times)]
-    return [one.returncode for one in done]
+    launchers_table.append(row(evaluation, way, size, result, "launcher", "backend", "size"))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("size", [2, 3])
 def test_fifty_of_fifty_runs_exit_0(launch: Launch, tmp_path: Path, size: int) -> None:
-    assert _exit_codes(launch, tmp_path, size, 50) == [0] * 50
+    command = [*start("torchrun", size), "dualeval", "run", "--limit", "200"]
+    words = [[*command, "--out", tmp_path / str(number)] for number in range(50)]
+    assert [launch(each, timeout=60).returncode for each in words] == [0] * 50

@@ -17,7 +17,7 @@ from dualeval.result import Result
 from tests.conftest import ROOT, Launch
 from tests.engine.test_evaluator import evaluate
 from tests.engine.test_session import lines
-from tests.launchers import needs, start
+from tests.launchers import start, way
 from tests.tiny import TinyTask
 
 WORKER = ROOT / "tests" / "workers" / "early_stopping_worker.py"
@@ -136,16 +136,7 @@ def test_a_state_that_is_none(measured: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "backend"),
-    [
-        pytest.param("torchrun", "torch", id="torchrun"),
-        pytest.param(
-            "horovodrun",
-            "horovod",
-            id="horovodrun",
-            marks=[*needs("horovodrun", "horovod"), pytest.mark.long],
-        ),
-    ],
+    ("launcher", "backend"), [way("torchrun", "torch"), way("horovodrun", "horovod", long=True)]
 )
 def test_all_ranks_decide_as_rank_0(launch: Launch, tmp_path: Path, launcher: str, backend: str) -> None:
     done = launch([*start(launcher, 2), sys.executable, WORKER, backend], cwd=tmp_path).ok()

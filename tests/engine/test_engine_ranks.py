@@ -12,28 +12,34 @@ import pyarrow.parquet
 import pytest
 
 from tests.conftest import ROOT, Launch
-from tests.engine.test_evaluator import evaluate
-from tests.launchers import needs, start
+from tests.launchers import start, way
+from tests.sessions import evaluate
+from tests.tiny import TinyTask
 from tests.workers.engine_worker import ContentsTask, MedianTask
 
 WORKER = ROOT / "tests" / "workers" / "engine_worker.py"
-WAYS = [("torchrun", "torch"), ("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
+OTHER_WAYS = [("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
+WAYS = [way("torchrun", "torch"), *(way(*names, long=True) for names in OTHER_WAYS)]
 
 
 def run_ranks(
-    launch: Launch, scenario: str, size: int, folder: Path, way: tuple[str, str] = ("torchrun", "torch")
+    launch: Launch,
+    scenario: str,
+    size: int,
+    folder: Path,
+    way: tuple[str, str] = ("torchrun", "torch"),
+    timeout: float = 120,
 ) -> list[dict[str, Any]]:
     """Run a scenario of the worker on ``size`` ranks; returns their reports in rank order."""
     launcher, backend = way
-    launch([*start(launcher, size), sys.executable, WORKER, scenario, folder, backend]).ok()
+    command = [*start(launcher, size), sys.executable, WORKER, scenario, folder, backend]
+    launch(command, timeout=timeout).ok()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
-def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
-    [report] = run_ranks(launch, "together", 1, tmp_path_factory.mktemp("one"))
-    digest: str = report["digest"]
-    return digest
+def wanted() -> str:
+    return evaluate(TinyTask(997), batch_size=16).metrics_digest
 
 
 def test_every_rank_gets_the_same_result(launch: Launch, tmp_path: Path, wanted: str) -> None:
@@ -50,19 +56,11 @@ def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_p
         assert all(count == counts[0] for count in counts), "the number depends on samples or metrics"
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            way, marks=[*needs(*way), *([] if way == WAYS[0] else [pytest.mark.long])], id=" ".join(way)
-        )
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize(("launcher", "backend"), WAYS)
 def test_rows_reach_rank_0_without_a_shared_folder(
-    launch: Launch, tmp_path: Path, wanted: str, way: tuple[str, str]
+    launch: Launch, tmp_path: Path, wanted: str, launcher: str, backend: str
 ) -> None:
-    first, second = run_ranks(launch, "apart", 2, tmp_path, way)
+    first, second = run_ranks(launch, "apart", 2, tmp_path, (launcher, backend))
     assert first["digest"] == second["digest"] == wanted
     assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
     assert second["left"] == []
@@ -86,16 +84,6 @@ def test_without_a_shared_folder_a_run_goes_on_from_what_rank_0_sees(
     assert second["left"] == []
 
 
-def test_ranks_of_a_node_share_its_disk_and_leave_nothing(
-    launch: Launch, tmp_path: Path, wanted: str
-) -> None:
-    first, *others = run_ranks(launch, "apart_on_two_nodes", 3, tmp_path)
-    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
-    assert others == [{"digest": wanted, "left": []}] * 2
-    table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
-    assert table["index"].to_pylist() == list(range(997))
-
-
 def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) -> None:
     for name in ("one", "three"):
         (tmp_path / name).mkdir()
@@ -108,27 +96,15 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
     assert [entry["id"] for entry in alone["failed"]] == ["tiny/5", "tiny/50", "tiny/99"]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(("torchrun", "torch"), id="torchrun torch"),
-        *(
-            pytest.param(way, marks=[*needs(*way), pytest.mark.long], id=" ".join(way))
-            for way in (*WAYS[1:], ("mpirun", "torch"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "backend"), [*WAYS, way("mpirun", "torch", long=True)])
 @pytest.mark.parametrize(
     ("scenario", "message"),
-    [
-        ("one_fails_in_the_loop", "the last rank broke"),
-        ("one_fails_before_the_loop", "no model here"),
-    ],
+    [("one_fails_in_the_loop", "the last rank broke"), ("one_fails_before_the_loop", "no model here")],
 )
 def test_all_ranks_hear_of_the_first_failure(
-    launch: Launch, tmp_path: Path, scenario: str, message: str, way: tuple[str, str]
+    launch: Launch, tmp_path: Path, scenario: str, message: str, launcher: str, backend: str
 ) -> None:
-    reports = run_ranks(launch, scenario, 3, tmp_path, way)
+    reports = run_ranks(launch, scenario, 3, tmp_path, (launcher, backend))
     assert [report["raised"] for report in reports] == ["PeerError", "PeerError", "DualevalError"]
     assert {(report["message"], report["rank"], report["code"]) for report in reports} == {(message, 2, 1)}
 
@@ -141,19 +117,21 @@ def test_ranks_on_two_machines_say_so(launch: Launch, tmp_path: Path) -> None:
             assert words in report["refused"]["message"]
 
 
-def test_a_rank_with_another_job_is_named(launch: Launch, tmp_path: Path) -> None:
-    reports = run_ranks(launch, "another_job", 2, tmp_path)
-    for report in reports:
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("another_job", ["rank 1 on", "samples: 20 on rank 0, 21 here"]),
+        ("one_id_on_two_ranks", ["2 samples have the id 's0': each sample needs an id of its own"]),
+        ("rank_in_the_model", [".drawn: ", "a rank, a time or a random number does not belong there"]),
+    ],
+)
+def test_what_ranks_do_not_share_is_refused_on_all(
+    launch: Launch, tmp_path: Path, scenario: str, words: list[str]
+) -> None:
+    for report in run_ranks(launch, scenario, 2, tmp_path):
         assert report["code"] == 2
-        assert "rank 1 on" in report["message"]
-        assert "samples: 20 on rank 0, 21 here" in report["message"]
+        assert all(each in report["message"] for each in words), report
     assert not (tmp_path / "out").exists()
-
-
-def test_one_id_on_two_ranks_is_refused_on_both(launch: Launch, tmp_path: Path) -> None:
-    for report in run_ranks(launch, "one_id_on_two_ranks", 2, tmp_path):
-        assert report["code"] == 2
-        assert "2 samples have the id 's0': each sample needs an id of its own" in report["message"]
 
 
 def test_contents_are_read_once_a_node_and_compared(launch: Launch, tmp_path: Path) -> None:
@@ -170,13 +148,6 @@ def test_contents_are_read_once_a_node_and_compared(launch: Launch, tmp_path: Pa
         assert (report["raised"], report["code"]) == ("UsageError", 2)
         assert f"contents on {host} (rank 1) than on {host} (rank 0)" in report["message"]
         assert "samples 192 to 255 (tiny/192 to tiny/255) differ, and 0 more of 5" in report["message"]
-
-
-def test_what_differs_by_rank_in_a_model_is_explained(launch: Launch, tmp_path: Path) -> None:
-    for report in run_ranks(launch, "rank_in_the_model", 2, tmp_path):
-        assert report["code"] == 2
-        assert ".drawn: " in report["message"]
-        assert "a rank, a time or a random number does not belong there" in report["message"]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])

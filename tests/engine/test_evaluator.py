@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
 import torch
+import torch._dynamo  # here, not with the first export: the import sets an environment variable
+from torch import nn
 
 from dualeval.engine import numerics, plan, recorder
-from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.folder import journal, predictions, windows
-from dualeval.engine.options import NEW_FOLDER, RunOptions
+from dualeval.engine.options import NEW_FOLDER
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.options import choices
-from dualeval.result import Result
 from dualeval.tasks import Task
-from dualeval.world import World
-from dualeval.world.devices import connect
-from tests.sessions import run_task
-from tests.tiny import TinyTask
-
-
-def evaluate(
-    task: Task,
-    out: Path | None,
-    *,
-    note: Callable[[str], None] = lambda sentence: None,
-    job: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Result:
-    with connect(None, World.alone(), "cpu") as backend:
-        control = open_control_plane(backend)
-        return run_task(task, backend, control, RunOptions(out=out, **options), note=note, job=job)
+from tests.sessions import evaluate as evaluate
+from tests.sessions import noted
+from tests.tiny import CLASSES, FEATURES, TinyTask
 
 
 def rows(out: Path) -> dict[str, list[Any]]:
@@ -106,15 +93,6 @@ def test_failed_samples_are_left_out_and_listed(tmp_path: Path, workers: int) ->
     assert "6 samples could not be read and are in no metric" in result.warnings[0]
 
 
-def test_no_other_samples_bits_depend_on_a_failed_one(tmp_path: Path) -> None:
-    evaluate(TinyTask(64), tmp_path / "whole", batch_size=16)
-    evaluate(TinyTask(64, broken=[5]), tmp_path / "broken", batch_size=16, on_error="skip")
-    whole, broken = rows(tmp_path / "whole")["loss"], rows(tmp_path / "broken")["loss"]
-    assert [loss for index, loss in enumerate(whole) if index != 5] == [
-        loss for loss in broken if loss is not None
-    ]
-
-
 def test_failed_first_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = evaluate(TinyTask(12, range(8)), tmp_path / "a", batch_size=4, on_error="skip")
     assert result.samples["failed"] == 8
@@ -145,18 +123,11 @@ def test_what_cannot_go_on_says_why(
     assert not (tmp_path / "result.json").exists()
 
 
-def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the data set is empty"):
-        evaluate(TinyTask(0), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_new_folder_is_named_after_time_and_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with connect(None, World.alone(), "cpu") as backend:
-        result = run_task(TinyTask(5), backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER))
+    result = evaluate(TinyTask(5), NEW_FOLDER)
     assert result.folder is not None
     folder = Path(result.folder)
     assert folder.parent == tmp_path / "runs"
@@ -179,54 +150,57 @@ def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_task_that_loses_a_row_is_stopped(tmp_path: Path) -> None:
-    class Losing(TinyTask):
-        def observe(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {name: column[1:] for name, column in super().observe(outputs, batch).items()}
+class Before:
+    """Has what a task needed once."""
 
-    with pytest.raises(ExactlyOnceError, match=r"of batch 0 \(samples 0 to 7\) has 7 values, expected 8"):
-        evaluate(Losing(16), tmp_path / "out", batch_size=8)
+    name = "before"
 
 
-def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
-    class Before:
-        """Has what a task needed once."""
+class Losing(TinyTask):
+    def observe(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: column[1:] for name, column in super().observe(outputs, batch).items()}
 
-        name = "before"
 
-    with pytest.raises(UsageError, match=r"Before is not a task: expected an object whose class is derived"):
-        evaluate(Before(), tmp_path / "out")  # type: ignore[arg-type]
-    with pytest.raises(
-        UsageError, match=r"TinyTask is the class of a task: give an object of it, TinyTask\("
-    ):
-        evaluate(TinyTask, tmp_path / "out")  # type: ignore[arg-type]
+class Without(TinyTask):
+    def build_model(self) -> torch.nn.Module:  # type: ignore[override]
+        return torch.nn.Identity()
 
+
+def writing(name: str) -> TinyTask:
+    made: type[TinyTask] = type("Writing", (TinyTask,), {"exports": {name: "loss"}})
+    return made(5)
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "said"),
+    [
+        (TinyTask(0), UsageError, "the data set is empty"),
+        (Before(), UsageError, "Before is not a task: expected an object whose class is derived"),
+        (TinyTask, UsageError, r"TinyTask is the class of a task: give an object of it, TinyTask\("),
+        (Losing(8), ExactlyOnceError, r"of batch 0 \(samples 0 to 7\) has 7 values, expected 8"),
+        (
+            *(Without(5), UsageError),
+            r"^Without.build_model\(\) does not take what it is called with: .*_model\(self, device\).$",
+        ),
+        *(
+            (writing(name), UsageError, f"exports has '{name}'")
+            for name in ("../values.json", "result.json", "values.txt")
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated(tmp_path: Path, task: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        evaluate(task, tmp_path / "out", batch_size=8)
+    assert not (tmp_path / "out/result.json").exists()
+    assert error is ExactlyOnceError or not (tmp_path / "out").exists(), "nothing was begun"
+
+
+def test_a_task_has_all_methods() -> None:
     class Unfinished(Task):
         name = "unfinished"
 
     with pytest.raises(TypeError, match=r"abstract.*build_model.*dataset.*forward.*metrics.*observe"):
         Unfinished()  # type: ignore[abstract]
-
-
-def test_a_method_that_does_not_take_what_it_is_given_is_named(tmp_path: Path) -> None:
-    class Without(TinyTask):
-        def build_model(self) -> torch.nn.Module:  # type: ignore[override]
-            return torch.nn.Identity()
-
-    with pytest.raises(UsageError) as caught:
-        evaluate(Without(5), tmp_path / "out")
-    assert str(caught.value).startswith("Without.build_model() does not take what it is called with: ")
-    assert str(caught.value).endswith("Write def build_model(self, device).")
-
-
-@pytest.mark.parametrize("name", ["../values.json", "result.json", "values.txt"])
-def test_names_of_files_that_a_task_may_not_write(tmp_path: Path, name: str) -> None:
-    class Writing(TinyTask):
-        exports = {name: "loss"}  # noqa: RUF012
-
-    with pytest.raises(UsageError, match=f"exports has '{name}'"):
-        evaluate(Writing(5), tmp_path / "out")
-    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_file_of_a_tasks_own(tmp_path: Path) -> None:
@@ -258,10 +232,67 @@ def test_precisions_are_those_of_the_options() -> None:
     assert tuple(numerics.PRECISIONS) == choices.PRECISIONS
 
 
-def test_a_finished_folder_that_was_moved(tmp_path: Path) -> None:
-    """It says where it is now, and not where it was made."""
-    evaluate(TinyTask(5), tmp_path / "made")
-    (tmp_path / "made").rename(tmp_path / "moved")
-    again = evaluate(TinyTask(5), tmp_path / "moved")
-    assert again.earlier
-    assert again.folder == str(tmp_path / "moved")
+# -- a model left in training mode: set to evaluation, and said; what cannot be set is said too ---------
+
+
+class Dropping(TinyTask):
+    """Its model drops half of what it sees, unless it is in evaluation mode."""
+
+    def __init__(self, *, training: bool, last: nn.Module | None = None) -> None:
+        super().__init__(200)
+        self._training = training
+        self._last = nn.Dropout(0.5) if last is None else last
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        model = nn.Sequential(super().build_model(device), self._last)
+        return model.train(self._training)
+
+    def notes(self) -> list[str]:
+        return [f"a model of {CLASSES} classes"]
+
+
+class Stubborn(nn.Dropout):
+    """Stays in training mode, as for Monte Carlo dropout."""
+
+    def train(self, mode: bool = True) -> Stubborn:
+        return super().train(True)
+
+
+def test_a_model_in_training_mode_is_set_to_evaluation(tmp_path: Path) -> None:
+    wanted, [own] = noted(Dropping(training=False), tmp_path / "a", batch_size=16)
+    assert own == "a model of 7 classes"
+    found, [own, note] = noted(Dropping(training=True), tmp_path / "b", batch_size=16)
+    assert note == (
+        "the model was in training mode, and was set to evaluation mode (3 modules: the model itself, 0, 1)"
+    )
+    assert found.metrics_digest == wanted.metrics_digest
+
+
+def test_a_part_in_training_mode_is_set_too(tmp_path: Path) -> None:
+    class Part(Dropping):
+        def build_model(self, device: torch.device) -> nn.Module:
+            model = super().build_model(device)
+            model.get_submodule("1").train()
+            return model
+
+    wanted, _ = noted(Dropping(training=False), tmp_path / "a", batch_size=16)
+    found, [_, note] = noted(Part(training=False), tmp_path / "b", batch_size=16)
+    assert "(1 module: 1)" in note
+    assert found.metrics_digest == wanted.metrics_digest
+
+
+def test_what_stays_in_training_mode_is_said(tmp_path: Path) -> None:
+    _, [_, first, second, *_] = noted(
+        Dropping(training=True, last=Stubborn(0.5)), tmp_path / "out", batch_size=16
+    )
+    assert "was set to evaluation mode (2 modules: the model itself, 0)" in first
+    assert "stays in training mode after model.eval() in 1 module: 1: a train() of the model's own" in second
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_exported_graph_has_no_modes() -> None:
+    example: tuple[Any, ...] = (torch.zeros(2, FEATURES),)
+    model = torch.export.export(nn.Sequential(nn.Linear(FEATURES, 3), nn.Dropout()), example).module()
+    [note] = set_evaluation_mode(model)
+    assert "cannot be set to evaluation mode" in note
+    assert "export it after model.eval()" in note

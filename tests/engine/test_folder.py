@@ -15,21 +15,17 @@ from typing import Any
 
 import pytest
 
-from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.end.process import how_to_resume
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.opening import begins_anew
 from dualeval.engine.folder.process import Process
-from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Status, read_status
-from dualeval.world import World
-from dualeval.world.devices import connect
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
-from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 PLAN = EvalPlan(num_samples=8, batch_size=4)
@@ -173,9 +169,7 @@ def test_a_terminal_that_stands_still_does_not_stop_the_count(
         stands.set()
         assert counted.wait(PATIENCE_S)
 
-    with connect(None, World.alone(), "cpu") as backend:
-        options = RunOptions(out=tmp_path, batch_size=8)
-        run_task(Watched(8), backend, open_control_plane(backend), options, show=show)
+    evaluate(Watched(8), tmp_path, batch_size=8, show=show)
     assert counted.is_set()
 
 
@@ -221,25 +215,21 @@ def test_what_killed_runs_have_left_is_removed(tmp_path: Path, age_s: float, sta
 )
 def test_a_folder_where_a_file_belongs_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    task = TinyTask(8)
-    with pytest.raises(UsageError, match=r"(?s)\(Is a directory\)|but no job\.json.* --out"):
-        evaluate(task, tmp_path, batch_size=8)
-    assert task.dataset().reads == []
+    refused(tmp_path, r"(?s)\(Is a directory\)|but no job\.json.* --out")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (os.fsdecode(b"out\xff"), r"out\\udcff', is not UTF-8.*Give another --out"),
-        ("a" * 256, r"cannot be written .*File name too long.*--out"),
-    ],
-    ids=["no text", "too long"],
-)
-def test_a_name_of_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_a_name_of_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path / os.fsdecode(b"out\xff"), r"out\\udcff', is not UTF-8.*Give another --out")
+    refused(tmp_path / ("a" * 256), r"cannot be written .*File name too long.*--out")
+    assert not list(tmp_path.iterdir())
+
+
+def refused(out: Path, said: str) -> None:
+    """Before anything is read."""
     task = TinyTask(8)
     with pytest.raises(UsageError, match=said):
-        evaluate(task, tmp_path / name, batch_size=8)
-    assert task.dataset().reads == [] and not list(tmp_path.iterdir())
+        evaluate(task, out, batch_size=8)
+    assert task.dataset().reads == []
 
 
 @pytest.mark.parametrize("name", ["probe_of", "write_text"])
@@ -312,3 +302,24 @@ def test_a_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
     """As the text of an error that names a file of such a name."""
     Status(state="failed", reason="bad \udcff name").write(tmp_path)
     assert read_status(tmp_path) == Status(state="failed", reason="bad \udcff name")
+
+
+# -- how a run that was stopped says what to type -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folder", "named"),
+    [
+        ("runs/mine", None),
+        ("runs/20261122T184226-fdb49fd2", "runs/20261122T184226-fdb49fd2"),
+        ("runs/20261122T184226.2-fdb49fd2", "runs/20261122T184226.2-fdb49fd2"),
+        ("runs/20261122T184226-several-fdb49fd2/epoch1", "runs/20261122T184226-several-fdb49fd2"),
+    ],
+)
+def test_a_folder_that_nobody_has_named_is_named_to_resume(folder: str, named: str | None) -> None:
+    out = "" if named is None else f", with --out {named},"
+    assert how_to_resume(Path(folder)) == f"the same command again{out} to resume"
+
+
+def test_no_folder_no_name() -> None:
+    assert how_to_resume(None) == "the same command again to resume"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,13 +17,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import dualeval
 from dualeval.engine.guest import Snapshot, as_it_was
-from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import check_sharded
 from dualeval.errors import UsageError
-from dualeval.result import Result
 from dualeval.world import World
-from dualeval.world.devices import connect
-from tests.sessions import joined, run_task
+from tests import sessions
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 
@@ -64,9 +62,7 @@ def make_model() -> nn.Module:
     )
 
 
-def evaluate(task: TinyTask, *, guest: bool = True, **options: Any) -> Result:
-    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
-        return run_task(task, backend, control, RunOptions(**options), guest=guest)
+evaluate = functools.partial(sessions.evaluate, guest=True)
 
 
 def test_the_bits_are_those_of_an_owner() -> None:
@@ -179,10 +175,7 @@ class Deep(TinyTask):
 @pytest.mark.parametrize("path", ["box", "trainer"])
 def test_a_model_that_is_inside_of_a_task_is_put_back(path: str) -> None:
     model = make_model()
-    found = {
-        "box": [[model]],
-        "trainer": SimpleNamespace(trainer=Trainer(model)),
-    }
+    found = {"box": [[model]], "trainer": SimpleNamespace(trainer=Trainer(model))}
     evaluate(Deep(path, found[path], model))
     assert all(module.training for module in model.modules())
     assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())

@@ -116,7 +116,7 @@ def test_relative_imports_and_packages(home: Path) -> None:
     }
     first = found(home, files, "pkg.net:Net")
     assert {name for name in first if name.startswith("pkg")} == {
-        *("pkg", "pkg.net", "pkg.ops", "pkg.more", "pkg.last"),
+        *("pkg", "pkg.net", "pkg.ops", "pkg.more", "pkg.last")
     }
 
 

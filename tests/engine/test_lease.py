@@ -219,4 +219,6 @@ def test_of_many_newcomers_one_takes_over(tmp_path: Path, launch: Launch, told: 
     changes, after_s, rounds = ({}, 20, 10) if told == "at once" else ({"space": "another kernel"}, 1, 2)
     dead = dead_lease(tmp_path, **changes).replace(tmp_path / "dead")
     (tmp_path / "out").mkdir()
-    launch([sys.executable, "-c", RACE, tmp_path / "out", dead, str(after_s), str(rounds)], timeout=40).ok()
+    (tmp_path / "race.py").write_text(RACE)
+    words = [tmp_path / "out", dead, str(after_s), str(rounds)]
+    launch([sys.executable, tmp_path / "race.py", *words], timeout=120).ok()

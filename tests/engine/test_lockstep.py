@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 
 from dualeval.engine import rounds
-from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
-from dualeval.world import World
-from dualeval.world.devices import connect
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import start
-from tests.sessions import joined, run_task
+from tests.sessions import evaluate
 from tests.workers.lockstep_worker import ShardedTask
 
 WORKER = ROOT / "tests" / "workers" / "lockstep_worker.py"
 GUEST = ROOT / "tests" / "workers" / "sharded_guest_worker.py"
-UNEVEN = ROOT / "tests" / "workers" / "uneven_worker.py"
 
 
 def run(launch: Launch, ranks: int, out: Path | str, **given: Any) -> Finished:
@@ -37,9 +33,7 @@ def printed(done: Finished) -> dict[str, Any]:
 
 def whole_digest() -> str:
     """Of the whole model, in this process."""
-    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
-        options = RunOptions(batch_size=4)
-        return run_task(ShardedTask(53, {"shard": "no"}), backend, control, options).metrics_digest
+    return evaluate(ShardedTask(53, {"shard": "no"}), batch_size=4).metrics_digest
 
 
 def test_there_are_as_many_rounds_as_the_rank_with_most_batches_has() -> None:
@@ -51,7 +45,7 @@ def test_there_are_as_many_rounds_as_the_rank_with_most_batches_has() -> None:
 
 
 def test_uneven_data_gives_the_digest_of_the_whole_model(launch: Launch, tmp_path: Path) -> None:
-    launch([*start("torchrun", 3), sys.executable, UNEVEN, tmp_path]).ok()
+    launch([*start("torchrun", 3), sys.executable, WORKER, "uneven", tmp_path]).ok()
     found = json.loads((tmp_path / "found.json").read_text())
     for name, case in found.items():
         assert case["sharded"] == case["whole"], name
@@ -130,7 +124,7 @@ def test_a_forward_that_goes_wrong_on_one_rank_ends_all(launch: Launch, what: st
 
 
 def test_in_a_script_a_forward_that_fails_on_one_rank_leaves_none_waiting(launch: Launch) -> None:
-    done = launch([*start("torchrun", 2), sys.executable, ROOT / "tests" / "sharded_guest_failing.py"])
+    done = launch([*start("torchrun", 2), sys.executable, WORKER, "failing"])
     found = printed(done)
     assert found["raised"] == [
         "PeerError: ValueError: this rank's own error",
@@ -141,7 +135,7 @@ def test_in_a_script_a_forward_that_fails_on_one_rank_leaves_none_waiting(launch
 
 @pytest.mark.long
 def test_a_model_that_fails_ends_its_attempt_alone(launch: Launch) -> None:
-    ended = launch([*start("torchrun", 2), sys.executable, ROOT / "tests" / "lockstep_attempts.py"]).ok()
+    ended = launch([*start("torchrun", 2), sys.executable, WORKER, "attempts"]).ok()
     assert ended.stdout.splitlines() == [
         *("good: done", "everywhere: ValueError: this rank's own error", "good after everywhere: done"),
         *("columns of one rank: ValueError: this rank's own columns", "good after columns: done"),

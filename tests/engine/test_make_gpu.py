@@ -24,12 +24,7 @@ ANSWERS: dict[str, Any] = {
         "carriers": {"cpu": "cpu", "cuda": "cuda"},
         "speed": {"cpu": {"latency_us": 9.0}, "cuda": {"latency_us": 20.0}},
     },
-    "waits": {
-        "few": {**EVENTS, "cudaEventSynchronize": 16},
-        "many": EVENTS,
-        "batches": 32,
-        "lines": [],
-    },
+    "waits": {"few": {**EVENTS, "cudaEventSynchronize": 16}, "many": EVENTS, "batches": 32, "lines": []},
     "speed": {
         "images_per_s": {"bare": [200.0, 200.0], "dualeval": [180.0, 190.0]},
         "peak_mb": {"bare": 90.0, "dualeval": 91.0},

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +15,9 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.engine import numerics
-from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
-from dualeval.result import Result
-from dualeval.world import World
-from dualeval.world.devices import connect
+from tests import sessions
 from tests.conftest import Launch
-from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -191,10 +186,7 @@ class Changing(TinyTask):
     """A tiny task whose model's code changes settings; notes those that its forwards meet."""
 
     def __init__(
-        self,
-        *,
-        at_build: Callable[[], object] = lambda: None,
-        in_forward: Callable[[], object] | None = None,
+        self, *, at_build: Callable[[], object] = lambda: None, in_forward: Callable[[], object] | None = None
     ) -> None:
         super().__init__(64)
         self._at_build = at_build
@@ -215,47 +207,39 @@ class Changing(TinyTask):
         return logits
 
 
-def evaluate(task: TinyTask, out: Path, **options: Any) -> tuple[Result, list[str]]:
-    notes: list[str] = []
-    with connect(None, World.alone(), "cpu") as backend:
-        result = run_task(
-            task,
-            backend,
-            open_control_plane(backend),
-            RunOptions(out=out, batch_size=16, **options),
-            note=notes.append,
-        )
-        return result, notes
+noted = functools.partial(sessions.noted, batch_size=16)
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_the_model_changes_when_it_is_built_is_set_back_and_noted(tmp_path: Path, name: str) -> None:
-    change, said = CHANGES[name]
-    before = state()
-    plain = Changing()
-    wanted, notes = evaluate(plain, tmp_path / "plain")
-    assert notes == []
-    task = Changing(at_build=change)
-    result, notes = evaluate(task, tmp_path / "out")
-    assert state() == before
-    assert task.met == plain.met
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[dict[str, Any]], str]:
+    """What the forwards of a run meet where nobody changes anything, and its digest."""
+    task = Changing()
+    result, notes = noted(task)
+    assert notes == [] and len(task.met) > 1
     assert all(set(fp32_precisions()) <= met.keys() for met in task.met)
     assert {met[kernels] for met in task.met for kernels in KERNELS} == {"ieee"}
     assert {met["threads"] for met in task.met} == {1}
-    assert result.metrics_digest == wanted.metrics_digest
-    [note] = notes
+    return task.met, result.metrics_digest
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_model_changes_when_it_is_built_is_set_back_and_noted(plain: Any, name: str) -> None:
+    change, said = CHANGES[name]
+    before = state()
+    task = Changing(at_build=change)
+    result, [note] = noted(task)
+    assert state() == before
+    assert (task.met, result.metrics_digest) == plain
     assert note.startswith("the model's code has changed ") and f"torch.{said}" in note
     assert note in result.warnings
 
 
 @pytest.mark.parametrize(("name", "pool"), [*((name, False) for name in IN_FORWARD), ("allow_tf32", True)])
-def test_what_the_model_changes_in_its_forward_is_a_warning(
-    tmp_path: Path, scratch: None, name: str, pool: bool
-) -> None:
+def test_what_the_model_changes_in_its_forward_is_a_warning(scratch: None, name: str, pool: bool) -> None:
     change, said = CHANGES[name]
     torch.set_num_threads(2 if pool else 1)
     before = state()
-    result, notes = evaluate(Changing(in_forward=change), tmp_path / "out")
+    result, notes = noted(Changing(in_forward=change))
     assert state() == before
     assert notes == []
     [warning] = [warning for warning in result.warnings if f"torch.{said}" in warning]
@@ -263,17 +247,14 @@ def test_what_the_model_changes_in_its_forward_is_a_warning(
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_the_program_set_before_does_not_reach_the_run(tmp_path: Path, scratch: None, name: str) -> None:
+def test_what_the_program_set_before_does_not_reach_the_run(plain: Any, scratch: None, name: str) -> None:
     change, said = CHANGES[name]
-    plain = Changing()
-    wanted, _ = evaluate(plain, tmp_path / "plain")
     change()
     before = state()
     task = Changing()
-    result, notes = evaluate(task, tmp_path / "out")
+    result, notes = noted(task)
     assert state() == before
-    assert task.met == plain.met
-    assert result.metrics_digest == wanted.metrics_digest
+    assert (task.met, result.metrics_digest) == plain
     setting_, _, values = said.partition(" from ")
     standard, _, found = values.partition(" to ")
     assert any(
@@ -312,34 +293,34 @@ def test_a_script_with_a_default_device_has_the_same_bits(scratch: None, device:
     assert torch.get_default_device() == torch.device(device)
 
 
-def test_inside_of_a_devices_context_is_refused(tmp_path: Path) -> None:
+def test_inside_of_a_devices_context_is_refused() -> None:
     before = state()
     with torch.device("cpu"), pytest.raises(UsageError, match=r"inside 'with torch\.device.*call it out"):
-        evaluate(Changing(), tmp_path / "out")
+        noted(Changing())
     assert state() == before
 
 
-def test_grad_mode_is_the_callers(tmp_path: Path, no_look: None) -> None:
+def test_grad_mode_is_the_callers(no_look: None) -> None:
     met = []
 
     def see() -> None:
         met.append(torch.is_grad_enabled())
 
     with torch.no_grad():
-        _, notes = evaluate(Changing(at_build=see, in_forward=see), tmp_path / "out")
+        _, notes = noted(Changing(at_build=see, in_forward=see))
         assert not torch.is_grad_enabled()
     assert notes == []
     assert met == [True, False, False, False, False]
 
 
-def test_a_program_that_used_the_newer_settings_first(tmp_path: Path, scratch: None) -> None:
+def test_a_program_that_used_the_newer_settings_first(scratch: None) -> None:
     newer()
     BACKENDS.cudnn.rnn.fp32_precision = "ieee"
     with pytest.raises(RuntimeError):
         _ = BACKENDS.cuda.matmul.allow_tf32
     before = fp32_precisions()
     task = Changing()
-    _, notes = evaluate(task, tmp_path / "out")
+    _, notes = noted(task)
     assert {met[kernels] for met in task.met for kernels in KERNELS} == {"ieee"}
     assert fp32_precisions() == before
     assert notes == [
@@ -348,7 +329,7 @@ def test_a_program_that_used_the_newer_settings_first(tmp_path: Path, scratch: N
     ]
 
 
-def test_put_back_where_a_run_fails(tmp_path: Path) -> None:
+def test_put_back_where_a_run_fails() -> None:
     def fail() -> None:
         medium_then_older()
         BACKENDS.cudnn.benchmark = True
@@ -356,13 +337,13 @@ def test_put_back_where_a_run_fails(tmp_path: Path) -> None:
 
     before = state()
     with pytest.raises(UsageError, match="no model"):
-        evaluate(Changing(at_build=fail), tmp_path / "out")
+        noted(Changing(at_build=fail))
     assert state() == before
 
 
-def test_tf32_is_for_gpus(tmp_path: Path) -> None:
+def test_tf32_is_for_gpus() -> None:
     with pytest.raises(UsageError, match=r"--precision tf32: the device is cpu, .*Leave it out"):
-        evaluate(Changing(), tmp_path / "out", precision="tf32")
+        noted(Changing(), precision="tf32")
     for precision in ("fp32", "amp-bf16", "amp-fp16"):
         numerics.check_precision(precision, CPU)
 

@@ -104,10 +104,7 @@ OF_TRANSFORMERS = ("vit_b_32", "convnext_tiny", "swin_t", "maxvit_t")
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        *((name, CHANNELS_LAST) for name in CONVOLUTIONAL),
-        *((name, CONTIGUOUS) for name in OF_TRANSFORMERS),
-    ],
+    [*((name, CHANNELS_LAST) for name in CONVOLUTIONAL), *((name, CONTIGUOUS) for name in OF_TRANSFORMERS)],
 )
 def test_the_layout_that_auto_gives_torchvisions_models(name: str, layout: str) -> None:
     options = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}

@@ -97,12 +97,10 @@ def test_a_signal_to_the_parent_of_ranks(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("words", [["--stop-signals=SIGUSR1,SIGHUP"]])
-def test_the_first_signals_are_those_that_were_named(
-    launch: Launch, tmp_path: Path, words: list[str]
-) -> None:
-    assert signalled(launch, [*RUN, *words], signal.SIGUSR1, "click", 1, tmp_path)[0] == 75
-    assert signalled(launch, [*RUN, *words], TERM, "click", 1, tmp_path)[0] == -TERM
+def test_the_first_signals_are_those_that_were_named(launch: Launch, tmp_path: Path) -> None:
+    run = [*RUN, "--stop-signals=SIGUSR1,SIGHUP"]
+    assert signalled(launch, run, signal.SIGUSR1, "click", 1, tmp_path)[0] == 75
+    assert signalled(launch, run, TERM, "click", 1, tmp_path)[0] == -TERM
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def test_without_a_folder_the_metrics_are_the_same(done: tuple[Path, Result]) ->
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_any_number_of_ranks(launch: Launch, tmp_path: Path, done: tuple[Path, Result], size: int) -> None:
-    """Two ranks share a folder, of three rank 0 has one of its own; and each makes a run without one, too."""
+    """Two ranks share a folder; of three rank 0 has a disk of its own, the others one together, where nothing
+    is left; and each makes a run without a folder, too."""
     reports = run_ranks(launch, "ragged", size, tmp_path)
     out, result = done
     for report in reports:
@@ -106,6 +107,7 @@ def test_any_number_of_ranks(launch: Launch, tmp_path: Path, done: tuple[Path, R
         assert report["resumed"] == 0
     names = ("predictions.parquet", "tokens.json", "words.json")
     assert reports[0]["left"] == sorted([*names, "job.json", "result.json", "status.json"])
+    assert size == 2 or [report["left"] for report in reports[1:]] == [[], []]
     for name in names:
         assert (Path(reports[0]["out"]) / name).read_bytes() == (out / name).read_bytes()
 

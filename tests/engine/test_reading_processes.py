@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.building import automatic_workers
-from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.feed import why_not_forked
-from dualeval.engine.options import RunOptions
+from dualeval.engine.feed import own_storages, why_not_forked
+from dualeval.engine.nests import tensors_in
 from dualeval.errors import UsageError
-from dualeval.world import World
-from dualeval.world.devices import connect
+from dualeval.result import Result
 from tests.conftest import Launch
-from tests.sessions import run_task
+from tests.sessions import noted
 from tests.tiny import TinyTask
 
 SPAWN = r"reading processes are forked, and this program has them started by spawn \(.*_method\('spawn'\)\)"
@@ -45,11 +43,8 @@ class Holding(TinyTask):
         return found
 
 
-def evaluated(task: TinyTask, **options: Any) -> tuple[Any, list[str]]:
-    notes: list[str] = []
-    with connect(None, World.alone(), "cpu") as backend:
-        control = open_control_plane(backend)
-        return run_task(task, backend, control, RunOptions(**options), note=notes.append, cores=2), notes
+def evaluated(task: TinyTask, **options: Any) -> tuple[Result, list[str]]:
+    return noted(task, cores=2, **options)
 
 
 @pytest.fixture
@@ -133,3 +128,101 @@ def test_they_end_with_the_process_that_they_read_for(tmp_path: Path, launch: La
     (tmp_path / "killed.py").write_text(KILLED)
     # Fails where a process is left behind.
     assert launch([sys.executable, tmp_path / "killed.py"], timeout=60).returncode == -signal.SIGKILL
+
+
+# -- how reading processes hand over batches: parts of larger storages, and a shared memory without room
+
+
+def bytes_of(batch: object) -> int:
+    storages: list[Tensor] = [tensor for _, tensor in tensors_in(batch)]
+    return sum(
+        {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in storages}.values()
+    )
+
+
+def test_small_parts_of_a_storage_get_their_own() -> None:
+    everything = torch.arange(3000.0).view(1000, 3)
+    for batch, expected in (
+        (everything[10:74], 64 * 12),
+        ({"a": everything[:64], "b": [everything[64:128]]}, 128 * 12),
+        (everything[10:74, 1:], 64 * 12 - 4),
+        (everything[5:5], 0),
+        # Its copy would be as large: contiguous columns; most of the samples.
+        (torch.zeros(3, 1000).t()[:64], 12_000),
+        (everything[:600], 12_000),
+    ):
+        assert bytes_of(own_storages(batch)) == expected
+    found = own_storages({"a": [everything[7:9, 1:]]})["a"][0]
+    assert torch.equal(found, everything[7:9, 1:]) and found.stride() == (3, 1)
+    assert own_storages(everything) is everything
+    conjugated = torch.zeros(100, 2, dtype=torch.complex64).conj()[:1]
+    assert own_storages(conjugated) is conjugated
+
+
+# Batches of 112 kB, as a collate of one's own and as torch's make them: in the shared memory.
+SMALL_MEMORY = """
+import json, os, subprocess, sys
+import torch
+from torch.utils.data import Dataset, default_collate
+import dualeval
+from dualeval.engine.feed import Feed, Reader
+from dualeval.errors import UsageError
+from dualeval.metrics import Mean
+from tests.tiny import TinyTask
+
+class ByTorch(TinyTask):
+    def collate(self, samples):
+        return default_collate([{"features": features, "targets": target} for features, target in samples])
+
+class Large(Dataset):
+    def __len__(self): return 12
+    def __getitem__(self, index): return torch.full((750_000,), float(index))
+
+def read():
+    batches = [range(first, first + 2000) for first in range(0, 40_000, 2000)]
+    for task in (TinyTask(40_000), ByTorch(40_000)):
+        feed = Feed(Reader(task.dataset(), task), batches, workers=2, device=torch.device("cpu"))
+        try:
+            found = list(feed)
+        except UsageError as error:
+            print(error)
+            continue
+        for (data, failed), samples in zip(found, batches, strict=True):
+            expected = task.collate(task.dataset().__getitems__(samples))
+            assert not failed and all(torch.equal(data[name], expected[name]) for name in expected)
+        print(len(found), *sorted({*feed.notes}))
+
+def door():
+    done = dualeval.evaluate(model=torch.nn.Identity().eval(), data=Large(),
+        forward=lambda model, batch: batch.mean(1), observe=lambda out, batch: {"v": out},
+        metrics=[Mean("v")], workers=2, batch_size=4, device="cpu", note=print)
+    print(done.metrics["v"])
+
+for work, size in ((read, "256k"), (door, "1m"), (read, "16k")):
+    subprocess.run(["mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
+    print("--", size, flush=True)
+    if os.fork() == 0:
+        work()
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.needs("mounts")
+def test_a_shared_memory_without_room(launch: Launch) -> None:
+    """As in a container: torch alone would lose batches, and wait for ever."""
+    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" "$@"'
+    words = ["unshare", "--mount", "sh", "-c", mount, sys.executable, "-c", SMALL_MEMORY]
+    done = launch(words, timeout=120, variables={"OMP_NUM_THREADS": "1"}).ok()
+    said = dict(part.partition("\n")[::2] for part in done.stdout.split("-- ")[1:])
+    pipes = " /dev/shm has no room for the batches of reading processes: they are sent through pipes"
+    small, door, none = (said[size].splitlines() for size in ("256k", "1m", "16k"))
+    assert [line.partition(",")[0] for line in small] == [f"20{pipes}"] * 2
+    assert all("--ipc=host" in line for line in small)
+    # The task has its own words for what torch's collate raises.
+    assert door[-1] == "5.5" and any(pipes.strip() in line for line in door)
+    assert len(none) == 2
+    for line in none:
+        assert line.startswith("/dev/shm on ") and "no room for the locks of reading processes." in line
+        assert line.endswith("Or type --workers 0.")

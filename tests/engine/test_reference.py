@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dualeval
+from dualeval.columns import RaggedRows
 from dualeval.engine import stored_rows
+from dualeval.engine.row_comparison import Difference, as_one_kind, right, same_entries, text_rows
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.report.table import print_result
@@ -83,12 +86,11 @@ def expected(first: Path, second: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("window", [7])
 def test_the_numbers_are_those_of_the_two_files(
-    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
-    monkeypatch.setattr("dualeval.engine.folder.windows.WINDOW_ROWS", window)
+    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", 7)
+    monkeypatch.setattr("dualeval.engine.folder.windows.WINDOW_ROWS", 7)
     out = tmp_path / "second"
     job = {"precision": "fp32", "mean": (0.5,), "layout": "x", "by": ("target",)}
     result = evaluate(Seeded(seed=1), out, batch_size=16, reference=first, job=job)
@@ -256,10 +258,62 @@ def test_two_ranks_and_the_command_line(launch: Launch, tmp_path: Path) -> None:
     launch([*command, "--out", tmp_path / "a"], timeout=120).ok()
     (tmp_path / "job.toml").write_text('reference = "a"\n')
     words: list[str | Path] = [
-        *("--config", tmp_path / "job.toml", "--batch-size", "16", "--out", tmp_path / "b"),
+        *("--config", tmp_path / "job.toml", "--batch-size", "16", "--out", tmp_path / "b")
     ]
     two = launch([*start("torchrun", 2), *command, *words], timeout=120).ok()
     found = json.loads(two.stdout)["reference"]
     assert found["samples"] == 200
     assert found["differs_in"] == {"batch_size": [64, 16]}
     assert found["agreement"] == 1.0
+
+
+# -- rows beside other rows: kinds that can be compared, and values that are equal ----------------------
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ([1.0, NAN, 2.0, NAN], [1.0, NAN, 3.0, 1.0], [True, True, False, False]),
+        (["a", None, "b", None], ["a", None, "c", "d"], [True, True, False, False]),
+        ([1, 2], ["1", "2"], [False, False]),
+        ([True, False], [True, True], [True, False]),
+        ([1, 2], [1.0, 2.5], [True, False]),
+    ],
+)
+def test_equal_entries(one: list[Any], other: list[Any], same: list[bool]) -> None:
+    assert same_entries(pyarrow.array(one), pyarrow.array(other)).tolist() == same
+
+
+def test_kinds_that_can_be_compared() -> None:
+    single, double = np.zeros((2, 3), np.float32), np.zeros((2, 3))
+    pair = as_one_kind(single, double)
+    assert pair is not None
+    assert {rows.dtype for rows in map(np.asarray, pair)} == {np.dtype(np.float64)}
+    assert as_one_kind(single, double[:, :2]) is None
+    assert as_one_kind(single, single.astype(np.int32)) is None
+    ragged = RaggedRows(np.zeros(2, np.float32), np.array([0, 2]))
+    assert as_one_kind(ragged, RaggedRows(np.zeros(2), np.array([0, 2]))) is None
+
+
+def test_no_text_is_not_the_empty_one() -> None:
+    difference = Difference.of(text_rows([""]))
+    assert difference.add(text_rows(["", "a"]), text_rows([None, "a"]), str).tolist() == [0]
+    assert difference.to_json() == {"rows_differ": 1, "first": "0"}
+
+
+def test_which_predictions_are_right() -> None:
+    columns = {
+        "prediction": np.array([1, 2]),
+        "target": np.array([1, 3]),
+        "exact_match": np.array([0.0, 1.0]),
+    }
+    found = right(columns, "prediction")
+    assert found is not None
+    assert found.tolist() == [True, False]
+    found = right(columns, "answer")
+    assert found is not None
+    assert found.tolist() == [False, True]
+    assert right({"prediction": np.array([0.5])}, "prediction") is None

@@ -33,14 +33,7 @@ BATCH = 10
 
 # What a model reads, as from a helper module, a file or the environment, and no identity names: a factor, and
 # the number of batches after which it breaks.
-unnamed = {
-    "factor": 1.0,
-    "batches": math.inf,
-    "limit": 2.0,
-    "scale": 1.0,
-    "unsteady": 0.0,
-    "ticks": 0.0,
-}
+unnamed = {"factor": 1.0, "batches": math.inf, "limit": 2.0, "scale": 1.0, "unsteady": 0.0, "ticks": 0.0}
 
 
 class Reading(TinyTask):

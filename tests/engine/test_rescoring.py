@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import runpy
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.engine import stored_rows
+from dualeval import cli
+from dualeval.engine import stored_rows, verification
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -27,11 +31,13 @@ from dualeval.metrics.classification import (
     classification_metric,
     default_metrics,
 )
+from dualeval.result import read_result
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.question_answering import QuestionAnswering
 from dualeval.tasks.stored import metrics_of_run
 from tests import questions
+from tests.conftest import ROOT
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
 
@@ -233,25 +239,20 @@ def test_the_embedded_job(tmp_path: Path) -> None:
     assert dualeval.rescore(tmp_path, metrics=found).metrics_digest == wanted.metrics_digest
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return questions.save_tiny_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.mark.parametrize("version", ["v2.0"])
-def test_question_answering(tmp_path: Path, bert: Path, version: str) -> None:
+def test_question_answering(tmp_path: Path) -> None:
     """And the answers that it has given, scored as a file."""
-    data = questions.write_questions(tmp_path / "data.json", unanswerable=version == "v2.0")
+    bert = questions.save_tiny_bert(tmp_path / "bert")
+    data = questions.write_questions(tmp_path / "data.json", unanswerable=True)
     wanted = evaluate(QuestionAnswering(model=bert, data=data, batch_size=4), tmp_path / "run", batch_size=4)
     found = metrics_of_run(tmp_path / "run/job.json")
-    assert ("best_thresholds" in [metric.name for metric in found]) == (version == "v2.0")
+    assert "best_thresholds" in [metric.name for metric in found]
     again = dualeval.rescore(tmp_path / "run", metrics=found)
     assert again.metrics == wanted.metrics
     assert again.metrics_digest == wanted.metrics_digest
     assert (again.units, again.work) == (wanted.units, wanted.work)
 
     answers = tmp_path / "run/predictions.json"
-    odds = tmp_path / "run/null_odds.json" if version == "v2.0" else None
+    odds = tmp_path / "run/null_odds.json"
     scored = evaluate(GivenAnswers(data=data, predictions=answers, null_odds=odds), tmp_path / "scored")
     found = metrics_of_run(tmp_path / "scored/job.json")
     again = dualeval.rescore(tmp_path / "scored", metrics=found)
@@ -297,18 +298,20 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "is damaged"), ("[]", "is damaged"), ('{"job": {}}', "an earlier version of dualeval")],
+    [
+        *(("{", "is damaged"), ("[]", "is damaged"), ('{"job": {}}', "an earlier version of dualeval")),
+        *(
+            (
+                f'{{"task_class": "{task}"}}',
+                f"a run of the task {task}, whose metrics only its own code knows",
+            )
+            for task in ("json.Gone", "dualeval.tasks.gone.Gone")
+        ),
+    ],
 )
-def test_job_files_that_say_nothing(tmp_path: Path, content: str, said: str) -> None:
+def test_job_files_that_say_too_little(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "job.json").write_text(content)
     with pytest.raises(DualevalError, match=said):
-        metrics_of_run(tmp_path / "job.json")
-
-
-@pytest.mark.parametrize("task", ["json.Gone", "dualeval.tasks.gone.Gone"])
-def test_runs_whose_metrics_only_other_code_knows(tmp_path: Path, task: str) -> None:
-    (tmp_path / "job.json").write_text(json.dumps({"task_class": task}))
-    with pytest.raises(UsageError, match=f"a run of the task {task}, whose metrics only its own code knows"):
         metrics_of_run(tmp_path / "job.json")
 
 
@@ -335,3 +338,101 @@ def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
     job.write_text(job.read_text().replace(spelled, "MeanAbsoluteError"))
     with pytest.raises(dualeval.UsageError, match="'MeanAbsoluteError' of TorchMetrics"):
         metrics_of_run(job)
+
+
+# -- what earlier versions have written is read for ever: verify, score, compare and export of their runs
+
+
+RUNS = ROOT / "tests/fixtures/runs-2"
+# By run the metrics_digest and some of the values that its own version has printed.
+WANTED: dict[str, tuple[str, dict[str, float]]] = {
+    "images-a": (
+        "c6737bd6854fa56c2da6373b3643da0c0f47f55450a7bded680065095197120d",
+        {"top1": 0.925, "top5": 1.0},
+    ),
+    "images-b": (
+        "360f781f32ed6dc3d9211f6538b4eb9c830f35a34adcc85079ee59e813848593",
+        {"top1": 0.15, "top5": 0.45},
+    ),
+    "questions": ("22cc9577dec3cabdcd7192e6de2f392b9e06ab691b798459b7bbe908152f3c45", {"exact_match": 75.0}),
+    "own": (
+        "c031bd206a05fb2762abd7dd3cc2aa2425bfd31d6f1d09329956dc9f6750e2fa",
+        {"error": -0.4827586206896552, "close": 18 / 29},
+    ),
+}
+BUILT_IN = [name for name in WANTED if name != "own"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Copies, whose files are to stay as they are."""
+    return Path(shutil.copytree(RUNS, tmp_path / "runs"))
+
+
+def call(*words: str | Path) -> str:
+    """Standard output of a command, which is to end with 0."""
+    done = CliRunner().invoke(cli.dualeval, [*map(str, words)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def own_metrics(runs: Path) -> list[Any]:
+    found: list[Any] = runpy.run_path(str(runs / "readings.py"))["metrics"]()
+    return found
+
+
+def test_each_fixture_is_of_the_version_that_its_folder_names() -> None:
+    for name in WANTED:
+        assert json.loads((RUNS / name / "result.json").read_text())["schema_version"] == 2
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_verify_and_score(runs: Path, name: str) -> None:
+    digest, values = WANTED[name]
+    before = {path.name: path.read_bytes() for path in (runs / name).iterdir()}
+    checks = json.loads(call("verify", runs / name, "--json"))
+    assert checks["verified"], checks
+    scored = json.loads(call("score", runs / name, "--json", "--out", runs / "scored"))
+    stated = json.loads(before["result.json"])
+    assert scored["metrics_digest"] == digest
+    assert {key: scored["metrics"][key] for key in values} == values
+    # By clusters they are made in another way since.
+    intervals = "naive_intervals" if stated["clusters"] else "intervals"
+    for key in ("metrics", intervals, "units", "directions", "scores", "clusters", "fingerprint"):
+        assert scored[key] == stated[key]
+    assert read_result(runs / "scored/result.json").metrics_digest == digest, "and what it writes is read too"
+    assert {path.name: path.read_bytes() for path in (runs / name).iterdir()} == before
+
+
+def test_a_task_of_ones_own(runs: Path) -> None:
+    """Its metrics are known to its file alone; columns of every form, and a sample that failed."""
+    digest, values = WANTED["own"]
+    found = list(verification.verify(runs / "own", own_metrics(runs)))
+    assert [check for check in found if check.differences] == []
+    result = dualeval.rescore(runs / "own", metrics=own_metrics(runs))
+    assert (result.metrics_digest, result.metrics) == (digest, values)
+    assert result.failed[0]["id"] == "reading-04"
+    with pytest.raises(UsageError, match=r"the task readings\.OwnTask"):
+        call("verify", runs / "own")
+
+
+def test_compare(runs: Path) -> None:
+    found = json.loads(call("compare", runs / "images-a", runs / "images-b", "--json"))
+    assert (found["pairs"], found["agreement"]) == (40, 6)
+    assert found["a"]["samples_digest"] is None, "version 2 had none"
+    assert found["metrics"]["top1"]["difference"] == pytest.approx(-0.775)
+    assert [found[run]["metrics_digest"] for run in "ab"] == [WANTED["images-a"][0], WANTED["images-b"][0]]
+    for name, pairs in (("questions", 24), ("own", 29)):
+        same = json.loads(call("compare", runs / name, runs / name, "--json"))
+        assert same["pairs"] == pairs
+        assert {metric["verdict"] for metric in same["metrics"].values()} == {"the same on every sample"}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_export(runs: Path, name: str) -> None:
+    digest, values = WANTED[name]
+    call("export", runs / name, "--to", f"jsonl:{runs / 'log.jsonl'}")
+    [line] = (runs / "log.jsonl").read_text().splitlines()
+    logged = json.loads(line)
+    assert logged["metrics_digest"] == digest
+    assert {key: logged["metrics"][key] for key in values} == values

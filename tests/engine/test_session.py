@@ -157,10 +157,7 @@ def test_a_guest_is_stopped_by_what_it_polls(launch: Launch, tmp_path: Path, wan
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        ({"heartbeat_timeout": 0.0}, "heartbeat_timeout 0"),
-        ({"on_stall": "scream"}, "on_stall='scream'"),
-    ],
+    [({"heartbeat_timeout": 0.0}, "heartbeat_timeout 0"), ({"on_stall": "scream"}, "on_stall='scream'")],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
@@ -200,8 +197,9 @@ time.sleep(1.5)
 """
 
 
-def test_nothing_ends_a_script_that_went_on(launch: Launch) -> None:
-    done = launch([*ALONE, "-c", CAUGHT]).ok()
+def test_nothing_ends_a_script_that_went_on(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CAUGHT)
+    done = launch([*ALONE, tmp_path / "script.py"]).ok()
     assert done.stderr.count("batchsize") == 2 and "Timeout" not in done.stderr
 
 
@@ -222,9 +220,10 @@ raise KeyError("own")
 """
 
 
-def test_an_error_of_a_script_after_several_sessions_is_shown_once(launch: Launch) -> None:
+def test_an_error_of_a_script_after_several_sessions_is_shown_once(launch: Launch, tmp_path: Path) -> None:
     """torch puts a hook of its own around the session's for each group: both are removed with the session."""
-    done = launch([*start("torchrun", 1), sys.executable, "-c", OWN_ERROR])
+    (tmp_path / "script.py").write_text(OWN_ERROR)
+    done = launch([*start("torchrun", 1), sys.executable, tmp_path / "script.py"])
     assert done.stdout.splitlines()[-1] == "True", "a hook is left behind"
     assert "KeyError: 'own'" in done.stderr
     assert "_distributed_excepthook" not in done.stderr and "Error in sys.excepthook" not in done.stderr

@@ -105,7 +105,7 @@ assert state() == before
 def test_in_a_script(launch: Launch, tmp_path: Path, script: str) -> None:
     # Whoever started the tests may ignore some signals, and what they start would inherit that.
     command: list[str | Path] = [
-        *("env", "--default-signal", sys.executable, "-c", BEGIN + script, tmp_path / "file"),
+        *("env", "--default-signal", sys.executable, "-c", BEGIN + script, tmp_path / "file")
     ]
     launch(command, variables={"OPENBLAS_NUM_THREADS": "4"}, timeout=60).ok()
 

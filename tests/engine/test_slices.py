@@ -528,10 +528,7 @@ def test_the_command_slices_by_columns(
     ],
 )
 def test_wrong_usage_of_the_command(
-    command: Callable[..., tuple[int, str, str]],
-    run_of_images: Path,
-    words: Sequence[str],
-    says: str,
+    command: Callable[..., tuple[int, str, str]], run_of_images: Path, words: Sequence[str], says: str
 ) -> None:
     code, out, err = command(run_of_images, *words)
     assert (code, out) == (2, "") and says in err

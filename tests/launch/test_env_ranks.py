@@ -6,7 +6,8 @@ import json
 import resource
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep
@@ -20,7 +21,7 @@ from tests.conftest import ROOT, Finished, Launch
 from tests.environments import world_at
 from tests.requirements import MPI_WHEELS
 
-PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/place_worker.py"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/joining_worker.py", "place"]
 # Hydra answers a task in the same protocol of PMI-1 as Flux does.
 FLUX: list[str | Path] = [MPI_WHEELS / "mpich/bin/mpirun", "-np", "2", ROOT / "tests/play_flux.sh"]
 
@@ -30,32 +31,22 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def told(ranks: Sequence[tuple[int, int]], master: str = "127.0.0.1") -> list[dict[str, str]]:
+    """Plain variables by rank, each of which is told (rank, size)."""
+    own = {"MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
+    return [{**own, "RANK": str(rank), "WORLD_SIZE": str(size)} for rank, size in ranks]
+
+
 def start_ranks(
     launch: Launch,
     command: Sequence[str | Path],
-    size: int,
-    variables: Mapping[str, str] | None = None,
-    *,
-    master: str = "127.0.0.1",
+    variables: Sequence[dict[str, str]] = (),
     cwd: Path | None = None,
 ) -> list[Finished]:
-    """Run so many ranks of a command by plain variables alone, to their end."""
-    own = {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": master,
-        "MASTER_PORT": str(free_port()),
-        **(variables or {}),
-    }
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(launch.started(command, variables={**own, "RANK": str(rank)}, cwd=cwd))
-            for rank in range(size)
-        ]
-        said = [process.communicate(timeout=100) for process in processes]
-    return [
-        Finished(returncode=process.returncode, stdout=out, stderr=errors)
-        for process, (out, errors) in zip(processes, said, strict=True)
-    ]
+    """Run a command as ranks with these variables, two where none are given, to their end."""
+    variables = variables or told([(0, 2), (1, 2)])
+    with ThreadPoolExecutor(len(variables)) as pool:
+        return [*pool.map(lambda own: launch(command, variables=own, timeout=100, cwd=cwd), variables)]
 
 
 def places(done: Finished) -> Any:
@@ -95,12 +86,11 @@ def test_places_follow_from_hosts(
 
 
 @pytest.mark.parametrize(
-    "backend",
-    ["torch", pytest.param("horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])],
+    "backend", ["torch", pytest.param("horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])]
 )
 def test_plain_variables(backend: str, launch: Launch) -> None:
     """MASTER_ADDR may be any name of the host, also where all ranks are on it."""
-    done, _ = start_ranks(launch, [*PLACE, backend], 2, master=socket.gethostname())
+    done, _ = start_ranks(launch, [*PLACE, backend], told([(0, 2), (1, 2)], socket.gethostname()))
     assert places(done) == [[rank, rank, 2, 0, [2], backend, True] for rank in range(2)]
 
 
@@ -124,7 +114,7 @@ def test_a_pmi_that_something_has_closed_is_named(launch: Launch) -> None:
 
 def test_an_evaluation_has_the_same_bits(launch: Launch, tmp_path: Path) -> None:
     launch(["dualeval", "run", "--limit", "997", "--out", "alone"], cwd=tmp_path).ok()
-    done = start_ranks(launch, ["dualeval", "run", "--limit", "997", "--out", "out"], 2, cwd=tmp_path)
+    done = start_ranks(launch, ["dualeval", "run", "--limit", "997", "--out", "out"], cwd=tmp_path)
     assert [rank.returncode for rank in done] == [0, 0], done
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("alone", "out")]
     assert results[0]["metrics_digest"] == results[1]["metrics_digest"]
@@ -142,7 +132,7 @@ with backends.connect(None, detect(os.environ)):
 def test_every_rank_may_open_as_many_files_as_it_needs(launch: Launch) -> None:
     """They were raised on rank 0 alone, and by the control plane, when all had met already."""
     limited = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "-", sys.executable, "-c", FILES]
-    done = start_ranks(launch, limited, 2)
+    done = start_ranks(launch, limited)
     assert [rank.returncode for rank in done] == [0, 0], done
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert [int(rank.stdout) for rank in done] == [hard, hard]
@@ -180,32 +170,18 @@ def test_a_port_that_is_taken(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_ranks_that_were_told_different_numbers_of_ranks(launch: Launch, tmp_path: Path) -> None:
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     said = "rank 1 was told that there are 3 ranks, and rank 0 that there are 2. Set WORLD_SIZE"
-    ranks = [(0, 2), (1, 3)]
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                launch.started(
-                    ["dualeval", "run", "--limit", "64"],
-                    variables={**own, "RANK": str(rank), "WORLD_SIZE": str(size)},
-                    cwd=tmp_path,
-                )
-            )
-            for rank, size in ranks
-        ]
-        ended = [(process.communicate(timeout=100)[1], process.returncode) for process in processes]
-    assert any(said in errors and code == 2 for errors, code in ended), ended
+    ended = start_ranks(launch, ["dualeval", "run", "--limit", "64"], told([(0, 2), (1, 3)]), tmp_path)
+    assert any(said in rank.stderr and rank.returncode == 2 for rank in ended), ended
 
 
 def test_two_processes_of_one_rank(launch: Launch, tmp_path: Path) -> None:
     """The one that came last goes on: a rank may have been started again before all had come."""
-    own = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command: list[str | Path] = ["dualeval", "run", "--limit", "64"]
+    command = ["dualeval", "run", "--limit", "64"]
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(launch.started(command, variables={**own, "RANK": rank}, cwd=tmp_path))
-            for rank in ("1", "1", "0")
+            stack.enter_context(launch.started(command, variables=own, cwd=tmp_path))
+            for own in told([(1, 3), (1, 3), (0, 3)])
         ]
         deadline = monotonic() + 100
         while all(process.poll() is None for process in processes):

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -30,23 +31,22 @@ class Slow(nn.Linear):
 def make(num_classes):
     return Slow(784, num_classes)
 """
-WAYS = {
-    "dualeval run --nproc 2 --backend horovod": ("horovodrun", "horovod"),
-    "horovodrun --gloo -np 2 dualeval run": ("horovodrun", "horovod"),
-    "mpirun -np 2 dualeval run --backend mpi": ("mpirun", "mpi"),
-}
-EVERY_WAY = pytest.mark.parametrize("way", [pytest.param(way, marks=needs(*WAYS[way])) for way in WAYS])
+NPROC = "dualeval run --nproc 2 --backend horovod"
+GLOO = "horovodrun --gloo -np 2 dualeval run"
+MPIRUN = "mpirun -np 2 dualeval run --backend mpi"
 OVER_MPI = "horovodrun --mpi -np 2 dualeval run"
-SAID_ONCE = ("horovodrun --gloo -np 2 dualeval run", "mpirun -np 2 dualeval run --backend mpi")
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, marks=[*needs(*names), *([] if way in SAID_ONCE else [pytest.mark.long])])
-        for way, names in {**WAYS, OVER_MPI: ("horovodrun --mpi", "horovod")}.items()
-    ],
-)
+def ways(*quick: str, long: Sequence[str]) -> pytest.MarkDecorator:
+    """A test of these ways to start, the latter in the long run alone."""
+    needed = {OVER_MPI: ("horovodrun --mpi", "horovod"), MPIRUN: ("mpirun", "mpi")}
+    marks = {way: needs(*needed.get(way, ("horovodrun", "horovod"))) for way in (*quick, *long)}
+    params = [pytest.param(way, marks=marks[way]) for way in quick]
+    params += [pytest.param(way, marks=[*marks[way], pytest.mark.long]) for way in long]
+    return pytest.mark.parametrize("way", params)
+
+
+@ways(GLOO, MPIRUN, long=[NPROC, OVER_MPI])
 def test_bad_input_is_said_once(way: str, launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = launch([*way.split(), "--weights", tmp_path / "none.pt", "--model", "fashion-cnn", "--out", out])
@@ -85,7 +85,7 @@ def with_timeout(process: subprocess.Popen[str], seconds: float) -> bool:
     return True
 
 
-@EVERY_WAY
+@ways(NPROC, GLOO, MPIRUN, long=[])
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_to_the_launcher_ends_all(
     way: str, number: signal.Signals, launch: Launch, tmp_path: Path
@@ -99,7 +99,7 @@ def test_a_signal_to_the_launcher_ends_all(
         assert process.returncode != 0
 
 
-@EVERY_WAY
+@ways(NPROC, MPIRUN, long=[GLOO])
 def test_a_killed_rank_ends_all(way: str, launch: Launch, tmp_path: Path) -> None:
     command, variables = start_slowly(way, tmp_path)
     with launch.started(command, variables=variables) as process:
@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_all(way: str, launch: Launch, tmp_path: Path) -> Non
             assert "was ended by SIGKILL" in process.stderr.read()
 
 
-@EVERY_WAY
+@ways(GLOO, long=[NPROC, MPIRUN])
 def test_a_failure_in_the_loop_is_said_once(way: str, launch: Launch, tmp_path: Path) -> None:
     command, variables = start_slowly(way, tmp_path)
     done = launch(command, variables={**variables, "FAIL": "1"}, timeout=60)

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -16,13 +15,9 @@ import pytest
 from dualeval.errors import UsageError
 from dualeval.launch.cores import usable_cores
 from dualeval.launch.local import exit_code_of, process_limit, run_local
-from tests.conftest import Launch
+from tests.conftest import ROOT, Launch
 
-PARENT = """
-import os, sys
-from dualeval.launch.local import run_local
-sys.exit(run_local([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]), os.environ))
-"""
+WORKER = ROOT / "tests/workers/local_worker.py"
 # ``say`` makes one write of a line: the ranks share a pipe.
 RANK = (
     "import os, signal, sys; rank = int(os.environ['RANK']); "
@@ -32,9 +27,9 @@ RANK = (
 WAIT = "say('here', os.getpid()); signal.pause()"
 
 
-def parent(processes: int, rank_code: str) -> Sequence[str]:
+def parent(processes: int, rank_code: str) -> list[str]:
     """The command of a parent whose ranks run ``rank_code``."""
-    return [sys.executable, "-c", PARENT, str(processes), RANK + rank_code]
+    return [sys.executable, str(WORKER), str(processes), RANK + rank_code]
 
 
 def wait_for_ranks(process: subprocess.Popen[str], count: int) -> list[int]:
@@ -126,8 +121,9 @@ def test_a_signal_while_the_ranks_are_started(launch: Launch, tmp_path: Path) ->
     fast = tmp_path / "fast.sh"
     fast.write_text("#!/bin/sh\n[ $RANK = 0 ] && kill -TERM $PPID\nexec sleep 600\n")
     fast.chmod(0o755)
-    command = PARENT.replace('[sys.executable, "-c", sys.argv[2]]', "[sys.argv[2]]")
-    finished = launch([sys.executable, "-c", command, "16", fast], timeout=60)
+    script = tmp_path / "parent.py"
+    script.write_text(WORKER.read_text().replace('[sys.executable, "-c", sys.argv[2]]', "[sys.argv[2]]"))
+    finished = launch([sys.executable, script, "16", fast], timeout=60)
     assert finished.returncode == 143
     assert finished.stderr == ""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from dataclasses import replace
 
 import pytest
 
 from dualeval.errors import UsageError
-from dualeval.launch.launchers import WAYS
+from dualeval.launch.launchers import LAUNCHERS, WAYS
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
 from dualeval.launch.starts import child_environ, choose_ways, may_start_ranks, start_words, why_not
 from dualeval.tools.trials import plan_trials
 from dualeval.world import World
+from tests.conftest import ROOT
 from tests.environments import read_variables
 
 PROGRAMS = {name: name for name in ("torchrun", "horovodrun", "mpirun", "srun", "ssh")}
@@ -209,3 +211,22 @@ def test_every_backend_is_tried_once() -> None:
     tests = [(trial.launcher, trial.backend, trial.ranks) for trial in trials if trial.is_self_test]
     assert len(tests) == len(set(tests)) == 11
     assert {ranks for _, _, ranks in tests} == {8}
+
+
+# -- docs/launchers.md says of each launcher what its file in launch/launchers says ---------------------
+
+
+PAGE = ROOT / "docs/launchers.md"
+
+
+def test_the_tables_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    tables = importlib.import_module("launcher_tables")
+    assert tables.with_tables(PAGE.read_text("utf-8")) == PAGE.read_text("utf-8"), "type: make tables"
+
+
+def test_each_launcher_has_a_file_and_its_page_is_there() -> None:
+    files = {path.stem for path in (ROOT / "launch/launchers").glob("*.py")} - {"__init__", "base"}
+    assert len(files) == len(LAUNCHERS)
+    for launcher in LAUNCHERS.values():
+        assert not launcher.page or (ROOT / "docs/launchers" / f"{launcher.page}.md").exists()

@@ -115,14 +115,6 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     }
 
 
-def apart_on_two_nodes(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
-    """Rank 0 on one node, the others on another, with a disk each."""
-    out = folder / f"disk-of-{min(backend.world.rank, 1)}" / "out"
-    result = run_task(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16))
-    control.meet()
-    return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
-
-
 def together(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The plain case."""
     result = run_task(TinyTask(997), backend, control, RunOptions(out=folder / "out", batch_size=16))
@@ -406,12 +398,26 @@ def scores(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, A
     return {"digest": result.metrics_digest, "metrics": result.metrics}
 
 
+def manners(backend: Backend, control: ControlPlane, folder: Path) -> list[dict[str, Any]]:
+    """The embedded job, anew for each [limit, workers, threads] of FOLDER/manners.json."""
+    from dualeval.tasks.image_classification import ImageClassification
+
+    found = []
+    for number, (limit, workers, threads) in enumerate(json.loads((folder / "manners.json").read_text())):
+        torch.set_num_threads(threads)
+        options = RunOptions(out=folder / str(number), limit=limit, workers=workers)
+        result = run_task(ImageClassification(), backend, control, options)
+        names = {"digest": result.metrics_digest, "samples": result.samples_digest}
+        found.append({**names, "resumed": result.chunks["resumed"], "total": result.samples["total"]})
+    return found
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        *(collectives, apart, apart_again, apart_on_two_nodes, together, broken, one_fails_in_the_loop),
+        *(collectives, apart, apart_again, together, broken, one_fails_in_the_loop),
         *(one_fails_before_the_loop, another_job, one_id_on_two_ranks, two_machines, rank_in_the_model),
-        *(numbered, contents, nothing_written, ragged, torchmetrics, scores),
+        *(numbered, contents, nothing_written, ragged, torchmetrics, scores, manners),
     )
 }
 

@@ -1,24 +1,34 @@
-"""Evaluates a network that its task has sharded, under any launcher of torch ranks. OUT [KEY=VALUE...]"""
+"""Evaluates a network that its task has sharded, under any launcher of torch ranks.
+
+``lockstep_worker.py OUT [KEY=VALUE...]``, or ``uneven FOLDER``, ``failing`` or ``attempts`` in place of OUT.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.errors import DualevalError
+from dualeval.engine import plan
+from dualeval.errors import DualevalError, PeerError, UsageError
+from dualeval.result import Result
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 WIDTH = 16
+# What may be wrong with a task.
+WRONG = ("shard", "broken", "calls", "draws", "what", "at", "rank")
 
 
 def make_model() -> nn.Sequential:
@@ -101,31 +111,119 @@ class ShardedTask(TinyTask):
 
 def main(out: str, given: dict[str, str]) -> int:
     """Evaluate as the keys say; print rank 0's result."""
-    count = int(given.pop("count", "53"))
-    names = ("schedule", "on_error", "layout", "precision")
-    options: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
-    options |= {"batch_size": int(given.pop("batch_size", "4")), "out": None if out == "-" else out}
+    options: dict[str, Any] = {"batch_size": 4, "out": None if out == "-" else out}
     with dualeval.Session(heartbeat_timeout=float(given.pop("heartbeat", "60"))) as session:
         try:
-            result = session.evaluate(ShardedTask(count, given), job=options, puts_back=False, **options)
+            result = session.evaluate(ShardedTask(53, given), puts_back=False, **options)
         except DualevalError:
             return session.exit_code
         if session.world.is_main:
-            print(
-                json.dumps(
-                    {
-                        "digest": result.metrics_digest,
-                        "schedule": result.job.get("schedule", ""),
-                        "weights": result.weights,
-                        "replay": result.replay,
-                        "samples": result.data,
-                    },
-                    default=str,
-                )
-            )
+            print(json.dumps({"digest": result.metrics_digest, "replay": result.replay}))
+    return session.exit_code
+
+
+def evaluated(count: int, **given: Any) -> Result:
+    """One evaluation, of options and of what goes wrong; nothing of the sharded model is left after it."""
+    wrong = {name: given.pop(name) for name in WRONG if name in given}
+    try:
+        return dualeval.evaluate(ShardedTask(count, wrong), batch_size=4, **given)
+    finally:
+        gc.collect()
+
+
+def uneven(folder: Path) -> None:
+    """The sharded network and the whole one over data of many shapes, by one group: FOLDER/found.json."""
+    dist.init_process_group("gloo")
+    found: dict[str, dict[str, Any]] = {}
+    cases: dict[str, dict[str, Any]] = {
+        "prime": {"count": 29},
+        "fewer samples than ranks": {"count": 2},
+        "one batch more": {"count": 13},
+        "batches that cannot be read": {"count": 30, "broken": "0,1,2,3,8,29", "on_error": "skip"},
+        "readers": {"count": 17, "workers": 1},
+        "several calls a batch": {"count": 17, "calls": "several"},
+        "several batches a chunk": {"count": 29},
+    }
+    for name, case in cases.items():
+        with mock.patch.object(
+            plan, "MAX_CHUNKS", 5 if name == "several batches a chunk" else plan.MAX_CHUNKS
+        ):
+            sharded, whole = (evaluated(**case, shard=shard) for shard in ("yes", "no"))
+        found[name] = {"sharded": sharded.metrics_digest, "whole": whole.metrics_digest}
+        found[name]["schedules"] = [result.job.get("schedule", "static") for result in (sharded, whole)]
+        found[name]["deterministic"] = [sharded.deterministic, whole.deterministic]
+    for name, first, then in (("resumed whole", "yes", "no"), ("resumed sharded", "no", "yes")):
+        out = folder / first
+        earlier = evaluated(21, shard=first, out=out)
+        again = evaluated(21, shard=then, out=out)
+        assert again.earlier
+        found[name] = {"sharded": earlier.metrics_digest, "whole": again.metrics_digest}
+        found[name]["replay"] = again.replay
+    for name, options in (("unreadable", {"broken": "21"}), ("dynamic", {"schedule": "dynamic"})):
+        # As each session ends with its error, the next evaluation opens another one.
+        try:
+            evaluated(30, shard="yes", **options)
+        except UsageError as error:
+            found[name] = {"sharded": "", "whole": "", "error": str(error)}
+        dist.barrier()
+    drawn = evaluated(13, shard="yes", draws="x")
+    found["drawn"] = {"sharded": "", "whole": "", "result": [drawn.deterministic, drawn.warnings]}
+    if dist.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def failing() -> None:
+    """In a group of the script's own a forward fails on one rank; the next evaluation is right."""
+    dist.init_process_group("gloo")
+    try:
+        evaluated(30, shard="yes", what="raise", at="3", rank="1")
+        raised = "nothing"
+    except (ValueError, PeerError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    said: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(said, raised)
+    digests = [evaluated(30, shard=shard).metrics_digest for shard in ("yes", "no")]
+    if dist.get_rank() == 0:
+        print(json.dumps({"raised": said, "digests": digests}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+ATTEMPTS: dict[str, dict[str, str]] = {
+    "good": {},
+    "everywhere": {"what": "raise", "at": "3"},
+    "good after everywhere": {},
+    "columns of one rank": {"what": "observe", "at": "3", "rank": "1"},
+    "good after columns": {},
+    "forward of one rank": {"what": "raise", "at": "3", "rank": "1"},
+    "good at last": {},
+}
+
+
+def attempts() -> int:
+    """Several attempts in one session, some of which fail; print what becomes of each."""
+    with dualeval.Session() as session:
+
+        def attempt(task: ShardedTask) -> Callable[[], Result]:
+            return lambda: session.evaluate(task, batch_size=4, puts_back=False, last=True)
+
+        for name, wrong in ATTEMPTS.items():
+            _, failure = session.attempt(attempt(ShardedTask(30, wrong)), last=name == "good at last")
+            if session.world.is_main:
+                print(f"{name}: {'done' if failure is None else failure}", flush=True)
     return session.exit_code
 
 
 if __name__ == "__main__":
-    keys = dict(argument.split("=", 1) for argument in sys.argv[2:])
-    sys.exit(main(sys.argv[1], keys))
+    what, *rest = sys.argv[1:]
+    if what == "uneven":
+        torch.set_num_threads(1)
+        uneven(Path(rest[0]))
+    elif what == "failing":
+        torch.set_num_threads(1)
+        failing()
+    else:
+        sys.exit(attempts() if what == "attempts" else main(what, dict(word.split("=", 1) for word in rest)))

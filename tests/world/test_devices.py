@@ -273,8 +273,7 @@ def test_ranks_meet_and_name_the_node(
 
     worker = ["bash", "-c", ranks(*letters), "-", "run", "--limit", "64", "--out", str(tmp_path / "out")]
     finished = launch(
-        [*start("torchrun", 2), *worker],
-        variables={"PYTHONPATH": str(Path(__file__).parents[2])},
+        [*start("torchrun", 2), *worker], variables={"PYTHONPATH": str(Path(__file__).parents[2])}
     )
     assert finished.returncode != 0
     expected = message.format(host=socket.gethostname(), torch=torch.__version__)
