@@ -109,8 +109,7 @@ class TaskCommand(GroupedCommand):
             )
             return
         formatter.write_text(
-            f"Without --task it is {found.kind.name}. All options of a task: 'dualeval {self.name} "
-            "--task NAME --help'; tasks, metrics and models: 'dualeval list'."
+            f"Default: {found.kind.name}. Options: 'dualeval {self.name} --task NAME --help'."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dualeval.cli import dualeval
-from dualeval.engine import agreement, recorder
+from dualeval.engine import machines, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import lease
 from dualeval.engine.folder.journal import read_journal_file
@@ -145,8 +145,10 @@ def test_there_may_be_more_shares_than_chunks(tmp_path: Path) -> None:
 
 
 def _another_machine(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
-    found = agreement.machine_facts
-    monkeypatch.setattr(agreement, "machine_facts", lambda *given: {**found(*given), **changed})
+    found = machines.machine_facts
+    monkeypatch.setattr(
+        "dualeval.engine.agreement.machine_facts", lambda *given: {**found(*given), **changed}
+    )
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
         "account": "a",
         "qos": "q",
         "array": "0-3",
+        "shares": 4,
         "job_name": "n",
         "log": "l-%j",
         "backend": "horovod",
@@ -114,6 +115,16 @@ def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
     call(*(f"--{name.replace('_', '-')}={value}" for name, value in pairs))
     assert sbatch.script == sbatch_text(SlurmJob(**given, **several))  # type: ignore[arg-type]
     assert {"--constraint=a100", "--exclusive"} < {*sbatch.argv}
+
+
+def test_shares_are_the_tasks_of_an_array(sbatch: Sbatch, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--shares", "100", "--", "--limit", "10", "--out", "runs/a b")
+    assert "--array=1-100" in sbatch.argv
+    assert sbatch.argv[-6:] == ["--limit", "10", "--out", "runs/a b", "--share", "%a/100"]
+    assert capsys.readouterr().out.splitlines()[-1] == "at the end: dualeval finish 'runs/a b'"
+    call("--shares", "100", "--array", "4,17")
+    assert "--array=4,17" in sbatch.argv
+    assert capsys.readouterr().out.splitlines()[-1] == "at the end: dualeval finish runs/job-4711"
 
 
 @pytest.mark.parametrize(
