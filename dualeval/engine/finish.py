@@ -208,7 +208,7 @@ class _Ended:
     ) -> Result:
         """The result without what rank 0 makes; the same on every rank, but for seconds before the loop."""
         facts, run, plan, world = self._facts, self._run, self._plan, self._run.backend.world
-        task, job, machine = self._evaluation.task, facts["job"], facts["machine"]
+        task, job, machine = self._evaluation.task, facts["job"], self._opened.machine
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
         found = findings_of(task, self._dataset, plan.num_samples)

@@ -34,6 +34,8 @@ class Opened:
     previous: PreviousRun
     # Numbers of the chunks of this run: all, or a share's.
     chunks: Sequence[int]
+    # What the result names: rank 0's machine, or where nothing remains an earlier run's.
+    machine: Mapping[str, Any]
     # None where nothing is written.
     folder: RunFolder | None = None
     # On rank 0 the run that this one is compared with, where there is one; and this run's facts for it.
@@ -75,17 +77,19 @@ def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:
     }
     chunks = range(plan.num_chunks) if run.share is None else run.share.chunks(plan)
     reference = _open_reference(evaluation, compared)
-    if run.options.out is None:
-        none = FinishedChunks(files=(), remaining=tuple(chunks), left_out=())
-        folder, previous = None, PreviousRun(chunks=none)
-    elif _has_whole_result(evaluation, facts):
-        none = FinishedChunks(files=(), remaining=(), left_out=())
-        folder, previous = None, PreviousRun(chunks=none)
-    else:
-        folder, previous, facts["machine"] = _open_folder(evaluation, facts)
+    nothing = FinishedChunks(files=(), remaining=tuple(chunks), left_out=())
+    folder, previous, machine = None, PreviousRun(chunks=nothing), facts["machine"]
+    if run.options.out is not None and not _has_whole_result(evaluation, facts):
+        folder, previous, machine = _open_folder(evaluation, facts)
         run.watch.keep(folder)
     return Opened(
-        facts=facts, previous=previous, chunks=chunks, folder=folder, reference=reference, compared=compared
+        facts=facts,
+        previous=previous,
+        chunks=chunks,
+        machine=machine,
+        folder=folder,
+        reference=reference,
+        compared=compared,
     )
 
 
@@ -122,10 +126,7 @@ def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Refe
 def _open_folder(
     evaluation: Evaluation, facts: dict[str, Any]
 ) -> tuple[RunFolder, PreviousRun, dict[str, Any]]:
-    """Rank 0 makes the output folder, or goes on in it; the others learn what was there.
-
-    Returns also the machine of the result: this one, or where nothing remains the one that has computed it.
-    """
+    """Rank 0 makes the output folder, or goes on in it; the others learn what was there, and its machine."""
     run, plan, options = evaluation.run, evaluation.plan, evaluation.run.options
     control, world = run.control, run.backend.world
     message: dict[str, Any] | None = None
