@@ -269,6 +269,28 @@ def test_of_model_and_average_neither_wins_silently(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("other", "is_rival"),
+    [
+        (lambda s: dict(s), True),
+        (lambda s: {name: value for name, value in s.items() if value.dim()}, True),
+        (lambda s: {name: value.numpy() for name, value in s.items()}, True),
+        (lambda s: {f"net.{name}": torch.ones(2) for name in s}, True),
+        (lambda s: dict([*s.items()][:2]), False),
+        (lambda s: {name.replace(".weight", ".exp_avg"): value for name, value in s.items()}, False),
+    ],
+    ids=["copy", "without counters", "arrays", "other shapes", "a part", "momenta"],
+)
+def test_another_mapping_with_as_many_tensors_is_not_passed_over(
+    tmp_path: Path, state: dict[str, Tensor], other: Callable[[Any], Any], is_rival: bool
+) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"model": state, "deep": {"best": other(state)}, "optimizer": {"weights": dict(state)}}, path)
+    if is_rival:
+        assert "holds 2 state_dicts: model (9 tensors), deep.best (" in refused(path)
+    assert read_state_dict(path, "model" if is_rival else None).key == "model"
+
+
 @pytest.mark.parametrize("key", [None, "swa_model"])
 def test_an_average_alone(tmp_path: Path, key: str | None) -> None:
     _, average = train(small())
