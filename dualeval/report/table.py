@@ -195,7 +195,7 @@ def _machine(result: Result) -> str:
 def _resumed(result: Result) -> str:
     chunks = result.chunks
     proof = {None: "", "skipped": "; not compared (--no-replay)"}
-    said = proof.get(result.replay, f"; one batch evaluated again: {result.replay}")
+    said = proof.get(result.replay, f"; finished batches evaluated again: {result.replay}")
     return f"{chunks['resumed']} of {chunks['total']} chunks were finished before{said}"
 
 

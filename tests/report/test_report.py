@@ -207,7 +207,7 @@ def test_machine_and_resumed_chunks() -> None:
     device = {"device": "cpu", "model": "A CPU", "cpu_capability": "AVX2", "bits": "31a2"}
     chunks = {"total": 157, "evaluated_now": 7, "resumed": 150}
     for replay, said in (
-        ("same bits", "; one batch evaluated again: same bits"),
+        ("same bits", "; finished batches evaluated again: same bits"),
         ("skipped", "; not compared (--no-replay)"),
     ):
         lines = printed(result(device=device, chunks=chunks, replay=replay)).splitlines()
