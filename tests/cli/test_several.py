@@ -37,12 +37,13 @@ from dualeval.result import MODELS, Result, read_result
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
 from tests.launchers import needs
+from tests.report.test_report import result as made_result
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 torchvision()
 RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--no-progress"]
 TORCHRUN: list[str | Path] = [
-    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dualeval", "run"),
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dualeval", "run")
 ]
 Run = Callable[..., int]
 
@@ -91,10 +92,6 @@ def hangs():
 
 
 def slow():
-    return Odd("slow")
-
-
-def slower():
     return Odd("slow")
 
 
@@ -506,19 +503,6 @@ def test_a_rank_that_hangs_ends_the_run(launch: Launch, tmp_path: Path) -> None:
     assert statuses(tmp_path / "out") == {"good": DONE, "hangs": "not done", "slow": "not done"}
 
 
-@pytest.mark.long
-def test_two_runs_do_not_share_a_folder(launch: Launch, tmp_path: Path) -> None:
-    job = job_file(tmp_path, "slow", "slower")
-    command = [*RUN, "--config", job, "--out", "out"]
-    with launch.started(command, cwd=tmp_path) as process:
-        _wait_for((tmp_path / "out/lease.json").exists, process)
-        other = launch(command, cwd=tmp_path)
-        assert (other.returncode, "is in use by another run" in other.stderr) == (EXIT_USAGE, True)
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == EXIT_STOPPED
-
-
 def _wait_for(happens: Callable[[], bool], process: Any) -> None:
     limit = time.monotonic() + 100
     while not happens():
@@ -530,24 +514,12 @@ def _wait_for(happens: Callable[[], bool], process: Any) -> None:
 
 
 def result(**metrics: float) -> Result:
-    return Result(
+    return made_result(
         metrics=dict(metrics),
         intervals={"top1": (metrics["top1"] - 0.01, metrics["top1"] + 0.01)},
         nonfinite={},
-        samples={"total": 10, "evaluated": 10, "failed": 0},
-        failed=[],
-        chunks={},
-        job={},
-        fingerprint="f",
         samples_digest="5a" * 32,
         data={"fingerprint": "d", "contents": "c"},
-        weights={},
-        versions={},
-        world={},
-        device={},
-        homogeneous=True,
-        timing={},
-        samples_per_s=1234.5,
         warnings=["only ten"],
         folder=None,
         units={"top1": "fraction"},

@@ -19,12 +19,7 @@ from scipy import stats
 from torch import nn
 
 import dualeval
-from dualeval.comparison.statistics import (
-    LEVEL,
-    ProportionDifference,
-    holm,
-    mean_difference,
-)
+from dualeval.comparison.statistics import LEVEL, ProportionDifference, holm, mean_difference
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Metric, Ratio, RowMetric
 from dualeval.report.comparison import as_markdown, in_unit
@@ -540,22 +535,6 @@ def test_metrics_that_cannot_be_compared_say_why(runs: tuple[Path, Path], tmp_pa
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def command() -> Callable[..., tuple[int, str, str]]:
-    from click.testing import CliRunner
-
-    from dualeval import cli
-
-    def run(*words: object) -> tuple[int, str, str]:
-        done = CliRunner().invoke(cli.dualeval, ["compare", *map(str, words)])
-        if isinstance(done.exception, DualevalError):
-            return done.exception.exit_code, done.stdout, str(done.exception)
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        return done.exit_code, done.stdout, done.stderr
-
-    return run
 
 
 def test_the_command_prints_and_gates(

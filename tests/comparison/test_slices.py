@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 import dualeval
 from dualeval.comparison.slices import Group, bounds_by_holm, worst_gate
 from dualeval.comparison.statistics import LEVEL, ProportionDifference
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import UsageError
 from dualeval.report.comparison import as_markdown
 from tests.comparison.test_comparison import changed, table_of
 from tests.engine.test_evaluator import evaluate
@@ -271,27 +271,19 @@ def test_the_run_that_lacks_the_column_of_clusters_is_named(tmp_path: Path) -> N
     assert f"or evaluate {tmp_path / 'b'} again with --keep age." in str(raised.value)
 
 
-def test_the_command_gates_the_worst_group(runs: tuple[Path, Path]) -> None:
-    from click.testing import CliRunner
-
-    from dualeval import cli
-
-    def command(*words: object) -> tuple[int, str]:
-        done = CliRunner().invoke(cli.dualeval, ["compare", *map(str, words)])
-        if isinstance(done.exception, DualevalError):
-            return done.exception.exit_code, str(done.exception)
-        return done.exit_code, done.stdout
-
+def test_the_command_gates_the_worst_group(
+    command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path]
+) -> None:
     words = (*runs, "--by", "scanner", "--gate", "worst:top1=0.9")
-    code, out = command(*words)
+    code, out, _ = command(*words)
     assert code == 3 and "not shown for C: only 15 samples: too few for a statement" in out
-    code, out = command(*words, "--skip-small")
+    code, out, _ = command(*words, "--skip-small")
     assert code == 0 and "gate            top1 by scanner: passed; with 95 % confidence B is at most" in out
     assert "┃ scanner ┃ samples" in out and "│ C       │ 15 (few)" in out
-    code, out = command(*words, "--json")
+    code, out, _ = command(*words, "--json")
     content = json.loads(out)
     assert (code, content["passed"], content["worst_gates"][0]["passed"]) == (3, False, False)
-    code, out = command(*words, "--markdown", "--skip-small")
+    code, out, _ = command(*words, "--markdown", "--skip-small")
     assert code == 0 and "\n\n| scanner | samples | metric |" in out
-    code, out = command(*runs, "--by", "age", "--bins", "40", "--metric", "loss")
+    code, out, _ = command(*runs, "--by", "age", "--bins", "40", "--metric", "loss")
     assert code == 0 and "│ <40 " in out and "│ 40 or more │" in out

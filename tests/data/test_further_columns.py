@@ -15,6 +15,8 @@ import pyarrow.parquet
 import pytest
 
 from dualeval import further_columns
+from dualeval.data.cache import DataCache
+from dualeval.data.labels import indices_of_classes
 from dualeval.data.language_rows import read_language_data
 from dualeval.data.manifest import ManifestImages
 from dualeval.data.masks import LabelRule, open_masked
@@ -161,8 +163,6 @@ class Two:
     known, takes_names = None, True
 
     def __call__(self, names: Sequence[str], noun: str) -> Any:
-        from dualeval.data.labels import indices_of_classes
-
         found = indices_of_classes()
         object.__setattr__(found, "classes", {"x": 0, "z": 1})
         return found
@@ -176,7 +176,7 @@ def test_data_sets_take_their_columns_along(tmp_path: Path) -> None:
     assert images.select([2, 0]).columns([0, 1])["age"].tolist() == [3, 0]
     masked = open_masked(
         path, None, LabelRule(ignore=(), reduce=False), Preprocessing(), columns=(None, None),
-        whole_files=False, cache=further_cache(),
+        whole_files=False, cache=DataCache(),
     )  # fmt: skip
     assert masked.select([3]).columns([0])["class"] == ["z"]
     rows = read_rows([{"text": "a", "label": 1, "source": "web"}] * 2, lambda _: ("text", "label"), {})
@@ -191,12 +191,6 @@ def test_data_sets_take_their_columns_along(tmp_path: Path) -> None:
     years = windows.columns(range(len(windows)))["year"].tolist()
     assert years == [1990 if windows.document(at) == "0" else 2000 for at in range(len(windows))]
     assert len(years) > 2
-
-
-def further_cache() -> Any:
-    from dualeval.data.cache import DataCache
-
-    return DataCache()
 
 
 def test_a_table_without_further_columns_is_read_as_before(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from tests.engine.test_evaluator import evaluate
 from tests.tiny import TinyDataset, TinyTask
 
 SMALL = Preprocessing(resize=20, crop=16)
-# Imported here, not in the first test that needs it: the import sets an environment variable.
 TORCHVISION = torchvision()
 
 

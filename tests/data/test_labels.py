@@ -14,7 +14,6 @@ from dualeval.models import published
 from dualeval.vision_library import torchvision
 from tests.write_wnids import installed_list
 
-# Imported here, not in the first test that needs it: the import sets an environment variable.
 TORCHVISION = torchvision()
 ENTRY = TORCHVISION.models.ResNet18_Weights.IMAGENET1K_V1
 # Two classes of one name, as in older versions of torchvision's list, and two that differ in a capital.

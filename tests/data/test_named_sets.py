@@ -30,7 +30,6 @@ from tests.assets import package_folder
 from tests.data.test_image_folder import save
 from tests.engine.test_evaluator import evaluate
 
-# Imported here, not in the first test that needs it: the import sets an environment variable.
 TORCHVISION = torchvision()
 CPU = torch.device("cpu")
 CIFAR = {"CIFAR10": "cifar10", "CIFAR100": "cifar100"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,18 +11,12 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from tests.docs.conftest import benchmark
 
 
 @pytest.fixture
 def coverage(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    # A package of this name may be installed.
-    spec = importlib.util.spec_from_file_location("benchmark_of_coverage", ROOT / "benchmarks/coverage.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark(monkeypatch, "coverage")
 
 
 def test_few_rounds(coverage: Any) -> None:

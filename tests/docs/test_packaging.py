@@ -27,12 +27,7 @@ SETUP = (ROOT / "setup.py").read_text("utf-8")
 @pytest.fixture(scope="module")
 def oldest_python() -> str:
     """The oldest Python that setup.py names; skips where this machine has none."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    # Those of pyenv first: its shims on the PATH may lead nowhere.
-    there = [*map(str, pyenv.glob(f"{OLDEST}.*/bin/python{OLDEST}")), shutil.which(f"python{OLDEST}")]
-    if there[0] is None:
-        pytest.skip(f"there is no python{OLDEST}; type: pyenv install {OLDEST}")
-    return there[0]
+    return str(interpreter(int(OLDEST.rpartition(".")[2])))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +125,7 @@ def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch:
     venv = tmp_path / "venv"
     assert launch([interpreter(minor), "-m", "venv", venv], variables=nothing).returncode == 0
     pip: list[str | Path] = [
-        *(venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+        *(venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     ]
     launch([*pip, "."], cwd=built / "clone", variables=nothing, timeout=3000).ok()
     command: list[str | Path] = [venv / "bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, Launch
+from tests.docs.conftest import benchmark
 from tests.requirements import PEERS_PYTHON
 
 SIZES = ("1", "2")
@@ -17,13 +17,7 @@ SIZES = ("1", "2")
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("benchmark_of_peers", ROOT / "benchmarks/peers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark(monkeypatch, "peers")
 
 
 def made(peers: Any) -> dict[str, Any]:
@@ -81,20 +75,8 @@ def rows_of(text: str, heading: str) -> list[list[str]]:
 def test_the_summary_has_medians_of_each_number_of_processes(peers: Any) -> None:
     rows = {row[0]: row[1:] for row in rows_of(peers.report(made(peers)), "Medians")}
     assert list(rows) == list(peers.LOOPS)
-    assert rows["dualeval"] == [
-        *["1.10 / 1.10"] * 3,
-        "3.0 / 3.0",
-        "101 / 101",
-        "997 / 997 / 997",
-        "yes",
-    ]
-    assert rows["Lightning"] == [
-        *["1.70 / 1.70"] * 3,
-        "9.0 / 9.0",
-        "107 / 107",
-        "997 / 998 / 999",
-        "no",
-    ]
+    assert rows["dualeval"] == [*["1.10 / 1.10"] * 3, "3.0 / 3.0", "101 / 101", "997 / 997 / 997", "yes"]
+    assert rows["Lightning"] == [*["1.70 / 1.70"] * 3, "9.0 / 9.0", "107 / 107", "997 / 998 / 999", "no"]
     assert rows[peers.BARE][-2:] == ["997 / 997 / 997", ""], "it has no loss"
 
 

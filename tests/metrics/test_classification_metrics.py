@@ -28,6 +28,8 @@ from dualeval.metrics.intervals import wilson_interval
 from tests.kernels import CountedKernels
 from tests.tiny import EVERY_METRIC
 
+metric_of: Any = classification_metric
+
 
 def sample_logits(samples: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Logits that are right more often than by chance, and int64 targets."""
@@ -35,11 +37,6 @@ def sample_logits(samples: int, classes: int, seed: int = 0) -> tuple[Tensor, Te
     target = torch.randint(0, classes, (samples,), generator=generator)
     logits = torch.randn(samples, classes, generator=generator)
     return logits + 1.5 * functional.one_hot(target, classes), target
-
-
-def metric_of(name: str, classes: int) -> Any:
-    """The metric of that name, as one with a ledger."""
-    return classification_metric(name, classes)
 
 
 def ledger_of(name: str, classes: int, *batches: dict[str, Tensor]) -> Tensor:
@@ -500,13 +497,3 @@ def test_kernels_of_a_batch() -> None:
         counts = kernels.counts - of_samples.counts
         assert counts.total() <= 21, counts
         assert not [name for name in counts if "arange" in name], "the batch before has made it"
-
-
-def test_order_keys_of_several_sizes_in_turn() -> None:
-    """What is kept of one number of classes is not taken for another."""
-    for classes in (3, 10, 3, 7, 10):
-        logits, target = sample_logits(9, classes)
-        found = observe_logits(logits, target, top=classes)
-        order = logits.sort(dim=1, descending=True, stable=True).indices
-        assert torch.equal(found["top"], order.int())
-        assert torch.equal(found["rank"], (order == target.unsqueeze(1)).int().argmax(dim=1).int())

@@ -21,7 +21,18 @@ from dualeval import Ragged, Text
 from dualeval.engine.identity import ModelIdentity, job_identity, metric_fingerprint
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
-from dualeval.metrics import Confusion, IoU, Mean, Measured, Metric, PrecisionRecall, RowMetric, Rows, TopK
+from dualeval.metrics import (
+    Confusion,
+    IoU,
+    Mean,
+    Measured,
+    Metric,
+    PrecisionRecall,
+    RowMetric,
+    Rows,
+    TopK,
+    from_torchmetrics,
+)
 from dualeval.metrics.classification import BY_NAME
 from tests.conftest import ROOT
 from tests.measuring import measure
@@ -255,6 +266,10 @@ def test_wrong_arguments_and_returns_are_refused(make: Callable[[], object], sai
 # -- identity ------------------------------------------------------------------------------------------
 
 
+def squared_error(options: str) -> Any:
+    return from_torchmetrics(f"MeanSquaredError({options})", ["preds", "target"])
+
+
 def scaled(factor: float) -> Callable[[Any], float]:
     return lambda x: float(x.sum() * factor)
 
@@ -265,12 +280,10 @@ def scaled(factor: float) -> Callable[[Any], float]:
         (Mean("x"), Mean("x", "w")),
         (Mean("x", transform="exp", name="m"), Mean("x", transform="log", name="m")),
         (IoU(3), IoU(3, ignore=2)),
+        (squared_error(""), squared_error("squared=False")),
         (Rows(largest_error, ["a", "b"], name="m"), Rows(largest_error, ["b", "a"], name="m")),
         (Rows(scaled(1.0), ["x"], name="m"), Rows(scaled(2.0), ["x"], name="m")),
-        (
-            Rows(functools.partial(round, ndigits=1), ["x"]),
-            Rows(functools.partial(round, ndigits=2), ["x"]),
-        ),
+        (Rows(functools.partial(round, ndigits=1), ["x"]), Rows(functools.partial(round, ndigits=2), ["x"])),
         (Rows(lambda x: x.min(), ["x"], name="m"), Rows(lambda x: x.max(), ["x"], name="m")),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -24,28 +23,13 @@ from dualeval.metrics.torchmetrics.library import torchmetrics
 from tests.conftest import ROOT
 from tests.tiny import CLASSES
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 PAIR = ["preds", "target"]
 
 
 @pytest.fixture(scope="module")
 def package() -> ModuleType:
     return torchmetrics()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other take minutes on a machine that is in use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Metric .* will save all")
-        yield
 
 
 def of_batches(metric: Any, *batches: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import dualeval
 from dualeval.engine import recorder, stored_rows
 from dualeval.engine.verification import verify
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, from_torchmetrics, is_of_rows
+from dualeval.metrics import Measured, is_of_rows
 from dualeval.metrics.torchmetrics.library import read
 from dualeval.result import Result
 from dualeval.tasks.image_classification import ImageClassification
@@ -36,23 +36,8 @@ from tests.torchmetrics_task import (
     unnamed,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "on_error": "skip"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """TorchMetrics says at the construction of some metrics that they hold all predictions."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Metric .* will save all")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -160,25 +145,6 @@ def test_verify_needs_the_batches_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "job.json").unlink()
     last = list(verify(tmp_path, [made(name) for name in names]))[-1]
     assert "job.json cannot be read" in last.differences[0]
-
-
-def test_another_argument_is_another_job(tmp_path: Path) -> None:
-    class OtherTask(ManyMetricsTask):
-        def metrics(self) -> list[Any]:
-            return [from_torchmetrics("MeanSquaredError(squared=True)", ["found", "true"], name="squared")]
-
-    one = evaluate(ManyMetricsTask(["squared"]), tmp_path / "one", **OPTIONS)
-    again = evaluate(ManyMetricsTask(["squared"]), tmp_path / "again", **OPTIONS)
-    OtherTask.__module__, OtherTask.__qualname__ = ManyMetricsTask.__module__, ManyMetricsTask.__qualname__
-    other = evaluate(OtherTask(["squared"]), tmp_path / "other", **OPTIONS)
-    assert one.fingerprint == again.fingerprint
-    assert other.fingerprint != one.fingerprint
-    options = [
-        json.loads((tmp_path / name / "job.json").read_text())["job"]["metric_options"]
-        for name in ("one", "other")
-    ]
-    assert options[0] != options[1]
-    assert one.directions == {"squared": "lower"}
 
 
 AUROC = "torchmetrics:MulticlassAUROC(num_classes=10)"

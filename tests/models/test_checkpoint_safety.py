@@ -51,11 +51,6 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def state() -> dict[str, Tensor]:
-    return small().state_dict()
-
-
-@pytest.fixture
 def folder(tmp_path: Path, state: dict[str, Tensor]) -> Path:
     """A folder of torch.distributed.checkpoint, to be changed."""
     return save_distributed({"model": state, "note": "text"}, tmp_path / "folder")
@@ -265,10 +260,7 @@ def of_parts(*parts: tuple[list[int], list[int]]) -> Metadata:
         (forged(storage_data={}), "does not say where w lies"),
         (forged(storage_data=3), "is damaged"),
         (forged(planner_data={"w": ([],)}), "is damaged"),
-        (
-            forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", -1, 10)}),
-            "cannot be read",
-        ),
+        (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", -1, 10)}), "cannot be read"),
         (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 2**62)}), "is cut short"),
         (
             forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 4, ["zstd"])}),

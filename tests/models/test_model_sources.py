@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,13 +23,12 @@ from dualeval.models import classifiers
 from dualeval.models.sources import Loading, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.models.weights_name import model_beside
+from dualeval.options.job import Job
 from dualeval.tasks import ImageClassification
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
-from tests.conftest import Launch, working_module
+from tests.conftest import working_module
 from tests.models.test_late_building import check_same, is_late
-
-torchvision()
 
 CLASSES = 3
 SIZE = 16
@@ -536,29 +533,21 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
-    launch: Launch, out: Path, processes: int, *arguments: str | Path, cwd: Path | None = None
-) -> dict[str, Any]:
-    command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", *arguments, "--no-progress"]
-    spread = ["--nproc", str(processes)] if processes > 1 else []
-    launch([*command, "--batch-size", "4", "--workers", "0", "--out", out, *spread], cwd=cwd).ok()
-    found: dict[str, Any] = json.loads((out / "result.json").read_text())
-    return found
-
-
-def test_the_same_bits_on_two_processes(launch: Launch, pictures: Path, vit: Path, tmp_path: Path) -> None:
-    """From a job file beside the model, and in Python; the folders are known by their names."""
+def test_folders_are_known_by_the_names_of_a_model_beside_a_job_file(
+    pictures: Path, vit: Path, tmp_path: Path
+) -> None:
+    """The same job as in Python, wherever the folder of the model lies."""
     shutil.copytree(vit, tmp_path / "vit")
     (tmp_path / "job.toml").write_text(f'model = "hf:vit"\ndata = "{pictures}"\n')
-    two = run(launch, tmp_path / "two", 2, "--config", tmp_path / "job.toml", cwd=tmp_path.parent)
-    assert two["labels"]["folders"] == {"ant": 2, "cat": 0, "dog": 1}
-    assert two["labels"]["classes"] == ["cat", "dog", "ant"]
-    assert two["samples"]["evaluated"] == 11
-    assert two["job"]["resize_mode"] == "squash"
-    task = ImageClassification(model=f"hf:{vit}", data=pictures)
-    one = dualeval.evaluate(task, batch_size=4, workers=0)
-    assert one.metrics_digest == two["metrics_digest"]
-    assert one.fingerprint == two["fingerprint"]
+    typed = Job.read(tmp_path / "job.toml", {}).make_task()
+    one, two = (
+        dualeval.evaluate(task, batch_size=4, workers=0)
+        for task in (ImageClassification(model=f"hf:{vit}", data=pictures), typed)
+    )
+    assert two.labels["folders"] == {"ant": 2, "cat": 0, "dog": 1}
+    assert two.labels["classes"] == ["cat", "dog", "ant"]
+    assert (two.samples["evaluated"], two.job["resize_mode"]) == (11, "squash")
+    assert (one.metrics_digest, one.fingerprint) == (two.metrics_digest, two.fingerprint)
 
 
 def test_a_program_whose_last_batch_does_not_fit(programs: dict[str, str], pictures: Path) -> None:
@@ -592,21 +581,18 @@ def test_paths_in_a_job_file(tmp_path: Path) -> None:
 # -- a module and a folder, from Python ----------------------------------------------------------------
 
 
-def test_a_module_and_a_folder_are_the_command_lines_task(
-    launch: Launch, pictures: Path, tmp_path: Path
-) -> None:
-    size = ["--preprocessing", "imagenet", "--resize", str(SIZE), "--crop", str(SIZE)]
-    job = ["--model", "torchvision.models:resnet18", "--weights", "random:0", *size]
-    typed = run(launch, tmp_path / "typed", 1, *job, "--data", pictures)
+def test_a_module_and_a_folder(pictures: Path, tmp_path: Path) -> None:
+    size_of: dict[str, Any] = {"preprocessing": "imagenet", "resize": SIZE, "crop": SIZE}
+    job = ImageClassification(
+        model="torchvision.models:resnet18", weights="random:0", data=pictures, **size_of
+    )
+    by_name = dualeval.evaluate(job, batch_size=4, workers=0)
     torch.manual_seed(0)
     net = torchvision().models.resnet18(num_classes=3).train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     given: dict[str, Any] = {"model": net, "data": str(pictures), "batch_size": 4, "workers": 0}
-    result = dualeval.evaluate(
-        **given, preprocessing="imagenet", resize=SIZE, crop=SIZE, out=tmp_path / "own"
-    )
-    assert result.metrics_digest == typed["metrics_digest"]
-    assert result.samples_digest == typed["samples_digest"]
+    result = dualeval.evaluate(**given, **size_of, out=tmp_path / "own")
+    assert (result.metrics_digest, result.samples_digest) == (by_name.metrics_digest, by_name.samples_digest)
     # The caller's module is as it was: no trial has moved a batch norm's mean.
     assert net.training
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -614,16 +600,11 @@ def test_a_module_and_a_folder_are_the_command_lines_task(
 
     with pytest.raises(UsageError, match=r"nothing says how its pictures are prepared.*--preprocessing none"):
         dualeval.evaluate(**given)
-    net.preprocessing = {
-        "resize": SIZE,
-        "crop": SIZE,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-    }
+    values = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    net.preprocessing = {"resize": SIZE, "crop": SIZE, **values}
     assert dualeval.evaluate(**given).metrics_digest == result.metrics_digest
     del net.preprocessing
 
-    size_of: dict[str, Any] = {"preprocessing": "imagenet", "resize": SIZE, "crop": SIZE}
     named = dualeval.evaluate(**given, **size_of, metrics=["top1", "loss"])
     assert [*named.metrics] == ["top1", "loss"]
 

@@ -49,11 +49,6 @@ def refused(model: nn.Module, found: StateDict, prefix: str | None = None) -> st
     return str(caught.value)
 
 
-@pytest.fixture
-def state() -> dict[str, Tensor]:
-    return small().state_dict()
-
-
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 @pytest.mark.parametrize(
     "prefix",

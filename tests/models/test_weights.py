@@ -38,11 +38,6 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     return checkpoints.read_state_dict(path).tensors
 
 
-@pytest.fixture
-def state() -> dict[str, Tensor]:
-    return small().state_dict()
-
-
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert list(found) == list(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

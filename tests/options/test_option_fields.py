@@ -11,14 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from dualeval.errors import UsageError
-from dualeval.options.fields import (
-    OptionField,
-    as_json,
-    check_fields,
-    fields_of,
-    option,
-    options_of_call,
-)
+from dualeval.options.fields import OptionField, as_json, check_fields, fields_of, option, options_of_call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dualeval.cli import dualeval
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.result import JOB
@@ -17,18 +19,10 @@ from tests import questions
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
 from tests.environments import read_variables
-from tests.tasks.test_question_answering import asked, hard_questions, run
-from tests.tasks.test_task_ranks import DUALEVAL, error
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return questions.save_tiny_bert(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return hard_questions(tmp_path_factory.mktemp("data"))
+from tests.questions import asked
+from tests.tasks.conftest import message_of
+from tests.tasks.test_question_answering import run
+from tests.tasks.test_task_ranks import DUALEVAL
 
 
 def write(path: Path, content: Any) -> Path:
@@ -139,12 +133,7 @@ def test_score(launch: Launch, tmp_path: Path) -> None:
     """As it is typed, on real questions, for all to see and for scripts."""
     data = questions.squad_file()
     content = json.loads(data.read_text("utf-8"))["data"]
-    given = {
-        qa["id"]: qa["answers"][0]["text"].upper() + "!"
-        for article in content
-        for paragraph in article["paragraphs"]
-        for qa in paragraph["qas"]
-    }
+    given = {qa["id"]: qa["answers"][0]["text"].upper() + "!" for _, qa in asked(data)}
     last = list(given)[-1]
     given[last] = "the wind"
     (tmp_path / "preds.json").write_text(json.dumps(given))
@@ -170,32 +159,28 @@ def test_score(launch: Launch, tmp_path: Path) -> None:
         ([], ["Missing option '--predictions'"]),
         (["--predictions", "stray.json"], ["none of the 1 ids"]),
         (["--predictions", "stray.json", "--task", "image-classification"], ["--task", "question-answering"]),
+        # It would remove what it reads.
+        (["--predictions", "empty.json", "--out", ".", "--fresh"], ["empty.json lies in the output folder"]),
     ],
 )
-def test_bad_input_of_score(launch: Launch, tmp_path: Path, words: list[str], said: list[str]) -> None:
-    for name, content in {"number": {"a": 3}, "stray": {"a": "b"}}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    done = launch(
-        [*DUALEVAL, "score", "--data", questions.squad_file(), *words, "--out", "out"], cwd=tmp_path
-    )
-    message = error(done)
+def test_bad_input_of_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: list[str]
+) -> None:
+    files = [
+        write(tmp_path / f"{name}.json", content)
+        for name, content in {"number": {"a": 3}, "stray": {"a": "b"}, "empty": {}}.items()
+    ]
+    monkeypatch.chdir(tmp_path)
+    given = ["score", "--data", str(questions.squad_file()), "--out", "out", *words]
+    message = message_of(CliRunner().invoke(dualeval, given))
     for part in said:
         assert part in message
-    assert not (tmp_path / "out").exists()
+    assert sorted(tmp_path.iterdir()) == sorted(files)
 
 
-def test_score_does_not_remove_what_it_reads(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "preds.json").write_text("{}")
-    words: list[str | Path] = ["score", "--data", questions.squad_file(), "--predictions", "preds.json"]
-    message = error(launch([*DUALEVAL, *words, "--out", ".", "--fresh"], cwd=tmp_path))
-    assert "--predictions preds.json lies in the output folder" in message
-    assert (tmp_path / "preds.json").exists()
-
-
-def test_score_is_one_process(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "stray.json").write_text("{}")
-    words: list[str | Path] = ["score", "--data", questions.squad_file(), "--predictions", "stray.json"]
+def test_score_is_one_process() -> None:
     variables = read_variables("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0")
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    message = error(launch([*DUALEVAL, *words], cwd=tmp_path, variables=variables))
+    words = ["score", "--data", str(questions.squad_file()), "--predictions", "stray.json"]
+    message = message_of(CliRunner().invoke(dualeval, words, env=variables))
     assert "'dualeval score' is one process, but torchrun has started 2" in message

@@ -25,11 +25,8 @@ from dualeval.tasks.image_classification import (
     ImageClassification,
 )
 from dualeval.tasks.image_data import ASSETS
-from dualeval.vision_library import torchvision
 from tests.conftest import working_module
 
-# Imported here, not in the first test that needs it: the import sets an environment variable.
-TORCHVISION = torchvision()
 CPU = torch.device("cpu")
 
 MODELS = """
@@ -141,6 +138,9 @@ def test_without_arguments_it_is_the_embedded_job() -> None:
     assert set(task.rows) <= set(columns)
     assert [metric.name for metric in task.metrics()][:3] == ["loss", "top1", "top5"]
     assert task.fingerprint()["model"] == "fashion-cnn"
+    assert task.notes() == [], "of the embedded weights nothing is said"
+    ready = data.__getitems__(range(3))
+    assert task.collate(ready) is ready
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,9 @@ def test_a_folder_of_images(folder: Path) -> None:
     with torch.inference_mode():
         assert task.forward(model, batch).shape == (6, 3)
     assert len(task.metrics()) >= 4
-
-
-def test_metrics_by_name(folder: Path) -> None:
-    task = small(folder, metrics=["top2", "loss"])
-    task.build_model(CPU)
-    assert [metric.name for metric in task.metrics()] == ["top2", "loss"]
+    named = small(folder, metrics=["top2", "loss"])
+    named.build_model(CPU)
+    assert [metric.name for metric in named.metrics()] == ["top2", "loss"]
 
 
 def test_images_are_scaled_in_float32_whatever_a_factory_sets(folder: Path, models: None) -> None:
@@ -216,9 +213,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
     message = refused(task)
     assert "the data has a label 10" in message
     assert "has 10 classes (labels 0 to 9)" in message
-
-
-def test_the_largest_label_in_range(tmp_path: Path) -> None:
+    # The largest one in range.
     ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path, [0, 9])).build_model(CPU)
 
 
@@ -282,12 +277,6 @@ def test_mean_and_std_go_with_the_channels(
 
 
 # -- what a batch becomes ------------------------------------------------------------------------------
-
-
-def test_collate_passes_a_ready_batch_on() -> None:
-    task = ImageClassification()
-    ready = task.dataset().__getitems__(range(3))
-    assert task.collate(ready) is ready
 
 
 @pytest.mark.usefixtures("models")
@@ -367,17 +356,7 @@ def test_key_and_prefix_choose_the_weights(tmp_path: Path) -> None:
     ]
     assert task.description()["weights"] == f"{path}, under 'ema.state_dict'"
     used = {name: task.options()[name] for name in ("weights_key", "weights_prefix", "data_fingerprint")}
-    assert used == {
-        "weights_key": "ema.state_dict",
-        "weights_prefix": "net.",
-        "data_fingerprint": "content",
-    }
-
-
-def test_nothing_is_said_of_the_embedded_weights() -> None:
-    task = ImageClassification()
-    task.build_model(CPU)
-    assert task.notes() == []
+    assert used == {"weights_key": "ema.state_dict", "weights_prefix": "net.", "data_fingerprint": "content"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.cli import dualeval
 from dualeval.data.image_folder import ImageFolder
 from dualeval.engine.verification import verify
 from dualeval.errors import UsageError
@@ -22,12 +21,9 @@ from dualeval.tasks.stored import metrics_of_run
 from dualeval.vision_library import torchvision
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
-from tests.published_weights import Publish, cache, publish
+from tests.published_weights import Publish
 from tests.tasks.test_image_classification import idx_folder
 
-__all__ = ["cache", "publish"]  # fixtures
-
-# Imported here, not in the first test that needs it: the import sets an environment variable.
 TORCHVISION = torchvision()
 CPU = torch.device("cpu")
 SIZE = {"resize": 32, "crop": 32}
@@ -294,19 +290,3 @@ def test_two_ways_at_once(tmp_path: Path) -> None:
         task(data, class_map=class_map(tmp_path, a=0), class_order="name")
     with pytest.raises(UsageError, match=r"--class-order 'size': expected one of name, number"):
         task(data, class_order="size")
-
-
-def test_in_a_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The map counts from the file's folder, as the data do."""
-    lay_out(tmp_path / "here/val", {"a": 2, "b": 0})
-    class_map(tmp_path / "here", a=2, b=0)
-    (tmp_path / "here/job.toml").write_text(
-        'model = "reds:red"\nweights = "random:0"\ndata = "val"\nclass-map = "map.json"\nchannels = 3\n'
-        'preprocessing = "imagenet"\n'
-    )
-    words = ["run", "--config", "here/job.toml", "--launcher", "none", "--dry-run"]
-    dualeval.main(words, standalone_mode=False, obj=words)
-    shown = capsys.readouterr()
-    job = json.loads(shown.out)
-    assert (job["class_map"], job["num_classes"]) == (str(tmp_path / "here/map.json"), 3)
-    assert "note: classes: 2 folders by here/map.json" in shown.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 
 import dualeval.tasks
 from dualeval.data.preprocessing import Preprocessing
@@ -19,19 +17,13 @@ from dualeval.engine.description import _samples
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers
 from dualeval.models.fashion_cnn import FashionCNN
-from dualeval.options.job import Job
-from dualeval.report.table import print_result
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
 from dualeval.tasks.image_data import ASSETS
-from dualeval.vision_library import torchvision
 from tests.engine.test_evaluator import evaluate
-from tests.published_weights import Publish, publish
+from tests.published_weights import Publish
+from tests.tasks.conftest import check_doors
 from tests.tasks.test_image_classification import idx_folder
 
-__all__ = ["publish"]  # a fixture
-
-# Imported here, not in the first test that needs it: the import sets an environment variable.
-torchvision()
 CPU = torch.device("cpu")
 IMAGENET = "ImageNet mean and std"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -78,24 +70,14 @@ def preprocessing_line(**arguments: Any) -> str:
 
 def test_the_class_is_the_command_lines_task(folder: Path) -> None:
     """The same defaults, identity and digest through both doors."""
-    words = {"model": "squeezenet1_1", "weights": "random:0", "data": folder, "resize": 40, "crop": 40}
-    made = Job.of("image-classification", **words).make_task()
-    typed = evaluate(made, None, batch_size=2)
-    from_python = evaluate(dualeval.tasks.ImageClassification(**words), None, batch_size=2)
-    assert from_python.fingerprint == typed.fingerprint
-    assert from_python.metrics_digest == typed.metrics_digest
-    assert from_python.job == typed.job
-    as_module = dualeval.tasks.ImageClassification(
-        model=made.build_model(CPU), data=folder, resize=40, crop=40, mean=IMAGENET_MEAN, std=IMAGENET_STD
-    )
-    assert evaluate(as_module, None, batch_size=2).metrics == typed.metrics
+    words: dict[str, Any] = {"model": "squeezenet1_1", "weights": "random:0", "data": folder}
+    words |= {"resize": 40, "crop": 40}
+    module = ImageClassification(**words).build_model(CPU)
+    named = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    check_doors("image-classification", "ImageClassification", words, [module], **named)
 
 
-def test_options_are_checked_as_on_the_command_line(folder: Path) -> None:
-    assert "--resize 0: expected a whole number of at least 1" in refused(
-        model="resnet18", weights="random:0", resize=0
-    )
-    assert "--std" in refused(model="resnet18", weights="random:0", data=folder, std=(0.0,))
+def test_what_there_is_in_tasks() -> None:
     assert {"ImageClassification", "QuestionAnswering"} <= {*dir(dualeval.tasks)}
     with pytest.raises(AttributeError, match="no attribute 'Detection'"):
         _ = dualeval.tasks.Detection
@@ -106,11 +88,7 @@ def test_options_are_checked_as_on_the_command_line(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "missing"),
-    [
-        ({}, "--mean and --std"),
-        ({"mean": (0.13,)}, "--std"),
-        ({"std": (0.3,)}, "--mean"),
-    ],
+    [({}, "--mean and --std"), ({"mean": (0.13,)}, "--std"), ({"std": (0.3,)}, "--mean")],
 )
 @pytest.mark.parametrize("weights", ["random:0", "trained"])
 def test_other_idx_data_ask_for_mean_and_std(
@@ -146,38 +124,33 @@ def test_a_copy_of_the_embedded_data_is_other_data(trained: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("model", "given", "line"),
     [
-        ({}, f"256 bilinear, crop 224, {IMAGENET} (the model's defaults)"),
+        ("resnet18", {}, f"256 bilinear, crop 224, {IMAGENET} (the model's defaults)"),
+        ("resnet50", {}, f"256 bilinear, crop 224, {IMAGENET} (the model's defaults, as for IMAGENET1K_V1)"),
+        ("efficientnet_v2_l", {}, "480 bicubic, crop 480, mean 0.5, std 0.5 (the model's defaults)"),
         (
+            "resnet18",
             {"resize": 300},
             f"300 bilinear, crop 224, {IMAGENET} (resize given; the rest: the model's defaults)",
         ),
         (
+            "resnet18",
             {"crop": 200, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5, 0.25, 0.5)},
             "256 bicubic, crop 200, mean 0.5, std 0.5,0.25,0.5 "
             "(interpolation, crop, mean and std given; the rest: the model's defaults)",
         ),
         (
+            "resnet18",
             {"resize": 9, "crop": 9, "interpolation": "nearest", "mean": (0.5,), "std": (1 / 3,)},
             "9 nearest, crop 9, mean 0.5, std 0.3333333333333333 (given)",
         ),
     ],
 )
-def test_what_is_given_and_what_is_not(folder: Path, given: dict[str, Any], line: str) -> None:
-    arguments = {"model": "resnet18", "weights": "random:0", "data": folder}
-    assert preprocessing_line(**arguments, preprocessing=given) == line
-
-
-@pytest.mark.parametrize(
-    ("model", "line"),
-    [
-        ("resnet50", f"256 bilinear, crop 224, {IMAGENET} (the model's defaults, as for IMAGENET1K_V1)"),
-        ("efficientnet_v2_l", "480 bicubic, crop 480, mean 0.5, std 0.5 (the model's defaults)"),
-    ],
-)
-def test_where_defaults_come_from(folder: Path, model: str, line: str) -> None:
-    assert preprocessing_line(model=model, weights="random:0", data=folder) == line
+def test_what_is_given_and_where_defaults_come_from(
+    folder: Path, model: str, given: dict[str, Any], line: str
+) -> None:
+    assert preprocessing_line(model=model, weights="random:0", data=folder, preprocessing=given) == line
 
 
 def test_published_weights_by_path_keep_their_preprocessing(
@@ -273,27 +246,6 @@ def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
     shown = result.description["data"].partition(" (")[2]
     assert shown.startswith("the first 70 of 10,000 samples, fingerprint ")
     assert _samples({"kind": "all", "samples": 1, "of": 1}) == "1 sample"
-
-
-def test_two_logs_can_be_told_apart(folder: Path, tmp_path: Path) -> None:
-    """The same job with another resize, and on other pictures of the same names."""
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    (other / "a/1.png").unlink()
-    logs = []
-    for number, (data, given) in enumerate([(folder, {}), (folder, {"resize": 48}), (other, {})]):
-        task = ImageClassification(
-            model="squeezenet1_1", weights="random:0", data=data, preprocessing={"crop": 32, **given}
-        )
-        stream = io.StringIO()
-        print_result(evaluate(task, tmp_path / f"{number}"), Console(file=stream, width=80))
-        said = dict(line.split(maxsplit=1) for line in stream.getvalue().splitlines()[:5])
-        assert list(said) == ["model", "weights", "data", "preprocessing", "job"]
-        logs.append(said)
-    first, resized, elsewhere = logs
-    assert {name for name in first if first[name] != resized[name]} == {"preprocessing", "job"}
-    assert {name for name in first if first[name] != elsewhere[name]} == {"data", "job"}
-    assert json.loads((tmp_path / "1/result.json").read_text())["description"] == resized
 
 
 @pytest.mark.parametrize(

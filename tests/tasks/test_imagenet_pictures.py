@@ -51,7 +51,7 @@ def start(
     launch: Launch, pictures: Pictures, out: Path, processes: int, *more: str, threads: int | None = 1
 ) -> Finished:
     command: list[str | Path] = [
-        *(sys.executable, "-m", "dualeval", "run", *pictures.arguments, "--batch-size", BATCH_SIZE),
+        *(sys.executable, "-m", "dualeval", "run", *pictures.arguments, "--batch-size", BATCH_SIZE)
     ]
     spread = ["--nproc", str(processes)] if processes > 1 else []
     variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}

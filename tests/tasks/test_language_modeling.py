@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualeval.tasks
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
-from dualeval.options.job import Job
 from dualeval.result import JOB
 from dualeval.tasks.language_modeling import LanguageModeling
 from dualeval.tasks.options import LanguageModelingOptions
@@ -34,6 +32,7 @@ from tests.causal_models import (
 )
 from tests.engine.test_evaluator import evaluate, rows
 from tests.made_tokenizers import RIVER
+from tests.tasks.conftest import check_doors
 
 BATCH = 4
 Made = dict[str, Path]
@@ -303,20 +302,14 @@ def test_a_nan_is_no_answer(made: Made) -> None:
 
 @pytest.mark.parametrize("kind", ["texts", "choices", "prompts"])
 def test_the_class_and_the_command_line(made: Made, kind: str) -> None:
-    typed = {"model": made["gpt2"], "data": made[kind]}
-    whole = evaluate(Job.of("language-modeling", **typed).make_task(), None, batch_size=BATCH)
-    same = evaluate(dualeval.tasks.LanguageModeling(**typed), None, batch_size=BATCH)
-    assert (same.fingerprint, same.metrics_digest) == (whole.fingerprint, whole.metrics_digest)
     library = questions.transformers()
 
     def make() -> nn.Module:
         model: nn.Module = library.AutoModelForCausalLM.from_pretrained(made["gpt2"])
         return model
 
-    for model, more in ((make(), {}), (make, {})):
-        found = run(model, made[kind], None, tokenizer=made["gpt2"], **more)
-        assert found.metrics_digest == whole.metrics_digest
-        assert found.fingerprint != whole.fingerprint
+    typed = {"model": made["gpt2"], "data": made[kind]}
+    check_doors("language-modeling", "LanguageModeling", typed, [make(), make], tokenizer=made["gpt2"])
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
@@ -330,10 +323,9 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "change"), CHANGES)
-def test_another_option_is_another_job(made: Made, tmp_path: Path, kind: str, change: dict[str, Any]) -> None:
-    run(made["gpt2"], made[kind], tmp_path / "out")
-    with pytest.raises(UsageError, match="another job"):
-        run(made["gpt2"], made[kind], tmp_path / "out", **change)
+def test_another_option_is_another_job(made: Made, kind: str, change: dict[str, Any]) -> None:
+    tasks = [LanguageModeling(model=made["gpt2"], data=made[kind], **options) for options in ({}, change)]
+    assert tasks[0].fingerprint() != tasks[1].fingerprint()
 
 
 @pytest.mark.parametrize("kind", ["texts", "choices", "prompts"])

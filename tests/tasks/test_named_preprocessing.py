@@ -19,14 +19,12 @@ from torch import Tensor, nn
 import dualeval
 from dualeval.cli.run import run as command
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.errors import UsageError
 from dualeval.models import classifiers
 from dualeval.tasks.image_classification import ImageClassification
-from dualeval.vision_library import torchvision
+from tests.tasks.conftest import message_of
 from tests.tasks.test_image_classification import idx_folder
 
-# Imported here, not in the first test that needs it: the import sets an environment variable.
-torchvision()
 SIDE = 64
 NETS = """
 import torch
@@ -95,13 +93,6 @@ def invoked(*words: str, model: str = "nets:make") -> Any:
     given = ["--model", model, "--data", "val", "--no-progress", "--workers", "0", "--device", "cpu"]
     given += [] if model.endswith(".pt") else ["--weights", "random:0"]
     return CliRunner().invoke(command, [*given, "--launcher", "none", "--dry-run", *words])
-
-
-def message_of(done: Any) -> str:
-    if isinstance(done.exception, UsageError):
-        return str(done.exception)
-    assert done.exit_code == EXIT_USAGE, done.output
-    return str(done.output)
 
 
 def carrying(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, *, on_factory: bool = False) -> str:

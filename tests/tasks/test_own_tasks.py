@@ -113,19 +113,6 @@ def test_a_stopped_run_goes_on_from_elsewhere_with_more_ranks(
     assert "options.threshold: 0.4 there, 0.5 now" in other.stderr
 
 
-def test_a_broken_file_is_said_once_with_its_own_lines(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import torch\n\nx = torch.no_such_function()\n")
-    done = launch([*RUN, "--task", "broken.py:Mine", "--nproc", "2"], cwd=tmp_path, timeout=120)
-    assert done.returncode == 2
-    first, *rest = done.stderr.splitlines()
-    assert first.startswith(
-        "dualeval: error: --task broken.py:Mine: broken.py cannot be imported: AttributeError"
-    )
-    assert f'  File "{tmp_path}/broken.py", line 3, in <module>' in rest
-    assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["broken.py"]
-
-
 def test_none_and_an_empty_list_are_values_that_a_flag_gives(tmp_path: Path) -> None:
     (tmp_path / "emptied.py").write_text(
         "import dualeval\n"

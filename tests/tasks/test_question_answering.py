@@ -16,28 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-import dualeval.tasks
 from dualeval.errors import UsageError
 from dualeval.metrics.squad import score_answer
-from dualeval.options.job import Job
 from dualeval.tasks.question_answering import QuestionAnswering
 from tests import questions
 from tests.engine.test_evaluator import evaluate, rows
+from tests.questions import asked
+from tests.tasks.conftest import check_doors
 
 BATCH = 4
-
-
-def hard_questions(folder: Path) -> dict[str, Path]:
-    """Write hard questions in both formats."""
-    return {
-        version: questions.write_questions(folder / f"{version}.json", unanswerable=version == "v2.0")
-        for version in ("v1.1", "v2.0")
-    }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return questions.save_tiny_bert(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +32,14 @@ def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return questions.save_fine_tuned(tmp_path_factory.mktemp("fine_tuned"))
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return hard_questions(tmp_path_factory.mktemp("data"))
-
-
 def test_a_module_and_its_tokenizer(tiny: Path, data: dict[str, Path]) -> None:
-    typed = {"model": tiny, "data": data["v1.1"], "batch_size": BATCH}
-    whole = evaluate(Job.of("question-answering", **typed).make_task(), None, batch_size=BATCH)
-    same = evaluate(dualeval.tasks.QuestionAnswering(**typed), None, batch_size=BATCH)
-    assert (same.fingerprint, same.metrics_digest) == (whole.fingerprint, whole.metrics_digest)
-
     def make() -> nn.Module:
         library: Any = questions.transformers()
         model: nn.Module = library.BertForQuestionAnswering.from_pretrained(tiny)
         return model
 
-    for model in (make(), make):
-        task = QuestionAnswering(model=model, tokenizer=tiny, data=data["v1.1"], batch_size=BATCH)
-        found = evaluate(task, None, batch_size=BATCH)
-        assert found.metrics_digest == whole.metrics_digest
-        assert found.fingerprint != whole.fingerprint
-        assert found.description["weights"].startswith("as the module has them")
+    typed = {"model": tiny, "data": data["v1.1"], "batch_size": BATCH}
+    check_doors("question-answering", "QuestionAnswering", typed, [make(), make], tokenizer=tiny)
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"model": make}, "the model make was given without a tokenizer. Give tokenizer=DIR"),
         ({"model": tiny, "tokenizer": tiny}, "has the model's own. Leave it out"),
@@ -80,16 +53,6 @@ def test_a_module_and_its_tokenizer(tiny: Path, data: dict[str, Path]) -> None:
 def run(model: Path, data: Path, out: Path, **options: Any) -> Any:
     task = QuestionAnswering(model=model, data=data, batch_size=BATCH, **options)
     return evaluate(task, out, batch_size=BATCH)
-
-
-def asked(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(context, question) of a file, in its order."""
-    return [
-        (paragraph["context"], qa)
-        for article in json.loads(path.read_text("utf-8"))["data"]
-        for paragraph in article["paragraphs"]
-        for qa in paragraph["qas"]
-    ]
 
 
 def answers_of(out: Path) -> dict[str, str]:
@@ -379,7 +342,7 @@ def test_a_model_without_token_types(tmp_path: Path, kind: str) -> None:
 def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
     file = questions.squad_file()
     cases: list[tuple[Mapping[str, Any], str]] = [
-        ({"model": tmp_path / "none"}, r"none does not exist.*save_pretrained"),
+        ({"model": tmp_path / "none"}, r"none does not exist.*save_pretrained.*hf download"),
         ({"model": tmp_path}, r"holds no config\.json"),
         ({"data": tmp_path / "none.json"}, r"none\.json cannot be read.*--data"),
         ({"stride": 380, "max_length": 384, "weights": "random:x"}, r"random:SEED"),
@@ -436,6 +399,10 @@ def test_a_file_of_somebody_else_is_not_overwritten(tiny: Path, tmp_path: Path) 
     assert (out / "predictions.json").read_text() == "mine"
 
 
+WEIGHTS, POINTER = "model.safetensors", b"version https://git-lfs"
+TOKENIZER = "tokenizer.json"
+
+
 def _without_tokenizer(folder: Path) -> None:
     """Of a folder without its files the library makes one that knows five tokens."""
     for path in folder.glob("tokenizer*"):
@@ -459,14 +426,6 @@ def _needs_code(folder: Path) -> None:
     (folder / "mine.py").write_text("raise SystemExit('run')")
 
 
-def _a_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"version https://git-lfs")
-
-
-def _a_web_page(folder: Path) -> None:
-    (folder / "tokenizer.json").write_bytes(b"<!doctype html>")
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -474,12 +433,15 @@ def _a_web_page(folder: Path) -> None:
         (_not_fast, r"ByT5Tokenizer, is not fast.*tokenizer\.json"),
         (_of_another_vocabulary, r"30522 tokens apart, its model only 1000"),
         (_needs_code, r"copy holds no (tokenizer|model for question answering) that can be read"),
-        (_a_pointer, r"is a pointer of Git LFS.*git lfs pull"),
-        (_a_web_page, r"tokenizer\.json is a web page"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(POINTER), "is a pointer of Git LFS.*git lfs pull"),
+        (
+            lambda folder: (folder / TOKENIZER).write_bytes(b"<!doctype html>"),
+            r"tokenizer\.json is a web page",
+        ),
     ],
 )
 def test_folders_that_are_refused(
-    tiny: Path, data: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], None], said: str
+    tiny: Path, data: dict[str, Path], tmp_path: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
     folder = shutil.copytree(tiny, tmp_path / "copy")
     spoil(folder)

@@ -15,23 +15,20 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-import dualeval.tasks
 from dualeval.data.masks import LabelRule
 from dualeval.data.preprocessing import Uncropped
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.segmentation import counts_of, segmentation_metrics
 from dualeval.models.sources.processors import uncropped_of
-from dualeval.options.job import Job
 from dualeval.tasks.segmentation import Segmentation, stored_metrics
 from dualeval.vision_library import torchvision
 from tests import masked_pictures as made
 from tests.engine.test_evaluator import evaluate, rows
 from tests.masked_pictures import CLASSES, IGNORED, Exact
 from tests.measuring import measure
+from tests.tasks.conftest import check_doors
 
-# Imported here, not in the first test that needs it: the import sets an environment variable.
-torchvision()
 CPU = torch.device("cpu")
 AS_STORED: dict[str, Any] = {"preprocessing": "none"}
 
@@ -226,11 +223,7 @@ def test_the_class_is_the_command_lines_task(home: Path) -> None:
         "mean": (0.5,),
         "std": (0.5,),
     }
-    typed = evaluate(Job.of("segmentation", **words).make_task(), None, batch_size=4)
-    from_python = evaluate(dualeval.tasks.Segmentation(**words), None, batch_size=4)
-    assert from_python.fingerprint == typed.fingerprint
-    assert from_python.metrics_digest == typed.metrics_digest
-    assert from_python.job == typed.job
+    typed = check_doors("segmentation", "Segmentation", words)
     other = evaluate(Segmentation(**{**words, "ignore_index": (4, 255)}), None, batch_size=4)
     assert other.fingerprint != typed.fingerprint
     assert other.metrics != typed.metrics
@@ -405,27 +398,10 @@ def test_masks_in_other_modes(home: Path, tmp_path: Path) -> None:
     assert evaluate(task(tmp_path), None, batch_size=4).metrics == wanted
 
 
-def _without_mask(mask: Path) -> None:
-    mask.unlink()
-
-
-def _of_another_size(mask: Path) -> None:
-    made.write_mask(mask, np.zeros((9, 7)))
-
-
 def _beyond(mask: Path) -> None:
     labels = np.array(Image.open(mask))
     labels[0, :3] = 34
     made.write_mask(mask, labels)
-
-
-def _in_colours(mask: Path) -> None:
-    Image.open(mask).convert("RGB").save(mask)
-
-
-def _as_jpeg(mask: Path) -> None:
-    image = Image.open(mask).convert("L")
-    image.save(mask, format="JPEG")
 
 
 def _of_four_bits(mask: Path) -> None:
@@ -444,30 +420,41 @@ def _of_four_bits(mask: Path) -> None:
     mask.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
 
 
-def _cut_picture(mask: Path) -> None:
-    """Its head is whole: its size is known."""
-    picture = mask.parent.parent / "img" / mask.name
-    picture.write_bytes(picture.read_bytes()[:200])
+def _picture_of(mask: Path) -> Path:
+    return mask.parent.parent / "img" / mask.name
 
 
-def _empty_picture(mask: Path) -> None:
-    (mask.parent.parent / "img" / mask.name).write_bytes(b"")
-
-
-BAD: list[tuple[Callable[[Path], None], list[str]]] = [
-    (_without_mask, ["its mask", "masks/002.png: there is no such file"]),
-    (_of_another_size, ["masks/002.png: it has 7 x 9 pixels, and its picture 20 x 20"]),
-    (_beyond, ["3 pixels with the label 34, expected 0 to 4", "--ignore-index 255,34"]),
-    (_in_colours, ["its pixels are colours (mode RGB)", "image.getchannel(0)"]),
-    (_as_jpeg, ["no mask: expected one of PNG, TIFF, BMP"]),
-    (_of_four_bits, ["less than 8 bits"]),
-    (_cut_picture, ["image file is truncated"]),
-    (_empty_picture, ["is empty (0 bytes)"]),
+BAD: list[tuple[str, Callable[[Path], object], list[str]]] = [
+    ("no mask", Path.unlink, ["its mask", "masks/002.png: there is no such file"]),
+    (
+        "of another size",
+        lambda mask: made.write_mask(mask, np.zeros((9, 7))),
+        ["masks/002.png: it has 7 x 9 pixels, and its picture 20 x 20"],
+    ),
+    ("beyond", _beyond, ["3 pixels with the label 34, expected 0 to 4", "--ignore-index 255,34"]),
+    (
+        "in colours",
+        lambda mask: Image.open(mask).convert("RGB").save(mask),
+        ["its pixels are colours (mode RGB)", "image.getchannel(0)"],
+    ),
+    (
+        "as JPEG",
+        lambda mask: Image.open(mask).convert("L").save(mask, format="JPEG"),
+        ["no mask: expected one of PNG, TIFF, BMP"],
+    ),
+    ("of four bits", _of_four_bits, ["less than 8 bits"]),
+    # Its head is whole: its size is known.
+    (
+        "a picture cut short",
+        lambda mask: _picture_of(mask).write_bytes(_picture_of(mask).read_bytes()[:200]),
+        ["image file is truncated"],
+    ),
+    ("an empty picture", lambda mask: _picture_of(mask).write_bytes(b""), ["is empty (0 bytes)"]),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "said"), BAD, ids=[spoil.__name__[1:] for spoil, _ in BAD])
-def test_a_bad_sample(tmp_path: Path, spoil: Callable[[Path], None], said: list[str]) -> None:
+@pytest.mark.parametrize(("spoil", "said"), [case[1:] for case in BAD], ids=[name for name, *_ in BAD])
+def test_a_bad_sample(tmp_path: Path, spoil: Callable[[Path], object], said: list[str]) -> None:
     """Named with its file; skipped, the other pictures of its batch keep their numbers."""
     made.write_pictures(tmp_path, count=7)
     evaluate(task(tmp_path), tmp_path / "whole", batch_size=7)
@@ -623,9 +610,3 @@ def test_stored_metrics(home: Path, tmp_path: Path) -> None:
     assert rescore(tmp_path / "out", metrics=metrics).metrics_digest == result.metrics_digest
     [one] = stored_metrics(fingerprint.fingerprint(), ["dice"])
     assert rescore(tmp_path / "out", metrics=[one]).metrics["mean_dice"] == result.metrics["mean_dice"]
-
-
-def test_another_job_is_refused(home: Path, tmp_path: Path) -> None:
-    evaluate(task(home), tmp_path, batch_size=4)
-    with pytest.raises(UsageError, match="ignore_index"):
-        evaluate(task(home, ignore_index=4), tmp_path, batch_size=4)

@@ -23,13 +23,9 @@ from dualeval.tasks.question_answering import QuestionAnswering
 from dualeval.tasks.segmentation import Segmentation
 from dualeval.tasks.stored import task_of_run
 from dualeval.tasks.text_classification import TextClassification
-from dualeval.vision_library import torchvision
 from tests import causal_models, masked_pictures, questions, texts
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tiny import TinyTask
-
-# Imported here, not in the first test that needs it: the import sets an environment variable.
-torchvision()
 
 
 class Brightness(nn.Module):

@@ -21,9 +21,8 @@ from dualeval.result import Result
 from tests import questions
 from tests.conftest import ROOT, Launch
 from tests.engine.test_endings import read
-from tests.launchers import needs, start
+from tests.launchers import start
 from tests.made_tokenizers import RIVER, byte_level
-from tests.workers.example_tasks_worker import KILL
 
 EXAMPLES = ROOT / "examples"
 WORKER = ROOT / "tests/workers/example_tasks_worker.py"
@@ -44,11 +43,6 @@ class Example:
     def words(self, model: Path) -> list[str]:
         """What its script is given."""
         return [str(model), str(model / "text.txt")] if self.file == "perplexity" else []
-
-    def options(self, model: Path) -> list[str]:
-        """What the command line is given: the same."""
-        names = ("model", "text")
-        return [f"-T{name}={word}" for name, word in zip(names, self.words(model), strict=False)]
 
 
 ALL = [
@@ -247,12 +241,6 @@ def script(example: Example, model: Path) -> list[str]:
     return [str(example.path), *example.words(model)]
 
 
-def command_line(example: Example, model: Path, *more: str) -> list[str]:
-    task = f"{example.path}:{example.task}"
-    out = f"runs/{example.file}"
-    return ["dualeval", "run", "--task", task, *example.options(model), "--out", out, *more]
-
-
 def result_of(folder: Path, example: Example) -> dict[str, Any]:
     """What lies where the script writes, and where the command lines above do."""
     return read(folder / f"runs/{example.file}/result.json")
@@ -268,40 +256,3 @@ def test_two_ranks_give_the_same_bits(
         result = result_of(tmp_path, example)
         assert result["metrics_digest"] == alone[example.file][0].metrics_digest, example
         assert result["world"]["size"] == 2
-
-
-@pytest.mark.long
-@each_example
-@pytest.mark.parametrize("way", ["script", "command line"])
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        pytest.param(("none", 1), ("torchrun", 2), id="alone, torchrun"),
-        pytest.param(("torchrun", 2), ("none", 1), id="torchrun, alone"),
-        pytest.param(
-            ("horovodrun", 2), ("torchrun", 3), id="horovodrun, torchrun", marks=needs("horovodrun", "")
-        ),
-    ],
-)
-def test_a_killed_example_goes_on(
-    launch: Launch,
-    tmp_path: Path,
-    model: Path,
-    alone: dict[str, tuple[Result, dict[str, Any]]],
-    example: Example,
-    way: str,
-    first: tuple[str, int],
-    then: tuple[str, int],
-) -> None:
-    command = shlex.join((script if way == "script" else command_line)(example, model))
-    killed: dict[str, str] = {KILL: "0"}
-    for (launcher, size), variables in ((first, killed), (then, {})):
-        words = [*(start(launcher, size) if size > 1 else []), sys.executable, str(WORKER), command]
-        done = launch(words, cwd=tmp_path, variables=variables)
-        if variables:
-            assert done.returncode != 0
-            assert not (tmp_path / f"runs/{example.file}/result.json").exists()
-    assert done.returncode == 0, done.stderr
-    result = result_of(tmp_path, example)
-    assert result["metrics_digest"] == alone[example.file][0].metrics_digest
-    assert result["chunks"]["resumed"] > 0

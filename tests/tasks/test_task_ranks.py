@@ -16,7 +16,7 @@ import torch
 
 from dualeval.tasks.options import TASKS
 from tests import causal_models, masked_pictures, questions, texts
-from tests.conftest import BIN, ROOT, Finished, Launch
+from tests.conftest import BIN, ROOT, Launch
 from tests.launchers import needs, start
 from tests.workers.example_tasks_worker import KILL
 
@@ -135,7 +135,7 @@ def test_the_same_bits(
     assert len(result["failed"]) == (len(EMPTY) if job is JOBS["labels"] else 0)
 
 
-@pytest.mark.parametrize("name", ["questions", "masks", "documents"])
+@pytest.mark.parametrize("name", ["questions", "documents"])
 def test_a_killed_run_goes_on_with_more_ranks(
     launch: Launch, home: Path, wanted: Run, tmp_path: Path, name: str
 ) -> None:
@@ -193,66 +193,3 @@ def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path, ta
 
 def test_every_task_with_a_model_of_its_own_has_its_page_tried() -> None:
     assert {*PAGES, "image-classification"} == {*TASKS}
-
-
-def error(done: Finished) -> str:
-    assert done.returncode == 2, done.stderr
-    [message] = [line for line in done.stderr.splitlines() if line.startswith("dualeval: error: ")]
-    assert "Traceback" not in done.stderr
-    return message
-
-
-BAD = [
-    ("questions", ["--data", "cut.json"], ["cut.json is no JSON", "line 3 column"]),
-    ("questions", ["--model", "bert-base-uncased"], ["bert-base-uncased does not exist", "hf download"]),
-    ("labels", ["--on-error", "stop"], ["dev.csv, line 22: the column 'sentence' is empty, expected a text"]),
-    ("labels", ["--data", "mixed.csv"], ["mixed.csv, line 2: the label (column 'label') is 'mixed'"]),
-    ("masks", ["--masks", "empty"], ["empty", "of masks 0 files"]),
-    ("documents", ["--data", "other.jsonl"], ["has the columns title: expected text", "--text NAME"]),
-    ("documents", ["--max-length", "65"], ["--max-length 65 is more than the 64 positions"]),
-]
-
-
-@pytest.mark.parametrize(("name", "words", "said"), BAD, ids=[" ".join(words) for _, words, _ in BAD])
-def test_bad_input(
-    launch: Launch, home: Path, tmp_path: Path, name: str, words: list[str], said: list[str]
-) -> None:
-    (tmp_path / "cut.json").write_text('{\n"data":\n[{"question": [}')
-    (tmp_path / "mixed.csv").write_text("text,label\na film,mixed\n")
-    (tmp_path / "other.jsonl").write_text('{"title": "a"}\n')
-    (tmp_path / "empty").mkdir()
-    given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
-    message = error(launch([*DUALEVAL, *JOBS[name].command(tmp_path / "out", *given)], cwd=home))
-    for part in said:
-        assert part in message
-
-
-def test_options_of_another_task(launch: Launch) -> None:
-    message = error(launch([*DUALEVAL, "run", "--stride", "3"]))
-    assert "--stride belongs to --task question-answering" in message
-    message = error(launch([*DUALEVAL, "run", "--task", "question-answering"]))
-    assert "needs --model DIR" in message
-
-
-def test_a_sample_that_cannot_be_read_stops_all_ranks_or_is_left_out(
-    launch: Launch, home: Path, tmp_path: Path
-) -> None:
-    masked_pictures.write_pictures(tmp_path, count=4)
-    (tmp_path / "masks/001.png").unlink()
-    words: list[str | Path] = ["--data", tmp_path / "img", "--masks", tmp_path / "masks", "--nproc", "2"]
-    command = [*DUALEVAL, *JOBS["masks"].command(tmp_path / "out", *words)]
-    message = error(launch(command, cwd=home))
-    assert "sample 001.png (index 1) cannot be read" in message
-    assert "masks/001.png: there is no such file" in message
-    assert "with the same --out also give --fresh" in message
-    launch([*command, "--on-error", "skip", "--fresh"], cwd=home).ok()
-    assert [failed["id"] for failed in result_of(tmp_path / "out")["failed"]] == ["001.png"]
-
-
-def test_a_job_file(launch: Launch, home: Path, wanted: Run, tmp_path: Path) -> None:
-    """Its paths count from its folder, the model's among them."""
-    lines = ['task = "question-answering"', 'model = "bert"', 'data = "v2.json"', "batch-size = 4"]
-    (home / "job.toml").write_text("\n".join([*lines, "null-threshold = 0.5", "n-best = 20"]))
-    words: list[str | Path] = ["run", "--config", home / "job.toml", "--null-threshold", "0", "--json"]
-    done = launch([*DUALEVAL, *words, "--out", tmp_path / "out"], cwd=tmp_path).ok()
-    assert json.loads(done.stdout)["metrics_digest"] == wanted(JOBS["questions"])["metrics_digest"]

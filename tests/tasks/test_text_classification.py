@@ -14,15 +14,14 @@ import torch
 from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 
-import dualeval.tasks
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
-from dualeval.options.job import Job
 from dualeval.result import JOB
 from dualeval.tasks.stored import metrics_of_run
 from dualeval.tasks.text_classification import TextClassification
 from tests import questions, texts
 from tests.engine.test_evaluator import evaluate
+from tests.tasks.conftest import check_doors
 from tests.texts import NAMES
 
 BATCH = 16
@@ -54,20 +53,10 @@ def logits_by_hand(folder: Path, rows: list[dict[str, Any]], *columns: str) -> T
     library = questions.transformers()
     model = library.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
+    cut: dict[str, Any] = {"truncation": True, "max_length": MAX_LENGTH, "return_tensors": "pt"}
+    inputs = [tokenizer(*(row[name] for name in columns), **cut) for row in rows]
     with torch.inference_mode():
-        return torch.cat(
-            [
-                model(
-                    **tokenizer(
-                        *(row[name] for name in columns),
-                        truncation=True,
-                        max_length=MAX_LENGTH,
-                        return_tensors="pt",
-                    )
-                ).logits
-                for row in rows
-            ]
-        )
+        return torch.cat([model(**each).logits for each in inputs])
 
 
 # -- the numbers ---------------------------------------------------------------------------------------
@@ -154,17 +143,8 @@ def test_padding_changes_no_bits(model: Path, padding: int | None) -> None:
 def test_the_class_is_the_command(model: Path, tmp_path: Path) -> None:
     data = texts.write(tmp_path / "rows.jsonl", texts.rows(40))
     options: dict[str, Any] = {"model": model, "data": data, "max_length": 24}
-    whole = evaluate(Job.of("text-classification", **options).make_task(), None, batch_size=BATCH)
-    same = evaluate(dualeval.tasks.TextClassification(**options), None, batch_size=BATCH)
-    assert (same.fingerprint, same.metrics_digest) == (whole.fingerprint, whole.metrics_digest)
-    assert same.job == whole.job
-
     made = questions.transformers().AutoModelForSequenceClassification.from_pretrained(model)
-    for given in (made, lambda: made):
-        task = TextClassification(**{**options, "model": given, "data": texts.rows(40)}, tokenizer=model)
-        found = evaluate(task, None, batch_size=BATCH)
-        assert found.metrics_digest == whole.metrics_digest
-        assert found.labels == whole.labels
+    check_doors("text-classification", "TextClassification", options, [made, lambda: made], tokenizer=model)
 
 
 def test_the_result_says_what_was_evaluated(model: Path, tmp_path: Path) -> None:

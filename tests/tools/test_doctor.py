@@ -1,4 +1,4 @@
-"""``dualeval doctor``, started for real."""
+"""``dualeval doctor``: started for real, and what it says of findings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 
 from dualeval.backends.base import Op
 from dualeval.backends.selftest import check_operations, measure_all_reduce
 from dualeval.backends.single import SingleBackend
+from dualeval.cli import dualeval
+from dualeval.tools.doctor.page import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
 from tests.conftest import BIN, Finished, Launch
 from tests.launchers import needs, start
@@ -107,10 +110,9 @@ def test_half_set_variables_are_shown(launch: Launch, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout
 
 
-def test_no_such_launcher(launch: Launch) -> None:
-    finished = launch([*DOCTOR, "--launcher", "srum"])
-    assert finished.returncode == 2
-    assert "Did you mean srun?" in finished.stderr
+def test_no_such_launcher() -> None:
+    done = CliRunner().invoke(dualeval, ["doctor", "--launcher", "srum"])
+    assert "Did you mean srun?" in str(done.exception) + done.output
 
 
 def test_the_self_test_of_one_process() -> None:
@@ -135,3 +137,153 @@ def test_the_self_test_finds_what_is_wrong() -> None:
     assert found["all_reduce"].startswith("sum of torch.int64: got [0, 2], expected [0, 1]")
     assert found["all_gather"] == "got [[], []], expected [[]]"
     assert [name for name, problem in found.items() if problem] == ["all_reduce", "all_gather"]
+
+
+# -- what is said of findings: pure functions of what ranks tell -----------------------------------------
+
+
+def facts(rank: int, **others: Any) -> dict[str, Any]:
+    """What rank ``rank`` of four on two hosts of 4 cores finds where all is well."""
+    host = rank // 2
+    return {
+        "rank": rank,
+        "size": 4,
+        "local_rank": rank % 2,
+        "local_size": 2,
+        "node_rank": host,
+        "launcher": "srun",
+        "host": f"h{host}",
+        "pid": 100 + rank,
+        "variables": {
+            "torchrun": [],
+            "srun": [{"name": "SLURM_PROCID", "value": str(rank), "meaning": "rank"}],
+        },
+        "notes": [],
+        "outer": [],
+        "backend": "torch",
+        "gpus": [],
+        "device": "cpu",
+        "device_type": "cpu",
+        "no_gpu": "torch 2.13 sees no GPU",
+        "cores": [0, 1, 2, 3],
+        "cpu_quotas": {},
+        "threads": 2,
+        "omp_num_threads": None,
+        "reached": "h0",
+        "interface": "eth0",
+        "shares_output": True,
+        "operations": {"all_reduce": None, "gather": None},
+        "errors": [],
+        "dualeval": "0.1.0",
+        "python": "3.11",
+        "torch": "2.13",
+        "cuda": "13.0",
+        "nccl": "2.28",
+        "horovod": "0.28.1",
+        "mpi": "4.1",
+        **others,
+    }
+
+
+def report(*changed: dict[str, Any], without: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A report of four ranks, some of them changed or missing."""
+    ranks = {rank: facts(rank) for rank in range(4) if rank not in without}
+    ranks |= {one["rank"]: one for one in changed}
+    found = {
+        "size": 4,
+        "waited_s": 20.0,
+        "output": "/data/runs",
+        "addresses": ["h0", "10.0.0.1"],
+        "speed": {"cpu": {"latency_us": 1234.5, "bandwidth_gb_s": 1.5}},
+        "ranks": ranks,
+    }
+    return {**found, "problems": list(problems(found))}
+
+
+def test_all_is_well() -> None:
+    text = diagnosis(report())
+    assert report()["problems"] == []
+    assert text.startswith("4 ranks on 2 nodes, started by srun\n")
+    assert text.endswith("No problem was found.\n")
+    for part in (
+        "srun        taken      SLURM_PROCID=0  (rank)",
+        "3     h1    103  1 of 2  1     torch    0          cpu     2 of 4            h0",
+        "control plane   h0, 10.0.0.1, at a port that the kernel picks",
+        "output folder   /data/runs, seen by all ranks",
+        "operations      all_reduce, gather: right on all ranks",
+        "all_reduce      1,234 us for 8 bytes, 1.50 GB/s at 64 MiB (cpu tensors)",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("torch", "2.12", "the ranks differ in torch: 2.13 on ranks 0 to 2; 2.12 on rank 3"),
+        ("horovod", "no MPI", "the ranks differ in Horovod: 0.28.1 on ranks 0 to 2; no MPI on rank 3"),
+        ("backend", "mpi", "the ranks differ in the backend: torch on ranks 0 to 2; mpi on rank 3"),
+        ("size", 5, "the ranks differ in the number of ranks: 4 on ranks 0 to 2; 5 on rank 3"),
+        ("errors", ["no GPU"], "no GPU (rank 3)"),
+        ("notes", ["left over"], "left over (rank 3)"),
+        ("operations", {"all_reduce": None, "gather": "got 1"}, "gather is wrong on rank 3: got 1"),
+        ("threads", 3, "2 ranks on h1 would take 5 threads on 4 cores: set OMP_NUM_THREADS lower"),
+    ],
+)
+def test_one_rank_is_not_like_the_others(name: str, value: Any, said: str) -> None:
+    [found] = report(facts(3, **{name: value}))["problems"]
+    assert found.startswith(said)
+    assert f"  - {found}" in diagnosis(report(facts(3, **{name: value})))
+
+
+def test_more_threads_than_a_quota_allows() -> None:
+    quotas = {"pod": 8.0, "container": 2.5}
+    found = report(facts(2, cpu_quotas=quotas, threads=1), facts(3, cpu_quotas=quotas, threads=1))
+    assert found["problems"] == []
+    assert "1 of 2  1     torch    0          cpu     1 of 4, quota 2.5" in diagnosis(found)
+    [problem] = report(facts(2, cpu_quotas=quotas), facts(3, cpu_quotas=quotas))["problems"]
+    assert problem.startswith(
+        "2 ranks on h1 would take 4 threads with a quota of 2.5 CPUs: set OMP_NUM_THREADS"
+    )
+    # Two containers of a host, each with a quota of its own.
+    apart = [facts(2, cpu_quotas={"one": 2.0}), facts(3, cpu_quotas={"other": 2.0})]
+    assert report(*apart)["problems"] == []
+
+
+def test_a_folder_that_a_rank_does_not_see() -> None:
+    found = report(facts(2, shares_output=False))
+    [problem] = found["problems"]
+    assert problem.startswith("rank 2 on h1 does not see rank 0's files in /data/runs")
+    assert "not seen by all ranks" in diagnosis(found)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    found = report(without=(1, 2))
+    assert found["problems"] == ["ranks 1, 2 did not report within 20 s"]
+    assert "2 problems" not in diagnosis(found)
+    # A rank that could not meet rank 0 speaks for itself.
+    assert diagnosis(report(without=(0, 1, 2))).count("Variables (rank 3)") == 1
+
+
+def test_a_text_of_many_ranks_is_said_once() -> None:
+    assert report(*(facts(rank, errors=["broken"]) for rank in range(4)))["problems"] == [
+        "broken (ranks 0 to 3)"
+    ]
+
+
+def test_what_was_not_tried_is_not_called_right() -> None:
+    text = diagnosis(report(facts(1, operations={}, shares_output=None)))
+    assert text.count("not tried on all ranks") == 2
+
+
+def test_what_keeps_ranks_apart() -> None:
+    ranks = {0: facts(0), 1: facts(1, backend="mpi", torch="2.12")}
+    assert len(differences(ranks)) == 2
+    assert differences(ranks, BLOCKING) == ["the ranks differ in the backend: torch on rank 0; mpi on rank 1"]
+
+
+def test_a_node_without_gpu_beside_others() -> None:
+    """That it computes on the CPU is a problem where others compute on GPUs, and only there."""
+    others = [facts(rank) | {"device": "cuda:0 (H)", "device_type": "cuda"} for rank in (0, 1, 3)]
+    assert report(*others)["problems"] == [
+        "rank 2 on h1 computes on the CPU, others on GPUs: torch 2.13 sees no GPU"
+    ]

@@ -23,16 +23,7 @@ from dualeval.tools.horovod.build import (
     Torch,
 )
 from tests.environments import read_variables
-from tests.horovod_bench import (
-    BUILD,
-    CUDA_BUILD,
-    CUDA_TORCH,
-    NCCL,
-    OPEN_MPI,
-    TORCH,
-    programs,
-    source_tree,
-)
+from tests.horovod_bench import BUILD, CUDA_BUILD, CUDA_TORCH, NCCL, OPEN_MPI, TORCH, programs, source_tree
 
 TORCH_FOLDER = Path(torch.__file__).parent / "share/cmake"
 

@@ -312,7 +312,7 @@ def test_a_second_environment_takes_seconds(environment: Path, tmp_path: Path, l
 )
 def test_built_from_source(mpi: bool, environment: Path, tmp_path: Path, launch: Launch) -> None:
     command: list[str | Path] = [
-        *(environment, "-m", "dualeval", "setup-horovod", "--cache", tmp_path / "cache"),
+        *(environment, "-m", "dualeval", "setup-horovod", "--cache", tmp_path / "cache")
     ]
     command.append("--with-mpi" if mpi else "--without-mpi")
     launch(command, timeout=1500, cwd=tmp_path).ok()

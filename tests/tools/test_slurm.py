@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from dualeval.errors import UsageError
 from dualeval.result import Status
-from dualeval.tools.submit.command import (
-    SHIPPED,
-    SlurmJob,
-    directives,
-    log_path,
-    sbatch_environ,
-    sbatch_text,
-)
+from dualeval.tools.submit.command import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 from tests.conftest import ROOT, Finished, Launch
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
@@ -57,8 +50,7 @@ def test_setup_and_container_stand_where_they_act() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "tasks"),
-    [({}, 1), ({"gpus_per_node": 8}, 8), ({"gpus_per_node": 8, "ntasks_per_node": 2}, 2)],
+    ("asked", "tasks"), [({}, 1), ({"gpus_per_node": 8}, 8), ({"gpus_per_node": 8, "ntasks_per_node": 2}, 2)]
 )
 def test_one_task_a_gpu_where_tasks_are_not_given(asked: dict[str, int], tasks: int) -> None:
     assert f"--ntasks-per-node={tasks}" in directives(SlurmJob(**asked))  # type: ignore[arg-type]
@@ -189,24 +181,29 @@ def script(launch: Launch, tmp_path: Path) -> Script:
     return Script(launch, tmp_path)
 
 
+@pytest.fixture
+def found(script: Script) -> Script:
+    """A script that finds the command."""
+    script.put(script.submitted / ".venv/bin/dualeval", "")
+    return script
+
+
 @pytest.mark.parametrize("backend", SHIPPED)
-def test_script_takes_the_environment_of_the_submit_folder(script: Script, backend: str) -> None:
-    own = script.put(script.submitted / ".venv/bin/dualeval", "")
-    done = script("--limit", "10", "--out", "a b", "", backend=backend)
+def test_script_takes_the_environment_of_the_submit_folder(found: Script, backend: str) -> None:
+    done = found("--limit", "10", "--out", "a b", "", backend=backend)
     assert done.stdout.splitlines() == [
         "<--export=ALL><--kill-on-bad-exit=1><dualeval><run><--launcher><srun>"
         f"<--backend><{backend}><--limit><10><--out><a b><>",
-        str(own),
+        str(found.submitted / ".venv/bin/dualeval"),
         "cores none",
     ]
     # srun's exit code is the job's.
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_script_takes_the_environment_on_the_path_first(script: Script) -> None:
-    script.put(script.submitted / ".venv/bin/dualeval", "")
-    active = script.put(script.folder / "active/dualeval", "")
-    done = script(path=f"{active.parent}:{script.tools}:{SYSTEM}")
+def test_script_takes_the_environment_on_the_path_first(found: Script) -> None:
+    active = found.put(found.folder / "active/dualeval", "")
+    done = found(path=f"{active.parent}:{found.tools}:{SYSTEM}")
     assert done.stdout.splitlines()[1] == str(active)
 
 
@@ -225,22 +222,14 @@ def test_script_without_an_environment_says_what_to_type(script: Script) -> None
     assert script().returncode == 2
 
 
-def test_script_hands_cores_a_task_on_to_srun(script: Script) -> None:
-    script.put(script.submitted / ".venv/bin/dualeval", "")
-    assert script(SLURM_CPUS_PER_TASK="3").stdout.splitlines()[2] == "cores 3"
+def test_script_hands_cores_a_task_on_to_srun(found: Script) -> None:
+    assert found(SLURM_CPUS_PER_TASK="3").stdout.splitlines()[2] == "cores 3"
 
 
 def words_of(done: Finished) -> list[str]:
     """What the script has handed to 'dualeval run', after the words of its own."""
     words = done.stdout.splitlines()[0].removeprefix("<").removesuffix(">").split("><")
     return words[words.index("torch") + 1 :]
-
-
-@pytest.fixture
-def found(script: Script) -> Script:
-    """A script that finds the command."""
-    script.put(script.submitted / ".venv/bin/dualeval", "")
-    return script
 
 
 OWN_OUT = ["--out", "runs/job-7"]
