@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import pytest
 
@@ -12,13 +12,13 @@ from dualeval.engine.folder.layout import SUFFIX
 from dualeval.result import read_status
 from tests.cluster import test_launchers
 from tests.cluster.test_launchers import Batch
-from tests.cluster.test_requeue import MODEL, PACKAGE, SLOW, until
+from tests.cluster.test_requeue import MODEL, PACKAGE, SLOW
 from tests.conftest import Launch
 from tests.faulty_models import FAULT
 
 pytestmark = pytest.mark.needs("cluster")
 
-PATIENCE_A_SHARE = 120.0
+PATIENCE_S = 900.0
 
 # Asked for by the test below, as this module's own.
 batch = test_launchers.batch
@@ -37,49 +37,68 @@ def logs(batch: Batch, number: int) -> str:
     return "\n".join(log.read_text() for log in sorted(batch.folder.glob(f"dualeval-{number}_*.log")))
 
 
+def kill(batch: Batch, name: str) -> None:
+    """Kill the rank of a share."""
+    text = name.replace("-of-", "/")
+    for host in batch.cluster.hosts:
+        for process in batch.cluster.processes(host):
+            command = process.cmdline()
+            if text in command and "python" in command[0]:
+                process.kill()
+
+
 def run_array(
-    batch: Batch, typed: str, shares: Sequence[int], *, variables: Mapping[str, str], kill: Sequence[str] = ()
+    batch: Batch,
+    typed: str,
+    shares: Sequence[int],
+    *,
+    variables: Mapping[str, str],
+    killed: Sequence[str] = (),
 ) -> str:
     """Hand over an array, kill some of its tasks in the midst, and wait for its end; returns the logs."""
     with batch.begun(typed, variables) as (number, _):
-        for name in kill:
-            until(partial(has_saved, batch, name), lambda: logs(batch, number))
-            batch.order(f"scancel --signal=KILL {number}_{name.partition('-')[0]}")
+        left, deadline = [*killed], time.monotonic() + PATIENCE_S
+        while left:
+            assert time.monotonic() < deadline, logs(batch, number)
+            for name in [name for name in left if has_saved(batch, name)]:
+                kill(batch, name)
+                left.remove(name)
+            time.sleep(0.05)
         for share in shares:
-            batch.cluster.wait_for_job(f"{number}_{share}", PATIENCE_A_SHARE)
+            batch.cluster.wait_for_job(f"{number}_{share}", PATIENCE_S)
         return logs(batch, number)
 
 
 @pytest.mark.parametrize(
-    ("count", "batch_size", "slow_s", "kill"),
+    ("count", "batch_size", "slow_s", "hit"),
     [(4, 20, 0.15, [2]), pytest.param(100, 4, 1.0, [*range(5, 100, 10)], marks=pytest.mark.long)],
     ids=["4 shares", "100 shares"],
 )
 def test_killed_shares_are_started_again(
-    batch: Batch, launch: Launch, count: int, batch_size: int, slow_s: float, kill: Sequence[int]
+    batch: Batch, launch: Launch, count: int, batch_size: int, slow_s: float, hit: Sequence[int]
 ) -> None:
     chunks = 1600 // batch_size
     job = f"{MODEL} --batch-size {batch_size} --limit 1600 --out"
     whole = launch(["dualeval", "run", *job.split(), "whole"], cwd=batch.folder, variables=PACKAGE)
     whole.ok()
     typed, variables = f"slurm/eval_array.sbatch {job} out", {**SLOW, FAULT: f"slow:{slow_s} all 0"}
-    names = [f"{number}-of-{count}" for number in kill]
+    names = [f"{number}-of-{count}" for number in hit]
     everyone = range(1, count + 1)
-    run_array(batch, f"sbatch --array 1-{count} {typed}", everyone, variables=variables, kill=names)
-    assert [number for number in everyone if not is_done(batch, f"{number}-of-{count}")] == [*kill]
+    run_array(batch, f"sbatch --array 1-{count} {typed}", everyone, variables=variables, killed=names)
+    assert [number for number in everyone if not is_done(batch, f"{number}-of-{count}")] == [*hit]
 
     refused = launch(["dualeval", "finish", "out"], cwd=batch.folder, variables=PACKAGE)
     assert refused.returncode == 2
-    assert f"out is not finished: {count - len(kill)} of {count} shares are done. Missing: " in refused.stderr
+    assert f"out is not finished: {count - len(hit)} of {count} shares are done. Missing: " in refused.stderr
     [array] = re.findall(r"--array=([\d,-]+)", refused.stderr)
 
     again = f"sbatch --array {array} {typed} --share %a/{count}"
-    said = run_array(batch, again, kill, variables=variables)
+    said = run_array(batch, again, hit, variables=variables)
     # What was saved before is not evaluated again.
     resumed = [int(number) for number in re.findall(r"resumes in \S+: (\d+) of", said)]
     now = [int(number) for number in re.findall(r"is done, (\d+) of its", said)]
-    assert len(resumed) == len(now) == len(kill)
-    assert sum(resumed) + sum(now) == sum(len(range(share - 1, chunks, count)) for share in kill)
+    assert len(resumed) == len(now) == len(hit)
+    assert sum(resumed) + sum(now) == sum(len(range(share - 1, chunks, count)) for share in hit)
 
     launch(["dualeval", "finish", "out"], cwd=batch.folder, variables=PACKAGE).ok()
     result = batch.result("out")
