@@ -12,7 +12,7 @@ from dualeval.engine import run
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.end.conclusion import Conclusion
 from dualeval.engine.end.watch import Watch
-from dualeval.engine.options import RunOptions
+from dualeval.engine.options import Out, RunOptions
 from dualeval.engine.run_state import Run
 from dualeval.errors import PeerError
 from dualeval.result import Result
@@ -64,7 +64,7 @@ def run_of(backend: Backend, control: ControlPlane, watch: Watch, options: RunOp
 _OF_RUN = ("note", "job", "show", "guest", "cores")
 
 
-def evaluate(task: Task, out: Path | None = None, **options: Any) -> Result:
+def evaluate(task: Task, out: Out = None, **options: Any) -> Result:
     """Evaluate a task in this process alone."""
     own = {name: options.pop(name) for name in _OF_RUN if name in options}
     with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:

@@ -290,14 +290,10 @@ def check_wrong_calls(bench: Bench) -> None:
         "all_gather uint32": (lambda: backend.all_gather(wide), ("uint32", "complex128")),
     }
     for rank in (bench.size, -1):
-        for name, end in (
-            ("broadcast", "src"),
-            ("gather", "dst"),
-            ("broadcast_json", "src"),
-            ("gather_json", "dst"),
-        ):
-            call = partial(getattr(backend, name), 1 if name.endswith("json") else number, rank)
-            wrong[f"{name} {rank}"] = (call, (f"{name}: {end}={rank} is not a rank",))
+        for name in ("broadcast", "gather", "broadcast_json", "gather_json"):
+            of_rank = partial(getattr(backend, name), 1 if name.endswith("json") else number, rank)
+            end = "src" if name.startswith("broadcast") else "dst"
+            wrong[f"{name} {rank}"] = (of_rank, (f"{name}: {end}={rank} is not a rank",))
     for label, (call, parts) in wrong.items():
         bench.expect_error(label, call, *parts)
     bench.expect_tensor("a sum afterwards", backend.all_reduce(number), number * bench.size)

@@ -269,5 +269,5 @@ def test_every_launcher_at_every_size(
 @pytest.mark.parametrize("size", [2, 3])
 def test_fifty_of_fifty_runs_exit_0(launch: Launch, tmp_path: Path, size: int) -> None:
     command = [*start("torchrun", size), "dualeval", "run", "--limit", "200"]
-    words = [[*command, "--out", tmp_path / str(number)] for number in range(50)]
+    words = [[*command, "--out", str(tmp_path / str(number))] for number in range(50)]
     assert [launch(each, timeout=60).returncode for each in words] == [0] * 50

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # type: ignore[import-untyped]
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.conftest import ROOT, Launch

@@ -32,8 +32,8 @@ def run_ranks(
 ) -> list[dict[str, Any]]:
     """Run a scenario of the worker on ``size`` ranks; returns their reports in rank order."""
     launcher, backend = way
-    command = [*start(launcher, size), sys.executable, WORKER, scenario, folder, backend]
-    launch(command, timeout=timeout).ok()
+    words = [sys.executable, str(WORKER), scenario, str(folder), backend]
+    launch([*start(launcher, size), *words], timeout=timeout).ok()
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
 

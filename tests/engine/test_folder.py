@@ -126,12 +126,6 @@ def test_a_folder_that_is_not_there_any_more_ends_nothing_but_a_write(
     assert goes_on(opened, lost)
 
 
-def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
-    take_over(opened.path)
-    with pytest.raises(DualevalError, match="another run has taken over"):
-        opened.check()
-
-
 def test_a_run_that_was_stopped_while_it_wrote_looks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

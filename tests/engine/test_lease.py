@@ -220,5 +220,5 @@ def test_of_many_newcomers_one_takes_over(tmp_path: Path, launch: Launch, told: 
     dead = dead_lease(tmp_path, **changes).replace(tmp_path / "dead")
     (tmp_path / "out").mkdir()
     (tmp_path / "race.py").write_text(RACE)
-    words = [tmp_path / "out", dead, str(after_s), str(rounds)]
+    words = [str(tmp_path / "out"), str(dead), str(after_s), str(rounds)]
     launch([sys.executable, tmp_path / "race.py", *words], timeout=120).ok()

@@ -262,15 +262,6 @@ def test_ids_and_fingerprint_of_its_own_stay(tmp_path: Path) -> None:
     assert table["id"].to_pylist() == ["own 0", "own 1", "own 2"]
 
 
-def test_a_loop_takes_what_is_wrapped(tmp_path: Path) -> None:
-    with dualeval.Session(launcher="none") as session:
-        for batch in session.batches(dualeval.wrap(rows(), ids="name"), batch_size=2, out=tmp_path):
-            session.add(batch, label=batch["label"])
-        assert session.result().metrics["label"] == 2 / 3
-    table = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
-    assert table["id"].to_pylist() == ROWS["name"]
-
-
 @pytest.mark.parametrize("indices", [range(2, 5), range(1, 6, 2), [4, 1], range(3, 3)])
 def test_rows_of_tensors_are_the_samples_of_their_data_set(indices: Sequence[int]) -> None:
     data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))

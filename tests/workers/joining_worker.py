@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, process_time, sleep
 from typing import Any
@@ -115,4 +116,5 @@ def stuck(backend_name: str) -> None:
 
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
-    {"place": place, "waits": waits, "late": late, "stuck": stuck}[what](*arguments)
+    works: dict[str, Callable[..., None]] = {"place": place, "waits": waits, "late": late, "stuck": stuck}
+    works[what](*arguments)
