@@ -71,7 +71,10 @@ def run_array(
 
 @pytest.mark.parametrize(
     ("count", "batch_size", "slow_s", "hit"),
-    [(4, 20, 0.15, [2]), pytest.param(100, 4, 1.0, [*range(5, 100, 10)], marks=pytest.mark.long)],
+    [
+        (4, 20, 0.15, [2]),
+        pytest.param(100, 4, 1.0, [*range(5, 100, 10)], marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+    ],
     ids=["4 shares", "100 shares"],
 )
 def test_killed_shares_are_started_again(

@@ -81,7 +81,7 @@ def unfinished(out: Path) -> str | None:
         return None
     states = [read_status(folder) for folder in folders_of(out)]
     done = sum(status is not None and status.state == "done" for status in states)
-    return f"{out} is not finished: {done} of {counted(job[COUNT], 'share')} are done"
+    return f"{out} is not finished: {done:,} of {counted(job[COUNT], 'share')} are done"
 
 
 def check_idle(out: Path, step: Callable[[], None]) -> None:
