@@ -76,12 +76,7 @@ class _Findings:
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
 @options.ALLOW_SHARED_GPU
 @click.option("--launcher", help=f"Launcher of the ranks: {', '.join(LAUNCHERS)}.  [default: detected]")
-@click.option(
-    "--out",
-    type=PATH,
-    default=Path("runs"),
-    help="Output folder to check.  [default: runs]",
-)
+@click.option("--out", type=PATH, default=Path("runs"), help="Output folder to check.  [default: runs]")
 @click.option(
     "--limit-s",
     type=click.FloatRange(min=1),
