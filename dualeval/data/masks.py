@@ -316,7 +316,7 @@ def _of_manifest(path: Path, path_column: str | None, mask_column: str | None, k
         )
 
     example = {"image": "a.jpg", "mask": "a.png"}
-    table = open_table(path, choose, example, ", the paths of picture files", keep)
+    table = open_table(path, choose, example, ", the paths of picture files", keep=keep)
     seen: dict[str, int] = {}
     masks = []
     for number, picture, mask in table.rows:

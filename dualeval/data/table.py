@@ -12,7 +12,6 @@ from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.further_columns import FurtherColumns
-from dualeval.options.choices import NO_COLUMN
 from dualeval.wording import first_of
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -61,11 +60,7 @@ def is_unicode(text: str) -> bool:
 
 
 def open_table(
-    path: Path,
-    choose: Choose,
-    example: Mapping[str, Any],
-    of_texts: str = "",
-    keep: Sequence[str] = (NO_COLUMN,),
+    path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "", *, keep: Sequence[str]
 ) -> Table:
     """Open a table; its rows are read when they are asked for. ``keep`` is that of ``FurtherColumns``."""
     kind = path.suffix.lower()

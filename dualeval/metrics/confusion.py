@@ -54,7 +54,8 @@ class _Labels(ABC):
     def _labels(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Target and prediction of every element that counts, int64 of shape (elements,)."""
         target, prediction = (_elements(self.name, name, columns[name]) for name in self.columns)
-        if len(target) != len(prediction) or not _alike(*(columns[name] for name in self.columns)):
+        lengths = (_lengths(columns[name]) for name in self.columns)
+        if len(target) != len(prediction) or not torch.equal(*lengths):
             raise UsageError(
                 f"metric {self.name!r}: the column {self.target!r} has {len(target):,} elements and "
                 f"{self.prediction!r} has {len(prediction):,} in the same samples: give both the same shape"
@@ -94,12 +95,8 @@ def _elements(metric: str, column: str, values: Any) -> Tensor:
     return elements.reshape(-1).to(torch.int64)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether the samples of two columns have the same lengths."""
-    return torch.equal(_lengths(one), _lengths(other))
-
-
 def _lengths(column: Any) -> Tensor:
+    """How many elements each sample has."""
     if isinstance(column, Ragged):
         return column.lengths.cpu() * math.prod(column.values.shape[1:])
     return torch.full((len(column),), math.prod(column.shape[1:]))

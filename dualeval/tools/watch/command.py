@@ -67,7 +67,7 @@ _FLAGS: list[click.Parameter] = [
 @click.command(
     "watch",
     cls=TaskCommand,
-    params=[*run.params[:2], *(each for each in run.params[2:] if each.name not in _NOT_OF_RUN), *_FLAGS],
+    params=[*(each for each in run.params if each.name not in _NOT_OF_RUN), *_FLAGS],
     groups=(_WATCH, MODEL, DATA),
     last=(RUN, LAUNCH),
 )

@@ -130,7 +130,7 @@ class Watching:
     # -- on rank 0 ---------------------------------------------------------------------------------
 
     def _next(self) -> dict[str, Any] | None:
-        """The checkpoint to evaluate; None where there is none yet, nothing at the end."""
+        """The checkpoint to evaluate; None where there is none yet, an empty dict at the end."""
         if monotonic() - self._looked_at < min(_LOOK_EVERY_S, self.checkpoints.settle_s):
             return None
         complete = self.checkpoints.complete()
