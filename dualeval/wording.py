@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dualeval.errors import UsageError
 
@@ -40,6 +40,11 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     shown = [*names]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return f"{', '.join(shown[:most])}{more}"
+
+
+def first_of(names: Sequence[object], most: int) -> str:
+    """The first names, and ", ..." where there are more."""
+    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
 def printable(text: str) -> str:

@@ -119,7 +119,7 @@ class Comparison:
     @property
     def passed(self) -> bool:
         """Whether all gates have passed."""
-        return all([gate.passed for gate in self.gates] + [gate.passed for gate in self.worst_gates])
+        return all(gate.passed for gate in self.gates) and all(gate.passed for gate in self.worst_gates)
 
     @property
     def sentence(self) -> str:

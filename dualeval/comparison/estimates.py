@@ -88,7 +88,7 @@ class _NotCompared(Exception):
 
 
 def differences_of(
-    pairs: Pairs, clusters: npt.NDArray[np.int64] | None, chosen: Sequence[str] | None = None
+    pairs: Pairs, clusters: npt.NDArray[np.int64] | None, chosen: Sequence[str] | None
 ) -> tuple[dict[str, Estimate], dict[str, str]]:
     """Estimate the difference of each metric that both runs have; for the others say why not."""
     found: dict[str, Estimate] = {}
@@ -160,9 +160,9 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
     if clusters is not None:
         _, clusters = np.unique(clusters[chosen], return_inverse=True)
     independent = samples if clusters is None else int(clusters.max(initial=-1)) + 1
+    units = counted(independent, "sample" if clusters is None else "cluster")
     if independent < 2:
-        found = counted(independent, "sample" if clusters is None else "cluster")
-        raise _NotCompared(f"it has {found}: at least 2 are needed")
+        raise _NotCompared(f"it has {units}: at least 2 are needed")
     values = _value(one, score), _value(other, score)
     flips: Flips | None = None
     of_samples: ProportionDifference | None = None
@@ -184,10 +184,9 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         same = all(np.array_equal(*both) for both in ((one.y, other.y), (one.x, other.x)))
         size = abs(difference.value) + float(np.abs(influences[chosen]).sum())
         if not same and difference.error * math.sqrt(independent) <= _ROUNDING * size:
-            of = counted(independent, "sample" if clusters is None else "cluster")
             raise _NotCompared(
-                f"the differences of its {of} are all equal ({difference.value:g}), and do not show how far "
-                "others may be"
+                f"the differences of its {units} are all equal ({difference.value:g}), and do not show how "
+                "far others may be"
             )
         if of_samples is not None:
             difference = ClusteredProportionDifference(by_cluster=difference, independent=of_samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Pairs:
     # In both.
     failed_both: int
     # Sentences about the data.
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.rows_a)

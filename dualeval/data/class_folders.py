@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.wording import counted
+from dualeval.wording import counted, first_of
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pictures that are not read: a data set may have lost samples by them.
@@ -54,8 +54,7 @@ class PassedOver:
 
     def __str__(self) -> str:
         """In words for people; empty where nothing was passed over."""
-        kinds = sorted(self.files)
-        named = ", ".join(kinds[:_NAMED_AT_MOST]) + (", ..." if len(kinds) > _NAMED_AT_MOST else "")
+        named = first_of(sorted(self.files), _NAMED_AT_MOST)
         beside = f", {self.beside:,} of them images beside the class folders" if self.beside else ""
         parts = {
             f"{counted(self.files.total(), 'file')} ({named}){beside}": self.files.total(),

@@ -8,16 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.wording import counted, nearest
+from dualeval.wording import counted, first_of, nearest
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
-_NAMED_AT_MOST = 5
+# Of what a message names.
+_listed = partial(first_of, most=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,8 +351,3 @@ def _simple(name: str) -> str:
 
 def _short(noun: str) -> str:
     return noun.removeprefix("class ")
-
-
-def _listed(values: Sequence[object]) -> str:
-    more = ", ..." if len(values) > _NAMED_AT_MOST else ""
-    return ", ".join(map(str, values[:_NAMED_AT_MOST])) + more

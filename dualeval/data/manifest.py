@@ -125,7 +125,7 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, keep:
         )
 
     of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
-    table = open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, keep)
+    table = open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, keep=keep)
     if path.suffix.lower() in (".csv", ".tsv"):
         return replace(table, rows=((number, name, label.strip()) for number, name, label in table.rows))
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -25,7 +26,7 @@ from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table import column_of, is_table, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
-from dualeval.wording import counted
+from dualeval.wording import counted, first_of
 
 NO_LABEL = -1
 MASK_COLUMNS = ("mask", "mask_path", "annotation", "segmentation", "label", "target")
@@ -33,7 +34,7 @@ MASK_COLUMNS = ("mask", "mask_path", "annotation", "segmentation", "label", "tar
 _FORMATS = ("PNG", "TIFF", "BMP")
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp")
 _MODES = ("P", "L", "1", "I", "I;16")
-_NAMED_AT_MOST = 3
+_listed = partial(first_of, most=3)
 _LOOKED_FOR = 1000
 _LARGEST = 2**15 - 1  # labels are int16
 _OVERLAY = 140  # of 255: how much of a mask's colour covers the picture
@@ -61,10 +62,8 @@ class LabelRule:
         if beyond.any():
             found = np.unique(values[beyond]).tolist()
             ignored = ",".join(map(str, [*self.ignore, found[0]]))
-            more = ", ..." if len(found) > _NAMED_AT_MOST else ""
-            shown = ", ".join(map(str, found[:_NAMED_AT_MOST])) + more
             raise ValueError(
-                f"{counted(int(beyond.sum()), 'pixel')} with the label {shown}, expected "
+                f"{counted(int(beyond.sum()), 'pixel')} with the label {_listed(found)}, expected "
                 f"{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or, "
                 f"if these pixels do not count, --ignore-index {ignored}"
             )
@@ -288,9 +287,7 @@ def _of_folders(root: Path, masks: Path) -> _Pairs:
 
 def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = ", ..." if len(ordered) > _NAMED_AT_MOST else ""
-    shown = f" ({', '.join(ordered[:_NAMED_AT_MOST])}{more})" if ordered else ""
-    return f"{counted(len(ordered), 'file')}{shown}"
+    return counted(len(ordered), "file") + (f" ({_listed(ordered)})" if ordered else "")
 
 
 def _by_stem(root: Path, suffixes: Sequence[str]) -> dict[str, str]:
@@ -319,7 +316,7 @@ def _of_manifest(path: Path, path_column: str | None, mask_column: str | None, k
         )
 
     example = {"image": "a.jpg", "mask": "a.png"}
-    table = open_table(path, choose, example, ", the paths of picture files", keep)
+    table = open_table(path, choose, example, ", the paths of picture files", keep=keep)
     seen: dict[str, int] = {}
     masks = []
     for number, picture, mask in table.rows:

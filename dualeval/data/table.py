@@ -12,7 +12,7 @@ from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.further_columns import FurtherColumns
-from dualeval.options.choices import NO_COLUMN
+from dualeval.wording import first_of
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -60,11 +60,7 @@ def is_unicode(text: str) -> bool:
 
 
 def open_table(
-    path: Path,
-    choose: Choose,
-    example: Mapping[str, Any],
-    of_texts: str = "",
-    keep: Sequence[str] = (NO_COLUMN,),
+    path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "", *, keep: Sequence[str]
 ) -> Table:
     """Open a table; its rows are read when they are asked for. ``keep`` is that of ``FurtherColumns``."""
     kind = path.suffix.lower()
@@ -85,7 +81,7 @@ def column_of(
     hint: str = "",
 ) -> str:
     """The column that holds ``what``: the one that was asked for, or one of the usual names."""
-    there = ", ".join(found[:_NAMED_AT_MOST]) + (", ..." if len(found) > _NAMED_AT_MOST else "")
+    there = first_of(found, _NAMED_AT_MOST)
     if asked is not None:
         if asked not in found:
             raise UsageError(f"{flag} {asked}: {path} has the columns {there}. Give one of these.")
@@ -120,11 +116,9 @@ def _spelt(found: Sequence[str], name: str) -> list[str]:
 
 def _of_csv(path: Path, choose: Choose, delimiter: str, headings: str, keep: Sequence[str]) -> Table:
     lines = _guarded(path, _csv_cells(path, delimiter))
-    try:
-        _, header = next(lines)
-    except StopIteration:
-        raise UsageError(f"{path} is empty: expected a line of headings, {headings}") from None
-    names = [name.strip() for name in header]
+    if (header := next(lines, None)) is None:
+        raise UsageError(f"{path} is empty: expected a line of headings, {headings}")
+    names = [name.strip() for name in header[1]]
     columns = choose(names)
     _check_once(path, names, columns)
     further = FurtherColumns(names, columns, keep, cells=True)
@@ -170,10 +164,8 @@ def _guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
 
 def _of_json_lines(path: Path, choose: Choose, example: str, keep: Sequence[str]) -> Table:
     objects = _guarded(path, _json_objects(path, example))
-    try:
-        first = next(objects)
-    except StopIteration:
-        raise UsageError(f"{path} is empty: expected lines such as {example}") from None
+    if (first := next(objects, None)) is None:
+        raise UsageError(f"{path} is empty: expected lines such as {example}")
     columns = choose(list(first[1]))
     further = FurtherColumns(list(first[1]), columns, keep)
     rows = _json_rows(path, itertools.chain([first], objects), columns, further.names)

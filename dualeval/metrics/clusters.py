@@ -14,14 +14,7 @@ import torch
 
 from dualeval.metrics.described import FRACTION, PERCENT
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn
-from dualeval.metrics.intervals import (
-    TRANSFORMS,
-    Ends,
-    Spread,
-    clustered_interval,
-    rounded,
-    skewed_ends,
-)
+from dualeval.metrics.intervals import TRANSFORMS, Ends, Spread, clustered_interval, rounded, skewed_ends
 from dualeval.metrics.metric import Value
 from dualeval.metrics.scores import Score
 
@@ -172,13 +165,11 @@ class _Sums:
             return self._bounded_interval(math.ldexp(square, 2 * self._power), degrees)
         if square == 0:
             return f"its {self.count} clusters are all equal, and do not show how far others may be"
-        skewness = (
-            math.sqrt(self.count) * _sum(self._residuals**3) / _power_of_3_halves(_sum(self._residuals**2))
-        )
+        second, third = _sum(self._residuals**2), _sum(self._residuals**3)
         spread = Spread(
             samples=self.count,
             variance=Fraction(square) * Fraction(4) ** self._power,
-            skewness=skewness,
+            skewness=math.sqrt(self.count) * third / (second * math.sqrt(second)),
             degrees=degrees,
         )
         low, high = skewed_ends(spread)
@@ -230,10 +221,6 @@ def degrees_of_freedom(shares: _Floats) -> float:
     of_square = d - 4 * _sum(c * c * h) + 2 * s * _sum(c * h * h)
     of_square += 2 * a * a + 2 * d * b - 4 * s * a * b + s * s * b * b
     return max(1.0, trace * trace / of_square)
-
-
-def _power_of_3_halves(value: float) -> float:
-    return value * math.sqrt(value)
 
 
 def _total(values: _Floats) -> int:

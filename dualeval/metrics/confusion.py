@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dualeval.columns import Ragged, Text
 from dualeval.errors import UsageError
-from dualeval.metrics.described import FRACTION, direction
+from dualeval.metrics.described import FRACTION
 from dualeval.metrics.metric import Measured, Value
 from dualeval.options.choices import check_kind
 
@@ -54,7 +54,8 @@ class _Labels(ABC):
     def _labels(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Target and prediction of every element that counts, int64 of shape (elements,)."""
         target, prediction = (_elements(self.name, name, columns[name]) for name in self.columns)
-        if len(target) != len(prediction) or not _alike(*(columns[name] for name in self.columns)):
+        lengths = (_lengths(columns[name]) for name in self.columns)
+        if len(target) != len(prediction) or not torch.equal(*lengths):
             raise UsageError(
                 f"metric {self.name!r}: the column {self.target!r} has {len(target):,} elements and "
                 f"{self.prediction!r} has {len(prediction):,} in the same samples: give both the same shape"
@@ -94,12 +95,8 @@ def _elements(metric: str, column: str, values: Any) -> Tensor:
     return elements.reshape(-1).to(torch.int64)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether the samples of two columns have the same lengths."""
-    return torch.equal(_lengths(one), _lengths(other))
-
-
 def _lengths(column: Any) -> Tensor:
+    """How many elements each sample has."""
     if isinstance(column, Ragged):
         return column.lengths.cpu() * math.prod(column.values.shape[1:])
     return torch.full((len(column),), math.prod(column.shape[1:]))
@@ -204,7 +201,7 @@ class PrecisionRecall(_ClassCounts):
             values[f"macro_{key}"] = math.fsum(present) / len(present) if present else None
             per_class[key] = list(of_class)
         units = dict.fromkeys(values, FRACTION)
-        directions = dict.fromkeys(values, direction(higher_is_better=True))
+        directions = dict.fromkeys(values, "higher")
         per_class["support"] = list(support)
         per_class["predicted"] = list(predicted)
         values["per_class"] = per_class
@@ -244,8 +241,7 @@ class Matthews(_ClassCounts):
         found = sum(right) * samples - products
         divisor = math.sqrt(squares[0] * squares[1])
         value = None if not samples else found / divisor if divisor else 0.0
-        better = direction(higher_is_better=True)
-        return Measured(values={self.name: value}, directions={self.name: better})
+        return Measured(values={self.name: value}, directions={self.name: "higher"})
 
 
 class IoU(_ClassCounts):
@@ -283,5 +279,5 @@ def of_classes(mean: str, per_class: str, each: Sequence[float | None]) -> Measu
     """A fraction of each class, None where it has none, and the mean over the classes that have one."""
     present = [value for value in each if value is not None]
     values: dict[str, Value] = {mean: math.fsum(present) / len(present) if present else None}
-    better = direction(higher_is_better=True)
-    return Measured(values={**values, per_class: [*each]}, units={mean: FRACTION}, directions={mean: better})
+    values[per_class] = [*each]
+    return Measured(values=values, units={mean: FRACTION}, directions={mean: "higher"})

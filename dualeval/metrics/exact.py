@@ -141,11 +141,7 @@ def _fraction_sums(
 
 def count_nonfinite(values: Tensor) -> tuple[int, int, int]:
     """How many of some floats are NaN, +inf and -inf."""
-    return (
-        int(values.isnan().sum()),
-        int((values == math.inf).sum()),
-        int((values == -math.inf).sum()),
-    )
+    return (int(values.isnan().sum()), int((values == math.inf).sum()), int((values == -math.inf).sum()))
 
 
 def nonfinite_counts(slots: Sequence[int]) -> dict[str, int]:
@@ -270,11 +266,7 @@ def _split(values: Tensor) -> _Doubles:
     fraction = torch.where(bits < 0, -fraction, fraction)
     return _Doubles(
         shift=exponent.sub_(1).clamp_(min=0),
-        parts=(
-            fraction & _PART_MASK,
-            (fraction >> _PART_BITS) & _PART_MASK,
-            fraction >> (2 * _PART_BITS),
-        ),
+        parts=(fraction & _PART_MASK, (fraction >> _PART_BITS) & _PART_MASK, fraction >> (2 * _PART_BITS)),
     )
 
 

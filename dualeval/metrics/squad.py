@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.metrics.described import PERCENT, direction
+from dualeval.metrics.described import PERCENT
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn, units_of_double
 from dualeval.metrics.intervals import Ends, bounded_interval, wilson_interval
 from dualeval.metrics.means import mean_of_sum
@@ -112,12 +112,11 @@ class _OfAnswers:
             if slots[0]:
                 values[key], (low, high) = self._measured(slots)
                 intervals[key] = (_PERCENT * low, _PERCENT * high)
-        better = direction(higher_is_better=True)
         return Measured(
             values=values,
             intervals=intervals,
             units=dict.fromkeys(values, PERCENT),
-            directions=dict.fromkeys(values, better),
+            directions=dict.fromkeys(values, "higher"),
             scores={key: _score(self.name, key) for key in values},
         )
 
@@ -253,9 +252,8 @@ class BestThresholds:
             values[f"best_{key}"] = _PERCENT * (best / whole) / len(odds)
             values[f"best_{key}_thresh"] = threshold
         scores = ("best_exact", "best_f1")
-        better = direction(higher_is_better=True)
         return Measured(
-            values=values, units=dict.fromkeys(scores, PERCENT), directions=dict.fromkeys(scores, better)
+            values=values, units=dict.fromkeys(scores, PERCENT), directions=dict.fromkeys(scores, "higher")
         )
 
 

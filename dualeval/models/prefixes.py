@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dualeval.errors import UsageError
+from dualeval.wording import first_of
 
 # DataParallel, DistributedDataParallel, AveragedModel; torch.compile; the attribute of most LightningModules.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -68,8 +69,7 @@ def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> 
     if not inside:
         raise UsageError(
             f"--weights-prefix {prefix}: no name in {source} begins with it (found: "
-            f"{', '.join(list(tensors)[:3])}{', ...' if len(tensors) > 3 else ''}). "
-            "Give a prefix that the names have, or leave it out."
+            f"{first_of([*tensors], 3)}). Give a prefix that the names have, or leave it out."
         )
     # "model" is "model." also where there is a "model_ema.": what is left out is said.
     if any(name.startswith(f"{prefix}.") for name in inside):

@@ -77,7 +77,7 @@ def segmenter_of(
     source = None
     if not isinstance(name, str) or ":" in name or is_path_of_program(name) or name.endswith(".py"):
         source = classifiers.source_of(name, arguments, trust=trust)
-    if source is None or source.name in (classifiers.EMBEDDED,) or str(name).startswith("timm:"):
+    if source is None or source.name == classifiers.EMBEDDED or str(name).startswith("timm:"):
         known = published.segmentation_names()
         raise UsageError(
             f"--model {name} is no network for segmentation.{nearest(str(name), known, most=5, cutoff=0.5)} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from dualeval.models.sources.module import ModuleModel
 from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,
+    check_library,
     config_of,
     load_pretrained,
-    missing_library,
     reading,
     refuse_foreign_kernels,
     transformers_for,
@@ -54,8 +53,7 @@ class Use:
 
 def check_folder(folder: Path, use: Use) -> None:
     """Check that transformers is there, and that a folder looks like one that it has written."""
-    if importlib.util.find_spec("transformers") is None:
-        raise missing_library(use.name)
+    check_library(use.name)
     if not (folder / CONFIG).is_file():
         plain = str(folder).removeprefix("hf:")
         if (Path(plain) / CONFIG).is_file():
@@ -169,10 +167,11 @@ class TextModel:
             if (to_dict := getattr(getattr(model, "config", None), "to_dict", None)) is not None:
                 self._config = _hash(to_dict())
             return model
-        return self._of_folder(self.folder, self._weights, self.use)
+        return self._of_folder()
 
-    def _of_folder(self, folder: Path, weights: str | None, use: Use) -> nn.Module:
+    def _of_folder(self) -> nn.Module:
         """With its weights as float32."""
+        folder, weights, use = self.folder, self._weights, self.use
         kind = getattr(transformers_for(use.name), use.kind)
         said = f"{folder} holds no model for {use.name}"
         with reading(folder, said), torch.random.fork_rng(devices=[]):

@@ -44,8 +44,7 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 def transformers_for(what: str) -> Any:
     """The transformers library."""
-    if importlib.util.find_spec("transformers") is None:
-        raise missing_library(what)
+    check_library(what)
     # It imports torchvision, which does not always load by itself.
     torchvision()
     import transformers
@@ -53,11 +52,12 @@ def transformers_for(what: str) -> Any:
     return transformers
 
 
-def missing_library(what: str) -> UsageError:
-    """The error where transformers is not installed, and ``what`` needs it."""
-    return UsageError(
-        f"{what} needs the transformers library, which is not installed. Type: pip install transformers"
-    )
+def check_library(what: str) -> None:
+    """Check that transformers, which ``what`` needs, is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError(
+            f"{what} needs the transformers library, which is not installed. Type: pip install transformers"
+        )
 
 
 def task_of(folder: Path) -> str:

@@ -85,9 +85,7 @@ def notes_of(loaded: LoadedWeights | None) -> list[str]:
     return [f"weights: {where}{removed}{left_out}"]
 
 
-def refuse_choice_without_file(
-    weights: str | None, key: str | None, prefix: str | None, trust: bool = False
-) -> None:
+def refuse_choice_without_file(weights: str | None, key: str | None, prefix: str | None, trust: bool) -> None:
     """Check that a choice among the tensors of a file goes with a file."""
     given = [f"--weights-{name}" for name, value in (("key", key), ("prefix", prefix)) if value is not None]
     given += ["--trust-checkpoint"] if trust else []

@@ -19,6 +19,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.squad import BestThresholds
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
+from dualeval.wording import first_of
 
 # Behind all odds that a run writes.
 _NEVER = float(np.finfo(np.float32).max)
@@ -56,7 +57,7 @@ class GivenAnswers(ScoredAnswers):
             if without := [name for name in self._answers if name in asked and name not in self._odds]:
                 raise UsageError(
                     f"{null_odds} has no value for {len(without)} questions with a prediction: "
-                    f"{', '.join(without[:5])}{', ...' if len(without) > 5 else ''}"
+                    f"{first_of(without, 5)}"
                 )
 
     @property
@@ -126,11 +127,13 @@ class GivenAnswers(ScoredAnswers):
     def fingerprint(self) -> dict[str, Any]:
         return {
             "unanswerable": self._unanswerable,
-            "predictions": hashlib.sha256(json.dumps(self._answers).encode()).hexdigest(),
-            "null_odds": None
-            if self._odds is None
-            else hashlib.sha256(json.dumps(self._odds).encode()).hexdigest(),
+            "predictions": _hash(self._answers),
+            "null_odds": None if self._odds is None else _hash(self._odds),
         }
+
+
+def _hash(of_questions: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(of_questions).encode()).hexdigest()
 
 
 def _all_metrics(*, unanswerable: bool, with_odds: bool) -> list[Metric | RowMetric]:

@@ -15,12 +15,7 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.classification import (
-    SCORES,
-    classification_metric,
-    default_metrics,
-    observed_logits,
-)
+from dualeval.metrics.classification import SCORES, classification_metric, default_metrics, observed_logits
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses
 from dualeval.options.fields import of_python

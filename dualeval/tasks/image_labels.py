@@ -43,10 +43,11 @@ class FolderLabels:
 
     def __call__(self, names: Sequence[str], noun: str = "class folder") -> Labels:
         """Decide for folders or labels."""
-        known = self._known(names)
+        known = self._classes_of(names)
         return choose_labels(names, class_map=self._map, order=self._order, known=known, noun=noun)
 
-    def _known(self, folders: Sequence[str]) -> KnownClasses | None:
+    def _classes_of(self, folders: Sequence[str]) -> KnownClasses | None:
+        """The weights' classes, or ImageNet's where the folders are named by its wnids."""
         if self.known is not None:
             return self.known
         wnids = imagenet_wnids()

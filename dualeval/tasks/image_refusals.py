@@ -39,9 +39,7 @@ def refuse_other_shapes(images: Iterable[Tensor], shape: tuple[int, int, int]) -
             )
 
 
-def refused_images(
-    error: Exception, name: str, model: nn.Module, images: Tensor, size: str = "--resize and --crop"
-) -> DualevalError:
+def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor, size: str) -> DualevalError:
     """The error of a model that failed on a few images: they do not fit it, or its own code is wrong."""
     shape = tuple(images.shape[1:])
     said = first_line(error)

@@ -29,11 +29,7 @@ from dualeval.tasks.text_task import Model, TextTask
 USE = Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
 _LONGEST = 2048
-_WORDS = {
-    DOCUMENTS: "documents",
-    CHOICES: "rows with choices",
-    ANSWERS: "rows with prompt and answer",
-}
+_WORDS = {DOCUMENTS: "documents", CHOICES: "rows with choices", ANSWERS: "rows with prompt and answer"}
 # The options that only one kind of data has.
 _KIND_OF = {
     "stride": DOCUMENTS,

@@ -26,6 +26,8 @@ from dualeval.tasks import Task
 from dualeval.tasks.refusals import (
     FORWARD,
     OBSERVE,
+    OUTPUTS,
+    TARGETS,
     a_kind,
     check_call,
     no_tensor,
@@ -35,10 +37,6 @@ from dualeval.tasks.refusals import (
 )
 
 _TOP = 5
-# Names of what is to be predicted, in samples that are dicts.
-_TARGETS = ("target", "targets", "label", "labels", "y")
-# And of what a model returns in a dict, or an object with attributes, as those of transformers do.
-_OUTPUTS = ("logits", "out", "output", "prediction", "predictions")
 _CALLED = {"collate": ("samples",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}
 
 
@@ -391,11 +389,11 @@ def _is_list(value: Any) -> bool:
 
 def _input_and_target(batch: Any) -> tuple[Any, Any]:
     """Input and target of a batch; None where there is no target."""
-    if isinstance(batch, tuple) and len(batch) > 1 and {*_TARGETS} & {*getattr(batch, "_fields", ())}:
+    if isinstance(batch, tuple) and len(batch) > 1 and {*TARGETS} & {*getattr(batch, "_fields", ())}:
         named, target = _input_and_target(batch._asdict())  # type: ignore[attr-defined]
         return (*named.values(),)[0] if len(named) == 1 else named, target
     if isinstance(batch, Mapping):
-        targets = [name for name in batch if name in _TARGETS]
+        targets = [name for name in batch if name in TARGETS]
         if len(targets) > 1:
             raise UsageError(
                 f"the samples have {' and '.join(map(repr, targets))}, both names of a target: remove one, "
@@ -424,13 +422,13 @@ def _tensor_of(outputs: Any, batch: Any) -> Tensor:
     """The tensor that a model has returned, or what holds it."""
     if isinstance(outputs, Tensor):
         return outputs
-    for name in _OUTPUTS:
+    for name in OUTPUTS:
         found = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
         if isinstance(found, Tensor):
             return found
     if isinstance(outputs, (tuple, list)) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
         return outputs[0]
-    raise no_tensor(outputs, batch, names=_OUTPUTS, targets=_TARGETS)
+    raise no_tensor(outputs, batch)
 
 
 def _is_whole(target: Tensor) -> bool:

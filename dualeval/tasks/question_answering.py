@@ -67,9 +67,9 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         max_length, stride, null_threshold = given.max_length, given.stride, given.null_threshold
         TextTask.__init__(self, model, tokenizer, USE, given)
         if isinstance(data, (str, Path)):
-            path, named = Path(data).absolute(), str(data)
-            questions = (cache or DataCache()).once(("questions", path), lambda: read_questions(Path(data)))
-            self._data = str(Path(data).absolute())
+            self._data, named = str(Path(data).absolute()), str(data)
+            key = ("questions", self._data)
+            questions = (cache or DataCache()).once(key, lambda: read_questions(Path(data)))
         else:
             questions, self._data = questions_of_rows(data), type(data).__name__
             named = f"{len(questions):,} rows of a {self._data}"
@@ -218,12 +218,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         return self._metrics if len(others) < len(self._metrics) else [*others, WindowWork()]
 
     def options(self) -> dict[str, Any]:
-        return {
-            **super().options(),
-            **self._model.options(),
-            "data": self._data,
-            **self._answer_options(),
-        }
+        return {**super().options(), **self._model.options(), "data": self._data, **self._answer_options()}
 
     def _answer_options(self) -> dict[str, Any]:
         return {

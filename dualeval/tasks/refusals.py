@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,10 @@ from dualeval.metrics.classification import are_probabilities
 
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
 OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with one row for each sample"
+# Names of what is to be predicted, in samples that are dicts.
+TARGETS = ("target", "targets", "label", "labels", "y")
+# And of what a model returns in a dict, or an object with attributes, as those of transformers do.
+OUTPUTS = ("logits", "out", "output", "prediction", "predictions")
 
 
 def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:
@@ -43,21 +47,21 @@ def refuse_probabilities(model: str, outputs: Tensor, hint: str = "") -> None:
         )
 
 
-def no_tensor(outputs: Any, batch: Any, *, names: Collection[str], targets: Collection[str]) -> UsageError:
+def no_tensor(outputs: Any, batch: Any) -> UsageError:
     """The error of a model with several outputs, none of which has a known name."""
     return UsageError(
         f"the model returned {described(outputs)}, expected a tensor, or what holds one as "
-        f"{', '.join(names)}. {_advice(outputs, _input_of(batch, targets))}"
+        f"{', '.join(OUTPUTS)}. {_advice(outputs, _input_of(batch))}"
     )
 
 
-def _input_of(batch: Any, targets: Collection[str]) -> str:
+def _input_of(batch: Any) -> str:
     """How the input of a batch is written."""
     if isinstance(batch, Mapping):
-        name = next((name for name in batch if name not in targets), "input")
+        name = next((name for name in batch if name not in TARGETS), "input")
         return f"batch[{name!r}]"
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return f"batch.{next((name for name in batch._fields if name not in targets), 'input')}"
+        return f"batch.{next((name for name in batch._fields if name not in TARGETS), 'input')}"
     return "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
 
 

@@ -96,9 +96,8 @@ class TextClassification(TextTask):
         def read() -> Rows:
             return read_rows(data, _choose(data, *asked), _EXAMPLE, given.keep)
 
-        is_file = isinstance(data, str | Path)
         key = ("texts", Path(data).absolute(), *asked, given.keep) if isinstance(data, str | Path) else None
-        self._rows: Rows = (cache or DataCache()).once(key, read) if is_file else read()
+        self._rows: Rows = read() if key is None else (cache or DataCache()).once(key, read)
         pairs = 2 if given.text_pair or (given.text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]
         self._label = self._rows.columns[pairs]

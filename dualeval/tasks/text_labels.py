@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dualeval.data.labels import KnownClasses, Labels, indices_of_classes
 from dualeval.data.rows import Rows
 from dualeval.errors import UsageError
+from dualeval.wording import first_of
 
 _PLACEHOLDER = re.compile(r"LABEL_[0-9]+")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
@@ -98,8 +99,5 @@ def _text_of(value: object) -> str:
 
 def _both_lists(names: Sequence[str], count: int, found: Sequence[str]) -> str:
     unnamed = f"{count}, without names (its id2label has placeholders): 0 to {count - 1}"
-    return f"The model's classes: {_listed(names) if names else unnamed}. The data's: {_listed(found)}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")
+    of_model, of_data = (first_of(each, _NAMED_AT_MOST) for each in (names, found))
+    return f"The model's classes: {of_model or unnamed}. The data's: {of_data}."

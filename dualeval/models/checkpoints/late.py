@@ -45,10 +45,7 @@ class LateTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        source: Source,
-        dtype: torch.dtype | None = None,
-        strides: tuple[int, ...] | None = None,
+        cls, source: Source, dtype: torch.dtype | None = None, strides: tuple[int, ...] | None = None
     ) -> LateTensor:
         made: LateTensor = Tensor._make_wrapper_subclass(
             cls, source.shape, strides, dtype=dtype or source.dtype, device=torch.device("cpu")

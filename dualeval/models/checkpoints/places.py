@@ -34,12 +34,10 @@ def records_of(stream: BinaryIO) -> dict[int, Record]:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     return {}
-                if (
-                    entry.filename.rpartition("/")[2] == _BYTE_ORDER
-                    and archive.read(entry) != sys.byteorder.encode()
-                ):
+                inside = entry.filename.rpartition("/")[2]
+                if inside == _BYTE_ORDER and archive.read(entry) != sys.byteorder.encode():
                     return {}
-                if entry.filename.rpartition("/")[2] == _PICKLE and entry.CRC:
+                if inside == _PICKLE and entry.CRC:
                     archive.read(entry)  # torch does not compare its CRC32
                 stream.seek(entry.header_offset)
                 name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))

@@ -14,7 +14,7 @@ from dualeval.models.checkpoints.torch_files import TorchFile
 from dualeval.wording import listed
 
 
-def read_shards(index: Path, *, trust: bool = False) -> OrderedDict[str, Any]:
+def read_shards(index: Path, *, trust: bool) -> OrderedDict[str, Any]:
     """The tensors that an index names, by name; their values are not read."""
     places = _weight_map(index)
     found: dict[str, Any] = {}

@@ -20,13 +20,7 @@ from dualeval.models.checkpoints.admitted import admitting
 from dualeval.models.checkpoints.file_parts import StampedFile
 from dualeval.models.checkpoints.finding import choose
 from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.checkpoints.places import (
-    NotInPlace,
-    check_records,
-    part_of,
-    program_in,
-    records_of,
-)
+from dualeval.models.checkpoints.places import NotInPlace, check_records, part_of, program_in, records_of
 from dualeval.own_code import importable
 
 _REFUSED = re.compile(r"unsupported global(?:: global)? (\S+)", re.IGNORECASE)

@@ -7,12 +7,7 @@ from typing import Any
 from torch import nn
 
 from dualeval.errors import UsageError
-from dualeval.models.sources import (
-    ModelSource,
-    WeightsSource,
-    refuse_arguments,
-    weights_of_file,
-)
+from dualeval.models.sources import ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.weights_name import is_published_name
 
 EMBEDDED = "fashion-cnn"

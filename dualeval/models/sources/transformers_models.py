@@ -12,13 +12,7 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models import published
-from dualeval.models.sources import (
-    Loading,
-    ModelSource,
-    WeightsSource,
-    refuse_arguments,
-    weights_of_file,
-)
+from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.sources.processors import PROCESSOR, preprocessing_of_folder
 from dualeval.models.transformers_folder import (
     CONFIG,
@@ -88,10 +82,6 @@ class TransformersModel(ModelSource):
     def identity(self) -> str:
         return f"{PREFIX}{self._config.get('model_type')}"
 
-    @property
-    def _classes(self) -> int:
-        return int(self._read_config().num_labels)
-
     def find_weights(self, weights: str | None) -> WeightsSource:
         if weights is None:
             return WeightsSource(text="", path=self._folder)
@@ -119,7 +109,7 @@ class TransformersModel(ModelSource):
             return load_pretrained(kind, self._folder, self.trained_for)
 
     def _check_classes(self, num_classes: int | None) -> None:
-        own = self._classes
+        own = int(self._read_config().num_labels)
         if num_classes not in (None, own):
             raise OtherClasses(
                 f"the model {self.name} is for {own} classes ({CONFIG}), but {num_classes} were expected "

@@ -226,10 +226,8 @@ class _Runs(Trials):
             if row["outcome"] != NOT_HERE:
                 seconds = "" if row["seconds"] is None else f"  {row['seconds']:.1f} s"
                 reason = "" if row["outcome"] in judging.GOOD else f"  {row['reason']}"
-                text = (
-                    f"{number + 1:>3}/{len(trials)}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}"
-                )
-                click.echo(text)
+                place = f"{number + 1:>3}/{len(trials)}"
+                click.echo(f"{place}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}")
             yield
 
     def _try(self, trial: Trial, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -241,9 +239,8 @@ class _Runs(Trials):
             "last_lines": [],
             "seconds": None,
             "command": None,
+            **({"operations": {}, "speed": None} if trial.is_self_test else {"found": None}),
         }
-        own: dict[str, Any] = {"operations": {}, "speed": None} if trial.is_self_test else {"found": None}
-        row |= own
         if trial.reason is not None:
             return row
         same = [one for one in references if one["device"] == trial.device and one["outcome"] == judging.OK]

@@ -158,19 +158,16 @@ def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from _table(
         "One process",
         ["device", "outcome", "metrics_digest", "top1", "machine", "bits", "seconds"],
-        [
-            [
-                row["device"],
-                row["outcome"],
-                f"`{row['found']['metrics_digest']}`" if row["found"] else "-",
-                str(row["found"]["metrics"]["top1"]) if row["found"] else "-",
-                row["found"]["machines"][0]["model"] if row["found"] else "-",
-                f"`{row['found']['machines'][0]['bits']}`" if row["found"] else "-",
-                _seconds(row),
-            ]
-            for row in rows
-        ],
+        [[row["device"], row["outcome"], *_result_of(row["found"]), _seconds(row)] for row in rows],
     )
+
+
+def _result_of(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["-"] * 4
+    machine = found["machines"][0]
+    digest, top1 = f"`{found['metrics_digest']}`", str(found["metrics"]["top1"])
+    return [digest, top1, machine["model"], f"`{machine['bits']}`"]
 
 
 def _matrix(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

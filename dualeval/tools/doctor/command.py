@@ -76,12 +76,7 @@ class _Findings:
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
 @options.ALLOW_SHARED_GPU
 @click.option("--launcher", help=f"Launcher of the ranks: {', '.join(LAUNCHERS)}.  [default: detected]")
-@click.option(
-    "--out",
-    type=PATH,
-    default=Path("runs"),
-    help="Output folder to check.  [default: runs]",
-)
+@click.option("--out", type=PATH, default=Path("runs"), help="Output folder to check.  [default: runs]")
 @click.option(
     "--limit-s",
     type=click.FloatRange(min=1),
@@ -253,7 +248,7 @@ def _try_alone(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str, 
 
 
 def _try_together(findings: _Findings, facts: dict[str, Any], world: World, asked: _Asked) -> int:
-    """Meet, tell rank 0 what was found, and try the backend where all ranks can and agree."""
+    """Meet, report to rank 0 what was found, and try the backend where all ranks can and agree."""
     from dualeval.backends.rendezvous import placed_on_hosts
     from dualeval.world.store import JOINING, allow_connections, join_store, serve_store
 
@@ -276,7 +271,7 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
         facts["interface"] = interface_towards(own.host)
         facts["shares_output"] = Path(offer["probe"]).exists() if offer["probe"] else None
         third = asked.limit_s / 3
-        _tell(own, world, facts, "alone")
+        own.set(f"doctor/alone/{world.rank}", json.dumps(facts))
         if world.is_main:
             findings.stage = "waiting for what the other ranks find"
             _collect(own, findings, "alone", third)
@@ -288,7 +283,7 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
                 findings.speed = _try_backend(facts, world, asked)
             except DualevalError as error:
                 facts["errors"].append(str(error))
-            _tell(own, world, facts, "together")
+            own.set(f"doctor/together/{world.rank}", json.dumps(facts))
             if world.is_main:
                 findings.stage = "waiting for the other ranks to try the backend"
                 _collect(own, findings, "together", third)
@@ -320,12 +315,8 @@ def _probe(out: Path, facts: dict[str, Any]) -> Iterator[str | None]:
         Path(path).unlink(missing_ok=True)
 
 
-def _tell(store: TCPStore, world: World, facts: Mapping[str, Any], stage: str) -> None:
-    store.set(f"doctor/{stage}/{world.rank}", json.dumps(facts))
-
-
 def _collect(store: TCPStore, findings: _Findings, stage: str, limit_s: float) -> None:
-    """Take what the other ranks have told, until all have or the time is up."""
+    """Take what the other ranks have found, until all have reported it or the time is up."""
     missing = set(range(1, findings.size))
     start = monotonic()
     while missing and monotonic() - start < limit_s:

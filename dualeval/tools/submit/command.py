@@ -33,26 +33,9 @@ WARNING_S = 90
 
 # Of sbatch, which submit sets by itself, or not at all.
 _OWN_OPTIONS = (
-    *(
-        "--output",
-        "--open-mode",
-        "--signal",
-        "--requeue",
-        "--no-requeue",
-        "--export",
-        "--parsable",
-        "--nodes",
-    ),
-    *(
-        "--ntasks-per-node",
-        "--gpus-per-node",
-        "--cpus-per-task",
-        "--mem",
-        "--time",
-        "--partition",
-        "--account",
-    ),
-    *("--qos", "--array", "--job-name"),
+    *("--output", "--open-mode", "--signal", "--requeue", "--no-requeue", "--export", "--parsable"),
+    *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--mem", "--time"),
+    *("--partition", "--account", "--qos", "--array", "--job-name"),
 )
 
 # Of a job's own variables, those by which the next job's sbatch still has to find the cluster.
@@ -154,7 +137,7 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
     dualeval submit --nodes 2 --gpus-per-node 8 -- --model resnet18 --weights ckpt.pt --data /data/val
     """
     job = SlurmJob(**{name: value for name, value in asked.items() if value is not None})
-    _check_arguments(arguments)
+    flags = _flags_of_run(arguments)
     if job.shares is not None:
         arguments = (*arguments, "--share", f"%a/{job.shares}")
     folder = Path(sys.executable).parent
@@ -166,12 +149,12 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
     job_id = _submit(job, arguments, sbatch_environ(os.environ, folder))
     click.echo(f"job {job_id}\nlog {log_path(job, Path.cwd(), job_id)}")
     if job.shares is not None:
-        out = run.make_context("dualeval run", list(arguments)).params["out"] or f"runs/job-{job_id}"
+        out = flags["out"] or f"runs/job-{job_id}"
         click.echo(f"at the end: dualeval finish {shlex.quote(str(out))}")
 
 
-def _check_arguments(arguments: Sequence[str]) -> None:
-    """Read the options of ``dualeval run`` now: the queue may be an hour long."""
+def _flags_of_run(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read and check the options of ``dualeval run`` now: the queue may be an hour long."""
     try:
         flags = run.make_context("dualeval run", list(arguments)).params
     except click.UsageError as error:
@@ -180,6 +163,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         if flags[name] is not None:
             raise LaunchError(f"--{name} {flags[name]} does not go with 'dualeval submit': {remedy}.")
     jobs_of(flags)
+    return flags
 
 
 def _sbatch_command(sbatch: str, job: SlurmJob, script: str, arguments: Sequence[str]) -> list[str]:
@@ -286,11 +270,8 @@ def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:
 
 def _log(job: SlurmJob) -> str:
     """The log's name for sbatch; the tasks of an array are named as in Slurm's lists."""
-    return job.log if job.array is None else re.sub(r"%[%j]", _of_task, job.log)
-
-
-def _of_task(found: re.Match[str]) -> str:
-    return "%A_%a" if found[0] == "%j" else found[0]
+    known = {"%j": "%j" if job.array is None else "%A_%a", "%%": "%%"}
+    return re.sub(r"%[%j]", lambda found: known[found[0]], job.log)
 
 
 def sbatch_environ(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

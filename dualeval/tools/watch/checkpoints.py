@@ -6,7 +6,7 @@ No clock of the training's host is read: what counts is how long this process ha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from glob import escape
 from pathlib import Path
@@ -19,12 +19,6 @@ from dualeval.result import sha256_of_json
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".tar")
 # torch.distributed.checkpoint writes it last.
 _DCP_METADATA = ".metadata"
-# The first of these that is in a name says its step; else its last number does.
-_STEPS = [
-    re.compile(rf"(?:{words})s?[=_.-]*([0-9]+)", re.IGNORECASE)
-    for words in ("step|iter|iteration", "epoch|checkpoint|ckpt")
-]
-_NUMBER = re.compile("[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +56,7 @@ class Checkpoints:
         found, self.unsettled, self.unmarked, now = [], [], [], self.clock()
         pattern, paths = self._paths()
         for path, name in zip(paths, names_of(pattern, paths), strict=True):
-            stamp, seen = stamp_of(path), self._seen.get(path)
+            stamp, seen = _stamp_of(Path(path)), self._seen.get(path)
             if stamp is None:
                 continue  # nothing in it yet, or gone since
             if seen is None or seen.stamp != stamp:
@@ -105,25 +99,19 @@ def _looks_like_one(path: Path) -> bool:
 
 
 def step_of(name: str) -> int | None:
-    """The step, or epoch, that a name says: ``epoch=3-step=1200`` is 1200."""
-    for pattern in _STEPS:
-        if found := pattern.search(name):
+    """The step that a name says, else the epoch, else the last number: ``epoch=3-step=1200`` is 1200."""
+    for words in ("step|iter|iteration", "epoch|checkpoint|ckpt"):
+        if found := re.search(rf"(?:{words})s?[=_.-]*([0-9]+)", name, re.IGNORECASE):
             return int(found[1])
-    numbers = _NUMBER.findall(name)
+    numbers = re.findall("[0-9]+", name)
     return int(numbers[-1]) if numbers else None
 
 
-def stamp_of(path: str) -> str | None:
+def _stamp_of(path: Path) -> str | None:
     """A hash of the names, sizes and times of a checkpoint's files; None where there is none."""
     try:
-        files = sorted(_files(Path(path)))
+        found = [(str(each.relative_to(path)), each.stat()) for each in (path, *path.rglob("*"))]
     except OSError:  # one of them has gone meanwhile
         return None
+    files = sorted((name, it.st_size, it.st_mtime_ns) for name, it in found if not S_ISDIR(it.st_mode))
     return sha256_of_json(files)[:16] if files else None
-
-
-def _files(path: Path) -> Iterator[tuple[str, int, int]]:
-    for each in (path, *path.rglob("*")):
-        status = each.stat()
-        if not S_ISDIR(status.st_mode):
-            yield str(each.relative_to(path)), status.st_size, status.st_mtime_ns

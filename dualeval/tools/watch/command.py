@@ -67,7 +67,7 @@ _FLAGS: list[click.Parameter] = [
 @click.command(
     "watch",
     cls=TaskCommand,
-    params=[*run.params[:2], *(each for each in run.params[2:] if each.name not in _NOT_OF_RUN), *_FLAGS],
+    params=[*(each for each in run.params if each.name not in _NOT_OF_RUN), *_FLAGS],
     groups=(_WATCH, MODEL, DATA),
     last=(RUN, LAUNCH),
 )
@@ -95,14 +95,7 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         )
     if flags[flag] is not None:
         raise UsageError(f"--{option} {flags[flag]}: each checkpoint takes its place. Leave it out.")
-    given = {
-        **flags,
-        flag: _STAND_IN.get(option, where),
-        "out": out,
-        "share": None,
-        "fresh": None,
-        "as_json": False,
-    }
+    given = dict.fromkeys(_NOT_OF_RUN) | flags | {"out": out, flag: _STAND_IN.get(option, where)}
     asked = prepared(context, given, checks_paths=option in _STAND_IN)
     name, job = asked.jobs[0]
     if name is not None:

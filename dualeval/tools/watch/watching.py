@@ -130,14 +130,17 @@ class Watching:
     # -- on rank 0 ---------------------------------------------------------------------------------
 
     def _next(self) -> dict[str, Any] | None:
-        """The checkpoint to evaluate; None where there is none yet, nothing at the end."""
+        """The checkpoint to evaluate; None where there is none yet, an empty dict at the end."""
         if monotonic() - self._looked_at < min(_LOOK_EVERY_S, self.checkpoints.settle_s):
             return None
         complete = self.checkpoints.complete()
         self._looked_at = monotonic()
         wanted = [each for each in complete if self.wanted.fits(each.step)]
         open_ = [each for each in wanted if not self._is_settled(each)]
-        unsettled, unmarked = map(self._fitting, (self.checkpoints.unsettled, self.checkpoints.unmarked))
+        unsettled, unmarked = (
+            [name for name in names if self.wanted.fits(step_of(name))]
+            for names in (self.checkpoints.unsettled, self.checkpoints.unmarked)
+        )
         paths = {each.name: each.path for each in complete}
         self.board.write(paths)
         for name in sorted(self._waiting - {*paths, *unsettled, *unmarked, *self.board.rows}):
@@ -156,9 +159,6 @@ class Watching:
         if monotonic() - self._busy_at > _SILENT_S:
             self._note_waiting([*(each.name for each in open_), *unsettled, *unmarked])
         return None
-
-    def _fitting(self, names: Sequence[str]) -> list[str]:
-        return [name for name in names if self.wanted.fits(step_of(name))]
 
     def _is_settled(self, checkpoint: Checkpoint) -> bool:
         if not self.board.is_settled(checkpoint):
