@@ -291,11 +291,8 @@ def copied(column: Any) -> Any:
 
 
 def all_copied(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns, each ``copied``: most are tensors."""
-    found = {}
-    for name, column in columns.items():
-        found[name] = column.clone() if type(column) is Tensor else copied(column)
-    return found
+    """Columns, each ``copied``."""
+    return {name: copied(column) for name, column in columns.items()}
 
 
 def each_part(change: Callable[[Tensor], Tensor], column: Ragged) -> Ragged:

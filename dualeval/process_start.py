@@ -160,9 +160,7 @@ class _Output(io.FileIO):
     problem: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        problem = None
-        if self.was_closed:
-            problem = OSError(errno.EBADF, os.strerror(errno.EBADF))
+        problem = OSError(errno.EBADF, os.strerror(errno.EBADF)) if self.was_closed else None
         try:
             # None: it would block, which is no failure.
             return super().write(data)

@@ -243,10 +243,10 @@ def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, lau
 
         return try_out(jobs, session, try_one)
 
-    ended = options.work_in_session(session, try_all, itemgetter(0))
-    if ended[1] is not None and session.world.is_main:
-        click.echo(json_text(ended[1][1]), nl=False)
-    return ended[0]
+    code, tried = options.work_in_session(session, try_all, itemgetter(0))
+    if tried is not None and session.world.is_main:
+        click.echo(json_text(tried[1]), nl=False)
+    return code
 
 
 def _start_ranks(nproc: int, world: World, job: Job, invocation: Invocation, arguments: Sequence[str]) -> int:
@@ -299,14 +299,13 @@ def evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, lau
                 job, of_one_model(invocation, out, next(starts, None)), session, cache=cache
             ),
         )
-        ended = options.work_in_session(session, models.evaluate, exit_code_of)
-        if ended[1] is None and (closing := models.closing):
-            say(f"dualeval: note: {closing}")
-        return ended[0]
+        code, rows = options.work_in_session(session, models.evaluate, exit_code_of)
+        if rows is None and (closing := models.closing):
+            _note(closing)
+        return code
     if invocation.share is not None:
-        return options.work_in_session(session, partial(_evaluate_share, job, invocation, invocation.share))[
-            0
-        ]
+        work = partial(_evaluate_share, job, invocation, invocation.share)
+        return options.work_in_session(session, work)[0]
     return options.evaluate_and_show(
         session,
         lambda session: evaluate_job(job, invocation, session),
@@ -323,8 +322,8 @@ def session_of(
     job: Job, invocation: Invocation, launcher: str | None, note: Callable[[str], None] = _note
 ) -> Session:
     # The session says each once: of several models most have the same to say.
-    given = {**vars(invocation.session), "device": job.device, "launcher": launcher}
-    return Session(**{**given, "note": note})
+    own = {"device": job.device, "launcher": launcher, "note": note}
+    return Session(**{**vars(invocation.session), **own})
 
 
 def of_one_model(invocation: Invocation, out: Path, started: float | None = None) -> Invocation:

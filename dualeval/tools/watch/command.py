@@ -142,10 +142,10 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         job={**job.to_json(), option: str(Path(where).absolute())},
         evaluate=evaluate,
     )
-    ended = options.work_in_session(session, work, exit_code_of)
-    if ended[1] is not None and session.world.is_main:
+    code, rows = options.work_in_session(session, work, exit_code_of)
+    if rows is not None and session.world.is_main:
         _show(watching.board, own["top"])
-    context.exit(ended[0])
+    context.exit(code)
 
 
 def _where(given: Sequence[str], out: Path) -> str:
