@@ -114,10 +114,10 @@ class PageContent:
 
 def build(
     result: Result,
-    folder: str | Path,
+    folder: Path,
     task: Any = None,
     *,
-    against: Sequence[str | Path] = (),
+    against: Sequence[Path] = (),
     command: str | None = None,
     notes: Sequence[str] = (),
 ) -> PageContent:
@@ -131,7 +131,6 @@ def build(
         command: what one types to run it again.
         notes: sentences that stand beside the result's warnings.
     """
-    folder = Path(folder)
     rows = JudgedRows(folder, result)
     comparisons = [compare(other, folder) for other in against]
     reasons, cut = _chosen(rows, comparisons)
