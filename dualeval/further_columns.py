@@ -96,7 +96,7 @@ class FurtherColumns:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Sequence[str] = (),
         own: Sequence[str] = (),
         keep: Sequence[str] = (),
         *,

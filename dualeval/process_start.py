@@ -92,7 +92,7 @@ def end_with(code: int) -> None:
 
 
 def say_if_ended(sentence: str) -> None:
-    """What a signal says that ends the process when its work is done; empty for nothing."""
+    """Set what is said where a signal ends the process after its work is done; empty for nothing."""
     global _left_out
     _left_out = sentence
 

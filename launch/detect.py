@@ -104,7 +104,7 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
 
 
 def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
-    """The error of a process that is one of several, by what is set, though no launcher's set is whole."""
+    """The error where variables show one process of several, and no launcher's are whole; else None."""
     # A batch script and an salloc shell are number 0 of their job.
     of_srun = Environment(SRUN, environ)
     missing = of_srun.missing()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -81,7 +81,7 @@ def evaluate_and_show(
 
 
 def work_in_session(
-    session: Session, work: Callable[[Session], _T], code_of: Callable[[_T], int] | None = None
+    session: Session, work: Callable[[Session], _T], code_of: Callable[[Any], int] | None = None
 ) -> tuple[int, _T | None]:
     """Do something in a session of its own; returns the exit code, and what came of it if anything did."""
     from dualeval.engine.end.process import end_process

@@ -121,15 +121,10 @@ def build(
     command: str | None = None,
     notes: Sequence[str] = (),
 ) -> PageContent:
-    """Read what the page of a finished run says.
+    """Read what the page of a finished run says; each run of ``against`` is A, and this one is B.
 
-    Args:
-        result: the run's.
-        folder: its output folder.
-        task: has ``show(row)``; None where samples have nothing but their rows.
-        against: output folders of runs to compare it with: each is A, and this run is B.
-        command: what one types to run it again.
-        notes: sentences that stand beside the result's warnings.
+    Without a ``task``, which has ``show(row)``, samples have nothing but their rows. ``command`` is what one
+    types to run it again, and ``notes`` stand beside the result's warnings.
     """
     rows = JudgedRows(folder, result)
     comparisons = [compare(other, folder) for other in against]

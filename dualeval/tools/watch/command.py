@@ -103,8 +103,8 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         "fresh": None,
         "as_json": False,
     }
-    asked = prepared(context, given, checks_paths=option in _STAND_IN)
-    name, job = asked.jobs[0]
+    jobs, asked = prepared(context, given, checks_paths=option in _STAND_IN)
+    name, job = jobs[0]
     if name is not None:
         raise UsageError(
             "[[models]] belongs to 'dualeval run': a watcher has one model, and its checkpoints."
@@ -122,23 +122,23 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         in_hand = str(Path(path).absolute())
         kind = type(getattr(job.options, option))
         of_one = replace(job, options=replace(job.options, **{option: kind(in_hand)}))
-        invocation = of_one_model(asked.invocation, folder)
+        invocation = of_one_model(asked, folder)
         invocation = replace(invocation, run={**invocation.run, "fresh": fresh})
         return evaluate_job(of_one, invocation, session, cache=cache, name=folder.name)
 
     def work(opened: Session) -> list[ModelRow]:
         if option in _STAND_IN and job.kind.origin == BUILT_IN:
             # Wrong data is refused before anything is waited for.
-            task_of(job, asked.invocation, opened, cache).dataset()
+            task_of(job, asked, opened, cache).dataset()
         return watching.run()
 
-    session = session_of(job, asked.invocation, asked.launcher, note)
+    session = session_of(job, asked, note)
     watching = Watching(
         session=session,
         checkpoints=Checkpoints(where, settle_s=settle_s, marker=own["marker"]),
         wanted=Wanted(**{each.name: own[each.name] for each in fields(Wanted)}),
         board=Board(out, metric=own["best_by"], link=own["best"]),
-        targets=asked.invocation.targets,
+        targets=asked.targets,
         job={**job.to_json(), option: str(Path(where).absolute())},
         evaluate=evaluate,
     )
