@@ -44,7 +44,10 @@ def class_of(name: str) -> type[Backend]:
 
 def choose_backend(name: str | None, world: World) -> str:
     """Choose the name of the backend: the same on every rank whose host has the same libraries."""
-    launcher = _launcher_of(world)
+    if world.launcher not in LAUNCHERS:
+        known = ", ".join(LAUNCHERS)
+        raise LaunchError(f"There is no backend for the launcher {world.launcher!r}, only for: {known}.")
+    launcher = LAUNCHERS[world.launcher]
     if name is None:
         return _default(launcher)
     if name not in BACKENDS:
@@ -107,13 +110,6 @@ def world_of_caller(name: str, found: World | None) -> World:
     if found is None or found.launcher == "none" or (found.rank, found.size) != (world.rank, world.size):
         return world
     return found
-
-
-def _launcher_of(world: World) -> Launcher:
-    if world.launcher not in LAUNCHERS:
-        known = ", ".join(LAUNCHERS)
-        raise LaunchError(f"There is no backend for the launcher {world.launcher!r}, only for: {known}.")
-    return LAUNCHERS[world.launcher]
 
 
 def _default(launcher: Launcher) -> str:

@@ -335,8 +335,8 @@ class Backend(JsonExchange):
         if pieces is None:
             return None
         return [
-            piece.view(tensor.dtype).reshape(rows, *trailing).to(device=tensor.device)
-            for piece, rows in pieces
+            piece.view(tensor.dtype).reshape(count, *trailing).to(device=tensor.device)
+            for piece, count in pieces
         ]
 
     def _gather_bytes(

@@ -195,9 +195,7 @@ class HorovodBackend(Backend):
 
 def runs_over_mpi() -> bool:
     """Whether Horovod is installed, and built with MPI."""
-    if importlib.util.find_spec("horovod") is None:
-        return False
-    return bool(_load().mpi_built())
+    return importlib.util.find_spec("horovod") is not None and bool(_load().mpi_built())
 
 
 def built_with() -> dict[str, bool]:

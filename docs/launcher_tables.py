@@ -46,8 +46,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _page(launcher: Launcher) -> str:
-    name = f"`{launcher.name}`"
-    return f"[{name}](launchers/{launcher.page}.md)" if launcher.page else name
+    return f"[`{launcher.name}`](launchers/{launcher.page}.md)"
 
 
 def _backend(launcher: Launcher, name: str) -> str:

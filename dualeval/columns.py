@@ -210,8 +210,8 @@ Rows: TypeAlias = "npt.NDArray[Any] | RaggedRows"
 class LateColumns:
     """Columns of a batch on the host that are made of others where they are read, or of many batches at once.
 
-    What makes them is a mapping as well, for whoever reads them before. As such it cannot be written to, and
-    what is written into a column is lost: only functions that are marked (``keeps_late``) get one.
+    A subclass is a read-only mapping as well, for whoever reads the columns earlier. What is written into a
+    column is lost: only functions that are marked (``keeps_late``) get one.
     """
 
     # What they are made of, a row a sample.
@@ -232,7 +232,7 @@ class LateColumns:
         raise NotImplementedError
 
 
-# Functions of tasks as they were written: one around them, or in their place, is none of these.
+# The marked functions themselves: a function around one, or in its place, is not marked.
 KEEPING_LATE: set[object] = set()
 
 
@@ -282,7 +282,7 @@ def of_parts(kind: type[Any], parts: Sequence[Any]) -> Any:
 
 
 def copied(column: Any) -> Any:
-    """A column in memory that nobody else has; what is none stays as it is."""
+    """A column in memory of its own; what is no column stays as it is."""
     if isinstance(column, Tensor):
         return column.clone()
     if isinstance(column, Ragged):
@@ -291,11 +291,8 @@ def copied(column: Any) -> Any:
 
 
 def all_copied(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns, each ``copied``: most are tensors."""
-    found = {}
-    for name, column in columns.items():
-        found[name] = column.clone() if type(column) is Tensor else copied(column)
-    return found
+    """Columns, each ``copied``."""
+    return {name: copied(column) for name, column in columns.items()}
 
 
 def each_part(change: Callable[[Tensor], Tensor], column: Ragged) -> Ragged:

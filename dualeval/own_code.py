@@ -29,7 +29,6 @@ _NAME = __name__.split(".")[0]
 _TYPED = ("<string>", "<stdin>", "<ipython-input", "<python-input")
 _CYTHON = (".pyx", ".pxi")
 _ATTRIBUTE = "_dualeval_own_code"
-_PYTHON = "python"
 
 
 def importable(folder: Path) -> None:
@@ -192,7 +191,7 @@ def library_of(file: Path) -> str | None:
     for folder in {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}:
         if file.is_relative_to(folder):
             first = file.relative_to(folder).parts[0].partition(".")[0]
-            return _PYTHON if first in sys.stdlib_module_names else None
+            return "python" if first in sys.stdlib_module_names else None
     return None
 
 

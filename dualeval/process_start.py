@@ -92,7 +92,7 @@ def end_with(code: int) -> None:
 
 
 def say_if_ended(sentence: str) -> None:
-    """What a signal says that ends the process when its work is done; empty for nothing."""
+    """Set what is said where a signal ends the process after its work is done; empty for nothing."""
     global _left_out
     _left_out = sentence
 
@@ -160,9 +160,7 @@ class _Output(io.FileIO):
     problem: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        problem = None
-        if self.was_closed:
-            problem = OSError(errno.EBADF, os.strerror(errno.EBADF))
+        problem = OSError(errno.EBADF, os.strerror(errno.EBADF)) if self.was_closed else None
         try:
             # None: it would block, which is no failure.
             return super().write(data)

@@ -17,7 +17,7 @@ def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff
 
 
 def refuse_url(what: str, text: str) -> None:
-    """Check that a path is none of an object store or of the web."""
+    """Refuse a URL, of an object store or of the web, where a path is expected."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
         raise UsageError(f"{what} {text} is a URL, expected a path: copy it to a disk first, or mount it.")
 

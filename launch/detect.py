@@ -12,7 +12,7 @@ be a rank by (``env``), and fewer are passed over where another launcher's set i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
@@ -34,7 +34,7 @@ class Detection:
     world: World | None = None
     error: LaunchError | None = None
     # By launcher, in the order of `LAUNCHERS`, those of its variables that are set.
-    found: Mapping[str, tuple[Variable, ...]] = field(default_factory=dict)
+    found: Mapping[str, tuple[Variable, ...]]
     # Sentences about what does not fit together, and what was made of it.
     notes: tuple[str, ...] = ()
     # Sentences about the launchers that started this one, as srun may have started torchrun.
@@ -104,7 +104,7 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
 
 
 def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
-    """The error of a process that is one of several, by what is set, though no launcher's set is whole."""
+    """The error where variables show one process of several, and no launcher's are whole; else None."""
     # A batch script and an salloc shell are number 0 of their job.
     of_srun = Environment(SRUN, environ)
     missing = of_srun.missing()
@@ -115,7 +115,7 @@ def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
 
 
 def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
-    """Compare a launcher's word with that of variables that anybody may have set.
+    """Compare a launcher's word with variables that anybody may have set; returns whether these agree.
 
     Enough of torchrun's variables for torch.distributed, exported in a shell, would make every task of srun's
     the same rank; set by a script in its task they would be right, and nobody but the user knows which they

@@ -68,7 +68,7 @@ def promised_gpus(environ: Mapping[str, str]) -> str:
     return f"{_CONTAINER}={value}" if value.startswith(("GPU-", "MIG-")) else ""
 
 
-def as_callers_chose(everyone: Sequence[Sight], *, allow_shared: bool = False) -> list[Sight]:
+def as_callers_chose(everyone: Sequence[Sight], *, allow_shared: bool) -> list[Sight]:
     """What each rank sees, and of a caller that computes on GPUs already, its current one alone.
 
     GPU 0 is current where nobody has chosen one: where ranks have it in common it is no choice.

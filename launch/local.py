@@ -123,7 +123,7 @@ class _SignalWatch:
         # The first.
         self.received: signal.Signals | None = None
         self._since = 0.0
-        # What the ranks are to end by themselves on, and have not been told.
+        # Signals on which the ranks end by themselves, and which they have not been sent.
         self._to_pass_on: list[signal.Signals] = []
 
     @property
@@ -134,7 +134,7 @@ class _SignalWatch:
         return self.received
 
     def pass_on(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Hand the ranks, which are all started, what they are to end by themselves on."""
+        """Send the ranks, which are all started, the signals on which they end by themselves."""
         while self._to_pass_on:
             number = self._to_pass_on.pop(0)
             for rank in ranks:

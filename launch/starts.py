@@ -45,9 +45,9 @@ def may_start_ranks(world: World) -> bool:
 
 
 def child_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Make the variables for launchers: without what would say in their steps how ranks are placed.
+    """Make the environment of launchers: without variables that would place the ranks of their steps.
 
-    Nor does it hand on what makes this process itself a rank: ranks would find two launchers who disagree.
+    Nor has it what makes this process itself a rank: ranks would find two launchers that disagree.
     """
     own = {name for launcher in LAUNCHERS.values() for name in launcher.not_handed_on(environ)}
     kept = {name: value for name, value in environ.items() if name not in own}

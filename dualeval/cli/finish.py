@@ -52,6 +52,6 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
     words = [*without_start(command["words"], _OF_A_SHARE), *options, "--out", str(out)]
     with run.make_context("dualeval finish", words, parent=context) as of_run:
         of_run.params["fresh"] = False
-        asked = prepared(of_run, of_run.params)
-        more = {**asked.invocation.run, "evaluate_missing": evaluate_missing}
-        context.exit(evaluate(asked.jobs, replace(asked.invocation, run=more), asked.launcher))
+        jobs, invocation = prepared(of_run, of_run.params)
+        more = {**invocation.run, "evaluate_missing": evaluate_missing}
+        context.exit(evaluate(jobs, replace(invocation, run=more)))

@@ -21,7 +21,7 @@ _WIDTH = 110
 class GroupedOption(click.Option):
     """A flag that stands under a heading in the help."""
 
-    def __init__(self, *arguments: Any, group: str | None = None, **named: Any) -> None:
+    def __init__(self, *arguments: Any, group: str | None, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.group = group
 
@@ -91,7 +91,7 @@ class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # g
         return []
 
 
-def flag_for(field: OptionField, *, name: str | None = None, multiple: bool = False) -> GroupedOption:
+def flag_for(field: OptionField, *, name: str | None = None) -> GroupedOption:
     """The flag of a field; None where it is not given."""
     default = "" if field.default in (None, (), [], "", False) else _shown(field.default)
     said = "" if "(default)" in field.help else field.shown or default
@@ -101,17 +101,17 @@ def flag_for(field: OptionField, *, name: str | None = None, multiple: bool = Fa
         if field.default is True:
             declared[1] = f"{field.flag}/--no-{field.flag[2:]}"
         return GroupedOption(declared, is_flag=True, default=None, help=text, group=field.group)
-    if multiple or field.is_repeated:
-        words = Words((), field.metavar if field.is_repeated else "NAME")
-        return GroupedOption(declared, multiple=True, type=words, help=text, group=field.group)
+    if field.is_repeated:
+        return GroupedOption(declared, multiple=True, metavar=field.metavar, help=text, group=field.group)
     return GroupedOption(declared, type=_FieldType(field), default=None, help=text, group=field.group)
 
 
-def with_flag(flag: click.Parameter) -> Callable[[Any], Any]:
-    """A decorator that gives a command this flag, as ``click.option`` does one of its own."""
+def with_flags(*flags: click.Parameter) -> Callable[[Any], Any]:
+    """A decorator that gives a command these flags, as several ``click.option`` above each other do."""
 
     def decorate(function: Any) -> Any:
-        function.__click_params__ = [*getattr(function, "__click_params__", []), flag]
+        # The lowest decorator comes first.
+        function.__click_params__ = [*getattr(function, "__click_params__", []), *reversed(flags)]
         return function
 
     return decorate

@@ -110,9 +110,8 @@ def _broken(error: DualevalError, origin: str) -> str:
     said = text_of(error)
     _note(said)
     first = said.splitlines()[0]
-    return (
-        f"{first[first.find('cannot be imported') :] if 'cannot be imported' in first else first} ({origin})"
-    )
+    _, cannot, why = first.partition("cannot be imported")
+    return f"{cannot + why or first} ({origin})"
 
 
 def _note(said: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dualeval.cli.grouped import flag_for, grouped, with_flag
+from dualeval.cli.grouped import flag_for, grouped, with_flags
 from dualeval.errors import EXIT_DONE, DualevalError
 from dualeval.options.evaluation import LAUNCH
 from dualeval.options.job import COMMON
@@ -32,13 +32,7 @@ CLUSTER = click.option(
 BY = click.option(
     "--by", multiple=True, metavar="COLUMN", help="Column, or A*B for a cross; give it again for more."
 )
-BINS = with_flag(flag_for(COMMON["bins"]))
-FRESH = click.option(
-    "--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first."
-)
-AS_JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
-)
+BINS = with_flags(flag_for(COMMON["bins"]))
 ONLY_JSON = click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
 ALLOW_SHARED_GPU = grouped(
     "--allow-shared-gpu", group=LAUNCH, is_flag=True, help="Let several ranks of a node share a GPU."
@@ -87,7 +81,7 @@ def evaluate_and_show(
 
 
 def work_in_session(
-    session: Session, work: Callable[[Session], _T], code_of: Callable[[_T], int] | None = None
+    session: Session, work: Callable[[Session], _T], code_of: Callable[[Any], int] | None = None
 ) -> tuple[int, _T | None]:
     """Do something in a session of its own; returns the exit code, and what came of it if anything did."""
     from dualeval.engine.end.process import end_process

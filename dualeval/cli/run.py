@@ -63,7 +63,7 @@ class Invocation:
 
 # Options that are none of a job, by what they belong to.
 _OF_SESSION = (
-    *("backend", "allow_shared_gpu", "mix_machines", "debug"),
+    *("backend", "launcher", "allow_shared_gpu", "mix_machines", "debug"),
     *("heartbeat_timeout", "forward_timeout", "stop_signals"),
 )
 _OF_RUN = ("schedule", "replay", "fresh", "mix_machines")
@@ -145,25 +145,21 @@ def run(context: click.Context, /, **flags: Any) -> None:
     torchrun --nproc-per-node 8 -m dualeval run     horovodrun -np 8 dualeval run
     srun -N2 --ntasks-per-node 4 dualeval run       mpirun -np 8 dualeval run
     """
-    asked = prepared(context, flags)
-    context.exit((_try_out if flags["dry_run"] else evaluate)(asked.jobs, asked.invocation, asked.launcher))
+    jobs, invocation = prepared(context, flags)
+    context.exit((_try_out if flags["dry_run"] else evaluate)(jobs, invocation))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What a command line asks for, checked as far as no rank has to be joined for it."""
+def prepared(
+    context: click.Context, flags: dict[str, Any], *, checks_paths: bool = True
+) -> tuple[list[tuple[str | None, Job]], Invocation]:
+    """Read the flags of ``run``, and check them as far as no rank has to be joined for it.
 
-    # By name; None where there is one.
-    jobs: list[tuple[str | None, Job]]
-    invocation: Invocation
-    launcher: str | None
-
-
-def prepared(context: click.Context, flags: dict[str, Any], *, checks_paths: bool = True) -> Prepared:
-    """Read the flags of ``run``; where they ask for ranks, starts these and ends with their exit code."""
+    Returns the jobs with their names, as ``Job.read_all`` does, and how to run them. Where the flags ask for
+    ranks, it starts these and ends with their exit code.
+    """
     started = perf_counter()
-    launcher, nproc = flags["launcher"], flags["nproc"]
-    detection = examine(os.environ, launcher)
+    nproc = flags["nproc"]
+    detection = examine(os.environ, flags["launcher"])
     world = detection.place
     of_file = start_of(flags["config"])
     for name in ("out", "reference"):
@@ -198,7 +194,7 @@ def prepared(context: click.Context, flags: dict[str, Any], *, checks_paths: boo
             click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, jobs[0][1], invocation, context.obj))
-    return Prepared(jobs=jobs, invocation=invocation, launcher=launcher)
+    return jobs, invocation
 
 
 def _check_share(invocation: Invocation, jobs: Sequence[tuple[str | None, Job]]) -> None:
@@ -229,9 +225,9 @@ def is_flag(name: str) -> bool:
     return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
 
 
-def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, launcher: str | None) -> int:
+def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation) -> int:
     """The run, stopped before its loop; prints the options as they would be used. Returns the exit code."""
-    session = session_of(jobs[0][1], invocation, launcher)
+    session = session_of(jobs[0][1], invocation)
 
     def try_one(job: Job) -> dict[str, Any]:
         return session.try_out(task_of(job, invocation, session), **_asked(job, invocation, session))
@@ -243,10 +239,10 @@ def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, lau
 
         return try_out(jobs, session, try_one)
 
-    ended = options.work_in_session(session, try_all, itemgetter(0))
-    if ended[1] is not None and session.world.is_main:
-        click.echo(json_text(ended[1][1]), nl=False)
-    return ended[0]
+    code, tried = options.work_in_session(session, try_all, itemgetter(0))
+    if tried is not None and session.world.is_main:
+        click.echo(json_text(tried[1]), nl=False)
+    return code
 
 
 def _start_ranks(nproc: int, world: World, job: Job, invocation: Invocation, arguments: Sequence[str]) -> int:
@@ -281,10 +277,10 @@ def without_start(arguments: Sequence[str], names: Sequence[str] = ("--nproc", "
     return kept
 
 
-def evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, launcher: str | None) -> int:
+def evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
     job = jobs[0][1]
-    session = session_of(job, invocation, launcher)
+    session = session_of(job, invocation)
     if is_several(jobs):
         from dualeval.cli.several import Models, exit_code_of
 
@@ -299,14 +295,13 @@ def evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation, lau
                 job, of_one_model(invocation, out, next(starts, None)), session, cache=cache
             ),
         )
-        ended = options.work_in_session(session, models.evaluate, exit_code_of)
-        if ended[1] is None and (closing := models.closing):
-            say(f"dualeval: note: {closing}")
-        return ended[0]
+        code, rows = options.work_in_session(session, models.evaluate, exit_code_of)
+        if rows is None and (closing := models.closing):
+            _note(closing)
+        return code
     if invocation.share is not None:
-        return options.work_in_session(session, partial(_evaluate_share, job, invocation, invocation.share))[
-            0
-        ]
+        work = partial(_evaluate_share, job, invocation, invocation.share)
+        return options.work_in_session(session, work)[0]
     return options.evaluate_and_show(
         session,
         lambda session: evaluate_job(job, invocation, session),
@@ -319,12 +314,9 @@ def _note(sentence: str) -> None:
     say(f"dualeval: note: {sentence}")
 
 
-def session_of(
-    job: Job, invocation: Invocation, launcher: str | None, note: Callable[[str], None] = _note
-) -> Session:
+def session_of(job: Job, invocation: Invocation, note: Callable[[str], None] = _note) -> Session:
     # The session says each once: of several models most have the same to say.
-    given = {**vars(invocation.session), "device": job.device, "launcher": launcher}
-    return Session(**{**given, "note": note})
+    return Session(**{**vars(invocation.session), "device": job.device, "note": note})
 
 
 def of_one_model(invocation: Invocation, out: Path, started: float | None = None) -> Invocation:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dualeval.cli import options
-from dualeval.cli.grouped import PATH, GroupedCommand, Words, flag_for, grouped, with_flag
+from dualeval.cli.grouped import PATH, GroupedCommand, Words, flag_for, grouped, with_flags
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.launch import examine
 from dualeval.options.fields import Given, as_json
@@ -28,12 +28,6 @@ _FIELDS = {field.name: field for field in _KIND.fields if field.name not in COMM
 _GROUP = "A file of answers"
 
 
-def _flags_of_task(function: Any) -> Any:
-    for field in reversed(_FIELDS.values()):
-        function = with_flag(flag_for(replace(field, group=_GROUP)))(function)
-    return function
-
-
 @click.command(cls=GroupedCommand, groups=(_GROUP,))
 @click.argument("run", required=False, type=PATH)
 @grouped(
@@ -42,7 +36,7 @@ def _flags_of_task(function: Any) -> Any:
     type=Words(TASKS, "NAME"),
     help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {TASKS[0]}]",
 )
-@_flags_of_task
+@with_flags(*(flag_for(replace(field, group=_GROUP)) for field in _FIELDS.values()))
 @options.METRIC
 @options.CLUSTER
 @click.option(
@@ -50,8 +44,10 @@ def _flags_of_task(function: Any) -> Any:
     type=PATH,
     help="Output folder.  [default: a new one in runs/; with RUN nothing is written]",
 )
-@options.FRESH
-@options.AS_JSON
+@click.option("--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
+)
 @click.pass_context
 def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
     """Compute metrics of a finished RUN, or score a file of answers; no model is run.

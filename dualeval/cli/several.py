@@ -144,7 +144,7 @@ class Models:
         if session.world.is_main:
             found = found_models(self._jobs)
             folder = self._folder(session)
-            lease = _taken(folder, session)
+            lease = _take_folder(folder, session)
             message = {"folder": str(folder), "found": found}
         session.control.meet()
         message = session.backend.broadcast_json(message, src=0)
@@ -181,12 +181,8 @@ class Models:
         session.control.progress.step("write")
         table = ModelsTable(rows)
         self._written = folder, table
-        content = {**json.loads(table.to_json(whole=False)), "launch": self._launch}
-        texts = (
-            json_text(content),
-            table.to_csv(),
-            table.to_markdown(),
-        )
+        content = {**table.to_json(whole=False), "launch": self._launch}
+        texts = (json_text(content, allow_nan=False), table.to_csv(), table.to_markdown())
         try:
             for name, text in zip(TABLES, texts, strict=True):
                 write_text(folder / name, text)
@@ -212,8 +208,8 @@ class Models:
     def _show(self, folder: Path, rows: Sequence[ModelRow]) -> None:
         table = ModelsTable(rows)
         if self._as_json:
-            content = {**json.loads(table.to_json(whole=True)), "exit_code": exit_code_of(rows)}
-            click.echo(json_text(content), nl=False)
+            content = {**table.to_json(whole=True), "exit_code": exit_code_of(rows)}
+            click.echo(json_text(content, allow_nan=False), nl=False)
         else:
             table.print()
             click.echo(f"files  {folder}: {', '.join(TABLES)}, and a folder for each model")
@@ -221,7 +217,7 @@ class Models:
             say(f"dualeval: note: standard output cannot be written ({problem.strerror}); see {folder}")
 
 
-def _taken(folder: Path, session: Session) -> Lease:
+def _take_folder(folder: Path, session: Session) -> Lease:
     """Make the folder, and keep other runs of several models out of it."""
     from dualeval.engine.folder.lease import Lease
 

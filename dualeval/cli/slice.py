@@ -21,9 +21,7 @@ from dualeval.result import JOB, json_text
 @options.METRIC
 @options.CLUSTER
 @options.ONLY_JSON
-@click.pass_context
 def slice_run(
-    context: click.Context,
     run: Path,
     by: Sequence[str],
     bins: tuple[float, ...] | None,

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from dualeval.cli.grouped import GroupedCommand, flag_for, grouped, with_flag
+from dualeval.cli.grouped import GroupedCommand, flag_for, grouped, with_flags
 from dualeval.errors import DualevalError, UsageError
 from dualeval.options.evaluation import MODEL, RUN
 from dualeval.options.fields import fields_of
@@ -81,11 +81,7 @@ class TaskCommand(GroupedCommand):
             return params
         if found.is_asked:
             return params[: _BEFORE_TASK + len(found.flags)]
-        return [
-            parameter
-            for parameter in params
-            if parameter not in found.flags or parameter.name in _ALWAYS_SHOWN
-        ]
+        return [each for each in params if each not in found.flags or each.name in _ALWAYS_SHOWN]
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Say what the task is; without one what the command does."""
@@ -102,15 +98,11 @@ class TaskCommand(GroupedCommand):
         found = ctx.meta.get(_TASK)
         if found is None:
             return
-        formatter.write_paragraph()
+        said = f"Default: {found.kind.name}. Options: 'dualeval {self.name} --task NAME --help'."
         if found.is_asked:
-            formatter.write_text(
-                f"Options of every task: 'dualeval {self.name} --help'. Metrics: 'dualeval list metrics'."
-            )
-            return
-        formatter.write_text(
-            f"Default: {found.kind.name}. Options: 'dualeval {self.name} --task NAME --help'."
-        )
+            said = f"Options of every task: 'dualeval {self.name} --help'. Metrics: 'dualeval list metrics'."
+        formatter.write_paragraph()
+        formatter.write_text(said)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,39 +117,25 @@ class _Flags:
 def flags_of(options_class: type, *names: str) -> Callable[[Any], Any]:
     """The flags of some fields of a dataclass of options, in this order, as a decorator of a command."""
     by_name = {field.name: field for field in fields_of(options_class)}
-
-    def decorated(command: Any) -> Any:
-        # As decorators that stand above each other: the lowest comes first.
-        for name in reversed(names):
-            command = with_flag(flag_for(by_name[name], multiple=name == "metric"))(command)
-        return command
-
-    return decorated
+    return with_flags(*(flag_for(by_name[name]) for name in names))
 
 
 # Those of a job.
 job_flags = partial(flags_of, Job)
 
 
-def config_flag(command: Any) -> Any:
-    """The flag of a job file, as a decorator of a command."""
-    return grouped(
-        "--config",
-        group=RUN,
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Job file (TOML); flags override it.",
-    )(command)
-
-
-def job_of(flags: Mapping[str, Any]) -> Job:
-    """The job that the flags of a command ask for."""
-    return Job.read(*_asked(flags))
+config_flag = grouped(
+    "--config",
+    group=RUN,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Job file (TOML); flags override it.",
+)
 
 
 def whole_job_of(flags: Mapping[str, Any], command: str) -> Job:
-    """As ``job_of``, for a command whose process has all of the model."""
-    job = job_of(flags)
+    """The job that the flags of a command ask for, whose process has all of the model."""
+    job = Job.read(*_given_options(flags))
     if job.shard is not None:
         raise _takes_whole_models(command, f"--config {flags['config']}: shard")
     return job
@@ -173,10 +151,10 @@ def _takes_whole_models(command: str, what: str) -> UsageError:
 
 def jobs_of(flags: Mapping[str, Any]) -> list[tuple[str | None, Job]]:
     """The jobs that the flags of a command ask for, as ``Job.read_all`` gives them."""
-    return Job.read_all(*_asked(flags))
+    return Job.read_all(*_given_options(flags))
 
 
-def _asked(flags: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any], Mapping[str, str]]:
+def _given_options(flags: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any], Mapping[str, str]]:
     given = {name: flags.get(name) for name in ("task", *COMMON)}
     own = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
     return flags["config"], {**own, **given}, texts_of(flags["options"])

@@ -47,7 +47,9 @@ class EvaluationOptions:
         (),
         "Metric; repeat it for several.",
         group=RUN,
+        metavar="NAME",
         shown="all",
+        is_repeated=True,
         fits=are_texts,
         expected="names of metrics, as ('loss', 'top1')",
     )

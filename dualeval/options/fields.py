@@ -43,19 +43,6 @@ _IN_PYTHON = {
     "model_arg": "give model_arguments={...}",
     "download": "type 'dualeval run --download', or give the path of the weights",
 }
-# What a field's metadata say beside its help.
-_SAID = (
-    "group",
-    "least",
-    "choices",
-    "is_path",
-    "resolve",
-    "shown",
-    "is_repeated",
-    "fits",
-    "expected",
-    "also",
-)
 _Options = TypeVar("_Options")
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Attributes):\s*$")
 _ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: *\([^)]*\))?: *(.*)$")
@@ -78,20 +65,9 @@ def option(
     also: Callable[[str, Any], object] | None = None,
 ) -> Any:
     """A field of a dataclass of options; ``fits`` and ``also`` check what its type does not say."""
-    said = {
-        "help": help,
-        "group": group,
-        "least": least,
-        "choices": choices,
-        "is_path": is_path,
-        "resolve": resolve,
-        "shown": shown,
-        "metavar": metavar,
-        "is_repeated": is_repeated or None,
-        "fits": fits,
-        "expected": expected,
-        "also": also,
-    }
+    # All arguments but the first.
+    said = dict(locals())
+    del said["default"]
     metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -202,6 +178,10 @@ class OptionField:
             check_count(said, value, self.least)
         if self.choices and value is not None:
             check_choice(said, value, self.choices)
+
+
+# What a field's metadata may say beside its help and metavar.
+_SAID = [field.name for field in dataclasses.fields(OptionField) if field.default is not MISSING]
 
 
 def fields_of(options_class: type) -> tuple[OptionField, ...]:

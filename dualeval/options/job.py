@@ -139,11 +139,11 @@ class Job(EvaluationOptions):
             for name, value in flags.items()
             if value is not None and value != ()
         }
-        content = {} if path is None else _content(path)
+        content = _content(path)
         kind = task_kind(asked_task(path, given.pop("task", None), content))
         of_texts = _of_texts(texts or {}, kind, given)
         tables = None if path is None else _tables_of(path, content, kind)
-        values = {} if path is None else _from_file(path, content, kind)
+        values = {} if path is None else _from_file(f"--config {path}", path, content, kind)
         given = {**given, **of_texts}
         if path is None or tables is None:
             return [(None, cls._made(kind, {**values, **given}))]
@@ -247,7 +247,7 @@ def start_of(path: Path | None) -> dict[str, Any]:
 
     Paths count from its folder.
     """
-    content = {} if path is None else _content(path)
+    content = _content(path)
     found = {}
     for name in _START.keys() & content.keys():
         found[name] = _START[name].of_toml(content[name], f"--config {path}: {name}", Path(path or "").parent)
@@ -262,7 +262,7 @@ def asked_task(path: Path | None, flag: str | None, content: Mapping[str, Any] |
     """
     if flag is not None:
         return flag
-    asked = (content or ({} if path is None else _content(path))).get("task", DEFAULT_TASK)
+    asked = (content or _content(path)).get("task", DEFAULT_TASK)
     if not isinstance(asked, str):
         raise UsageError(f"--config {path}: task = {asked!r}: expected a str, found a {type(asked).__name__}")
     file, colon, name = asked.rpartition(":")
@@ -377,7 +377,10 @@ def _of_texts(texts: Mapping[str, str], kind: TaskKind, given: Mapping[str, Any]
     return found
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path | None) -> dict[str, Any]:
+    """What a job file says; nothing without one."""
+    if path is None:
+        return {}
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -410,7 +413,7 @@ def _of_table(said: str, path: Path, table: Mapping[str, Any], kind: TaskKind) -
     for key in options:
         if key.replace("-", "_") in (*_OF_NO_MODEL, *_START):
             raise UsageError(f"{said}: {key} is the same for all models: put it above the tables.")
-    found = _from_file(path, options, kind, said)
+    found = _from_file(said, path, options, kind)
     if _NAME in table:
         if not isinstance(table[_NAME], str) or not table[_NAME]:
             raise UsageError(f"{said}: name = {table[_NAME]!r}: expected a text")
@@ -418,8 +421,7 @@ def _of_table(said: str, path: Path, table: Mapping[str, Any], kind: TaskKind) -
     return found
 
 
-def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind, said: str = "") -> dict[str, Any]:
-    said = said or f"--config {path}"
+def _from_file(said: str, path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
     own = {field.name: field for field in kind.fields if field.is_settable}
     known = {**own, **COMMON}
     values: dict[str, Any] = {}

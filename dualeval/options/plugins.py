@@ -98,18 +98,13 @@ def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
 
     said = f"--task {name}"
     summary = summary_of(source)
+    options_class: type
+    make: Callable[[Any], Any]
     if isinstance(source, Task):
-        return TaskKind(
-            name=name,
-            origin=origin,
-            summary=summary_of(type(source)),
-            options_class=make_dataclass("NoOptions", [], frozen=True),
-            make=lambda options: source,
-            source=source,
-        )
-    if isinstance(source, type) and is_dataclass(source) and callable(getattr(source, "make", None)):
-        options_class: type = source
-        make: Callable[[Any], Any] = source.make  # type: ignore[attr-defined]
+        summary = summary_of(type(source))
+        options_class, make = make_dataclass("NoOptions", [], frozen=True), lambda options: source
+    elif isinstance(source, type) and is_dataclass(source) and callable(getattr(source, "make", None)):
+        options_class, make = source, source.make  # type: ignore[attr-defined]
     elif isinstance(source, type) and not issubclass(source, Task):
         bases = ", ".join(base.__name__ for base in source.__bases__)
         raise UsageError(
@@ -121,12 +116,12 @@ def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
             f"{said}: a {type(source).__name__} is not a task: expected a class derived from dualeval.Task, "
             "a function that returns a task, or a task"
         )
+    elif missing := sorted(getattr(source, "__abstractmethods__", ())):
+        raise UsageError(
+            f"{said}: {source.__name__} does not say {', '.join(missing)}: a task has to define "
+            f"{'it' if len(missing) == 1 else 'them'}"
+        )
     else:
-        if missing := sorted(getattr(source, "__abstractmethods__", ())):
-            raise UsageError(
-                f"{said}: {source.__name__} does not say {', '.join(missing)}: a task has to define "
-                f"{'it' if len(missing) == 1 else 'them'}"
-            )
         options_class, make = _options_of(source, said)
     kind = TaskKind(
         name=name, origin=origin, summary=summary, options_class=options_class, make=make, source=source
@@ -186,7 +181,7 @@ def _load(reference: str) -> tuple[Any, str]:
     origin = f"{'file' if place.endswith('.py') else 'module'} {place}"
     if not hasattr(module, attribute):
         found = _tasks_in(module)
-        hint = nearest(attribute, [*found, *_public(module)])
+        hint = nearest(attribute, [*found, *(name for name in vars(module) if not name.startswith("_"))])
         tasks = f" Tasks there: {', '.join(found)}." if found else " There is no class of a task in it."
         raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
     return getattr(module, attribute), origin
@@ -207,10 +202,6 @@ def _tasks_in(module: ModuleType) -> list[str]:
             and not inspect.isabstract(value)
         )
     ]
-
-
-def _public(module: ModuleType) -> list[str]:
-    return [name for name in vars(module) if not name.startswith("_")]
 
 
 # -- entry points --------------------------------------------------------------------------------------

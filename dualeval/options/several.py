@@ -19,12 +19,12 @@ from dualeval.result import JOB, MODELS, RESULT, STATUS
 
 _WILD = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"([0-9]+)")
-# What a folder may be called, and a column of a table hold, on any disk.
+# All that the name of a folder may not have on some disk, or an entry of a table.
 _ODD = re.compile(r"[^\w.+=@-]+")
 _WEIGHTS = "weights"
 # The table in its forms; it lies beside the models' folders, with what keeps other runs out.
 TABLES = (MODELS, "models.csv", "models.md")
-# No model's folder: these, and what a run of one model would have there.
+# Names that no model's folder may have: these, and the files that a run of one model would have there.
 _TAKEN = (*TABLES, "lease.json", RESULT, JOB, STATUS)
 _LISTED = 5
 # Of a model: its name, the number of its job, and its file where a pattern has found that. Plain values.

@@ -117,10 +117,8 @@ def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     ]:
         yield "detectable", f"{', '.join(unknown)}: none, because too few samples differ"
     yield "tests", _tests(comparison.metrics)
-    for reason, names in groupby(
-        sorted(comparison.not_compared, key=lambda name: comparison.not_compared[name]),
-        key=lambda name: comparison.not_compared[name],
-    ):
+    reason_of = comparison.not_compared.__getitem__
+    for reason, names in groupby(sorted(comparison.not_compared, key=reason_of), reason_of):
         yield "not compared", f"{', '.join(names)}: {reason}"
 
 

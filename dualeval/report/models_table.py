@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dualeval.report.table import make_console, print_line, shown_numbers
-from dualeval.result import Result, json_text
+from dualeval.result import Result
 from dualeval.wording import csv_cell, printable
 
 DONE, FAILED, NOT_DONE = "done", "failed", "not done"
@@ -141,8 +141,8 @@ class ModelsTable:
             lines.append([*line, _speed(row), _markdown(row.said)])
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
-    def to_json(self, *, whole: bool) -> str:
-        """As one JSON object with the list ``models``."""
+    def to_json(self, *, whole: bool) -> dict[str, Any]:
+        """As plain JSON values, with the list ``models``."""
         models = []
         for row in self.rows:
             entry: dict[str, Any] = {
@@ -165,8 +165,7 @@ class ModelsTable:
                     **found.digests,
                 }
             models.append(entry)
-        content = {"models": models, "best": self.best}
-        return json_text(content, allow_nan=False)
+        return {"models": models, "best": self.best}
 
     # -- screen ------------------------------------------------------------------------------------
 

@@ -64,20 +64,22 @@ def _recorded(result: Result) -> Console:
 
 def _facts(result: Result) -> Iterator[tuple[str, str]]:
     """The lines below the metrics: label and text."""
-    world, timing = result.world, result.timing
+    world, timing, device = result.world, result.timing, result.device
     yield "samples", _samples(result)
-    if result.clusters:
-        yield "clusters", _clusters(result)
-    ranks = f"launcher {world['launcher']}, backend {world['backend']}, device {result.device['device']}"
-    yield "ranks", f"{world['size']} ({ranks}{_sharded(result)})"
-    if result.device.get("bits"):
-        yield "machine", _machine(result)
+    if clusters := result.clusters:
+        yield "clusters", f"{clusters['count']:,} ({clusters['column']}); the intervals allow for them"
+    ranks = f"launcher {world['launcher']}, backend {world['backend']}, device {device['device']}"
+    shard = result.job.get("shard")
+    divided = "" if shard is None else f", model divided over them: {shard}"
+    yield "ranks", f"{world['size']} ({ranks}{divided})"
+    if device.get("bits"):
+        yield "machine", f"{device['model']}, {device['cpu_capability']}, bits {device['bits']}"
     if result.chunks["resumed"]:
         yield "resumed", _resumed(result)
     seconds = f"{timing['evaluate_s']:.2f} s for all batches, {timing['total_s']:.2f} s for the whole run"
     yield "speed", f"{result.samples_per_s:,.0f} samples/s; {seconds}"
     if result.work:
-        yield "work", _work(result)
+        yield "work", ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
     yield "metrics_digest", f"{result.metrics_digest}{_comparable(result)}"
     if result.samples_digest is not None:
         yield "samples_digest", result.samples_digest
@@ -177,30 +179,11 @@ def _samples(result: Result) -> str:
     return f"{described_part(part)}, {failed}"
 
 
-def _clusters(result: Result) -> str:
-    clusters = result.clusters
-    return f"{clusters['count']:,} ({clusters['column']}); the intervals allow for them"
-
-
-def _sharded(result: Result) -> str:
-    shard = result.job.get("shard")
-    return "" if shard is None else f", model divided over them: {shard}"
-
-
-def _machine(result: Result) -> str:
-    device = result.device
-    return f"{device['model']}, {device['cpu_capability']}, bits {device['bits']}"
-
-
 def _resumed(result: Result) -> str:
     chunks = result.chunks
     proof = {None: "", "skipped": "; not compared (--no-replay)"}
     said = proof.get(result.replay, f"; finished batches evaluated again: {result.replay}")
     return f"{chunks['resumed']} of {chunks['total']} chunks were finished before{said}"
-
-
-def _work(result: Result) -> str:
-    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
 
 
 def _reference(result: Result) -> Iterator[tuple[str, str]]:
@@ -269,7 +252,7 @@ def _comparable(result: Result) -> str:
     return f" (not comparable: {len(result.machines)} kinds of machine)"
 
 
-def shown_numbers(*values: float, unit: str | None = None) -> list[str]:
+def shown_numbers(*values: float, unit: str | None) -> list[str]:
     """A value and the ends of its interval as texts, with equally many decimals."""
     if unit == "fraction":
         values, unit = tuple(100 * value for value in values), "percent"

@@ -65,10 +65,10 @@ def start_ranks(
 def start_this_script(
     nproc: int,
     *,
-    backend: str | None = None,
-    device: str | None = None,
-    allow_shared_gpu: bool = False,
-    stop_signals: Collection[signal.Signals] = (),
+    backend: str | None,
+    device: str | None,
+    allow_shared_gpu: bool,
+    stop_signals: Collection[signal.Signals],
 ) -> str | None:
     """Run the script of this process again as ``nproc`` ranks, wait for them, and exit with their exit code.
 

@@ -18,13 +18,13 @@ from dualeval.world.waiting import not_come
 # torch looks up the name of each address that it connects to, and a name server that does not answer takes
 # 10 s to be given up.
 _CONNECT = timedelta(seconds=60)
-# Of what rank 0 is to answer a second, the part of each of two: ranks that wait in meetings also report
-# themselves. Its store can do several times that, beside an evaluation.
+# Requests a second that rank 0 answers for each of two purposes: ranks that wait in meetings also send
+# heartbeats. Its store can do several times that, beside an evaluation.
 _ANSWERS_A_S = 2500
 _LIMITS_HOLD_FOR = 1000
 # Beside its connections a rank opens data, a journal and its reading processes' pipes.
 _OTHER_FILES = 256
-# Of a rank to each other while they join: in the store where they meet, where it serves that; in gloo's mesh.
+# Connections to each other rank while they join: in the store, on the rank that serves it; in gloo's mesh.
 JOINING = 2
 
 

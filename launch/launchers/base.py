@@ -19,7 +19,7 @@ MARK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class LeftOver(LaunchError):
-    """Environment that are set in part, and may be another's than the launcher whose names they have."""
+    """Variables that are set in part, and may be another tool's than the launcher whose names they have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +174,8 @@ class Launcher:
 
     # What ``--launcher`` takes.
     name: str
-    # Its page in ``docs/launchers``, which several may share; empty where it has none.
-    page: str = ""
+    # Its page in ``docs/launchers``, which several may share.
+    page: str
     # Its name in sentences to people, where that is another.
     title: str = ""
     # Variables with this process's number and the other three; empty where it tells none.

@@ -19,8 +19,8 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _REQUEUES = "SLURM_RESTART_COUNT"
 # Ports for ranks to meet at: outside of what the kernel gives to clients (32768 and up).
 _FIRST_PORT, _PORTS = 16384, 16000
-# What a job was asked for with, which srun would take for what this step is asked for with; and the binding
-# of a step that this process is in itself.
+# Options of the job, which srun would take for options of a step; and the binding of the step that this
+# process is in.
 _OF_THE_JOB = re.compile(
     "S(LURM|RUN)_(NTASKS_PER_NODE|NTASKS_PER_SOCKET|CPUS_PER_TASK|DISTRIBUTION|HOSTFILE"
     "|(CPU|MEM)_BIND.*|OVERCOMMIT|EXCLUSIVE)"
@@ -125,7 +125,7 @@ def under_srun(site: Site, on_nodes: Sequence[int], *, mpi: str = "none") -> lis
 
 
 def one_a_node(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:
-    """Give the words before what is itself, or starts by itself, the ranks of its node."""
+    """Give the words before a command that is the rank of its node, or starts the ranks there."""
     return [] if site.job is None else under_srun(site, [1] * len(on_nodes))
 
 

@@ -559,7 +559,7 @@ def test_the_table_as_files() -> None:
     assert markdown[2].startswith(r"| a\_1 | 50.00 % (49.00 % to 51.00 %) | **2.00000** |")
     assert markdown[3].startswith(r"| b\|2 | **75.00 %** ")
     assert markdown[4].endswith(r"failed: 100 % & $x\_1 |")
-    models = json.loads(table.to_json(whole=False))["models"]
+    models = table.to_json(whole=False)["models"]
     assert (models[0]["metrics"]["top1"], models[2]["reason"]) == (0.5, "100 % & $x_1\nmore")
 
 

@@ -1,1 +1,1 @@
-"""Loggers: a finished result in a tracker of experiments, each of which has one file here."""
+"""Loggers: a finished result in trackers of experiments."""

@@ -1,5 +1,4 @@
-"""Confusion matrices, as numbers and as a picture, and figures of classes: of a result's metrics, or else of
-the run's rows."""
+"""Confusion matrices and figures of classes, of a result's metrics or else of its rows; and the picture."""
 
 from __future__ import annotations
 

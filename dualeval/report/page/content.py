@@ -114,24 +114,18 @@ class PageContent:
 
 def build(
     result: Result,
-    folder: str | Path,
+    folder: Path,
     task: Any = None,
     *,
-    against: Sequence[str | Path] = (),
+    against: Sequence[Path] = (),
     command: str | None = None,
     notes: Sequence[str] = (),
 ) -> PageContent:
-    """Read what the page of a finished run says.
+    """Read what the page of a finished run says; each run of ``against`` is A, and this one is B.
 
-    Args:
-        result: the run's.
-        folder: its output folder.
-        task: has ``show(row)``; None where samples have nothing but their rows.
-        against: output folders of runs to compare it with: each is A, and this run is B.
-        command: what one types to run it again.
-        notes: sentences that stand beside the result's warnings.
+    Without a ``task``, which has ``show(row)``, samples have nothing but their rows. ``command`` is what one
+    types to run it again, and ``notes`` stand beside the result's warnings.
     """
-    folder = Path(folder)
     rows = JudgedRows(folder, result)
     comparisons = [compare(other, folder) for other in against]
     reasons, cut = _chosen(rows, comparisons)

@@ -243,7 +243,7 @@ def _seconds(content: PageContent) -> list[dict[str, Any]]:
 
 
 def _turns(samples: Sequence[SampleShown]) -> list[int]:
-    """Which place each sample has where reasons take turns: the last are cut first, of all reasons alike."""
+    """Each sample's position where reasons take turns: cutting the last ones cuts all reasons alike."""
     by_reason = defaultdict(list)
     for at, sample in enumerate(samples):
         by_reason[sample.reasons[:1]].append(at)

@@ -96,8 +96,8 @@ def watch(context: click.Context, /, **flags: Any) -> None:
     if flags[flag] is not None:
         raise UsageError(f"--{option} {flags[flag]}: each checkpoint takes its place. Leave it out.")
     given = dict.fromkeys(_NOT_OF_RUN) | flags | {"out": out, flag: _STAND_IN.get(option, where)}
-    asked = prepared(context, given, checks_paths=option in _STAND_IN)
-    name, job = asked.jobs[0]
+    jobs, asked = prepared(context, given, checks_paths=option in _STAND_IN)
+    name, job = jobs[0]
     if name is not None:
         raise UsageError(
             "[[models]] belongs to 'dualeval run': a watcher has one model, and its checkpoints."
@@ -115,30 +115,30 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         in_hand = str(Path(path).absolute())
         kind = type(getattr(job.options, option))
         of_one = replace(job, options=replace(job.options, **{option: kind(in_hand)}))
-        invocation = of_one_model(asked.invocation, folder)
+        invocation = of_one_model(asked, folder)
         invocation = replace(invocation, run={**invocation.run, "fresh": fresh})
         return evaluate_job(of_one, invocation, session, cache=cache, name=folder.name)
 
     def work(opened: Session) -> list[ModelRow]:
         if option in _STAND_IN and job.kind.origin == BUILT_IN:
             # Wrong data is refused before anything is waited for.
-            task_of(job, asked.invocation, opened, cache).dataset()
+            task_of(job, asked, opened, cache).dataset()
         return watching.run()
 
-    session = session_of(job, asked.invocation, asked.launcher, note)
+    session = session_of(job, asked, note)
     watching = Watching(
         session=session,
         checkpoints=Checkpoints(where, settle_s=settle_s, marker=own["marker"]),
         wanted=Wanted(**{each.name: own[each.name] for each in fields(Wanted)}),
         board=Board(out, metric=own["best_by"], link=own["best"]),
-        targets=asked.invocation.targets,
+        targets=asked.targets,
         job={**job.to_json(), option: str(Path(where).absolute())},
         evaluate=evaluate,
     )
-    ended = options.work_in_session(session, work, exit_code_of)
-    if ended[1] is not None and session.world.is_main:
+    code, rows = options.work_in_session(session, work, exit_code_of)
+    if rows is not None and session.world.is_main:
         _show(watching.board, own["top"])
-    context.exit(ended[0])
+    context.exit(code)
 
 
 def _where(given: Sequence[str], out: Path) -> str:

@@ -28,7 +28,7 @@ def arrival(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingAtStore(Meeting):
-    """Rank 0 serves a store, and the launcher is used to pass on where: ``_pass_on``."""
+    """Rank 0 serves a store, and ``_pass_on`` tells the others where, by way of the launcher."""
 
     @contextmanager
     def open(self, world: World, purpose: str) -> Iterator[tuple[Store, str, int | None]]:

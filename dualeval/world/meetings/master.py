@@ -38,7 +38,8 @@ class AtMaster(MeetingAtStore):
     server: ClassVar = "rank 0 has been started"
     # What to do where the host's name leads nowhere.
     remedy: ClassVar = "Set MASTER_ADDR to an address of rank 0's host."
-    # The store is new, and all who come to it are ranks of this start.
+    # The store is new, and all who come to it are ranks of this start. That of torchrun may still name ranks
+    # that have ended: others, and more or fewer.
     served_by_rank_0: ClassVar = True
 
     @property
@@ -122,8 +123,6 @@ class AtMaster(MeetingAtStore):
 
         own = secrets.token_hex(8)
         store.set(arrival(world.rank), own)
-        # Those of torchrun's that have ended may have been others, and more or fewer.
-        by_variables = self.served_by_rank_0
         start = monotonic()
         pause = max(_SHORTEST_PAUSE_S, world.size * _PAUSE_PER_RANK_S)
         all_here = [arrival(rank) for rank in range(world.size)]
@@ -133,7 +132,7 @@ class AtMaster(MeetingAtStore):
         where = f"all ranks to come to {self.name} at {at(*self.address)}"
         with waiting(world, where, STARTED, known=missing):
             while monotonic() - start < PATIENCE.total_seconds():
-                if by_variables and store.get(arrival(world.rank)).decode() != own:
+                if self.served_by_rank_0 and store.get(arrival(world.rank)).decode() != own:
                     raise LaunchError(
                         f"another process has come to {at(*self.address)} as rank {world.rank}, too. Give "
                         f"each rank a RANK of its own, and each job on a host a MASTER_PORT of its own."
@@ -146,10 +145,13 @@ class AtMaster(MeetingAtStore):
                         store.set("dualeval/name", json.dumps([secrets.token_hex(8), *come]))
                 # Rank 0 goes by a name of its own start alone. The others may wait for it in the store,
                 # unless they have to look whether another has come in their place.
-                named_yet = come if world.is_main else not by_variables or store.check(["dualeval/name"])
+                if world.is_main:
+                    named_yet = bool(come)
+                else:
+                    named_yet = not self.served_by_rank_0 or store.check(["dualeval/name"])
                 if named_yet:
                     name, *named = json.loads(store.get("dualeval/name"))
-                    if by_variables and len(named) != world.size:
+                    if self.served_by_rank_0 and len(named) != world.size:
                         store.set(f"dualeval/{name}/size", str(world.size))
                         raise _different_sizes(world.rank, world.size, len(named))
                     awaited = [f"dualeval/{name}/agreed/{rank}" for rank in range(world.size)]

@@ -22,7 +22,7 @@ from dualeval.world.meetings import MeetingAtStore
 from dualeval.world.network import LATE_S
 from dualeval.world.waiting import STARTED, waiting
 
-# A process may tell several times, and every rank tells as often: a name is never used again.
+# Ranks may meet several times, all of them equally often: a name is never used again.
 _numbers = itertools.count()
 _LEAVE_S = 5.0
 
@@ -43,7 +43,7 @@ class OverPmi(MeetingAtStore):
         number = next(_numbers)
         client.ask("init pmi_version=1 pmi_subversion=1")
         if number == 0:
-            # A server may take a process for lost that ends without, and its last message with it.
+            # A server may take a process that ends without this for lost, and drop its last message.
             atexit.register(client.leave)
         store = client.ask("get_my_kvsname")["kvsname"]
         longest = int(client.ask("get_maxes")["vallen_max"]) - 1
