@@ -81,7 +81,6 @@ def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:
     folder, previous, machine = None, PreviousRun(chunks=nothing), facts["machine"]
     if run.options.out is not None and not _has_whole_result(evaluation, facts):
         folder, previous, machine = _open_folder(evaluation, facts)
-        run.watch.keep(folder)
     return Opened(
         facts=facts,
         previous=previous,
@@ -105,7 +104,6 @@ def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
         facts,
         {**in_job(facts), COMMAND: run.command},
         mix_machines=options.mix_machines,
-        step=partial(run.control.progress.step, "setup"),
     )
     return not run.from_rank_0(is_open)
 
@@ -146,18 +144,18 @@ def _open_folder(
             step=lambda: control.progress.step("setup"),
             lost=lambda reason: control.give_up(reason, rank=control.name.rank),
         )
-        files = () if previous.chunks.remaining else previous.chunks.files
-        machine = files[0].machine if files else facts["machine"]
+        machine = previous.chunks.machine(facts["machine"])
         message = {**folder.to_message(previous, plan), "machine": machine}
     message = run.from_rank_0(message)
     if not world.is_main:
         folder, previous = RunFolder.from_message(message, plan, rank=world.rank, path=path)
+    # From here on an early end is written down there, and closes it.
+    run.watch.keep(folder)
     control.meet()
     apart = run.backend.gather_json(folder.shared)
     if world.is_main:
         hidden = [rank for rank, shared in enumerate(apart or []) if not shared]
         if hidden and run.share is not None:
-            folder.close()
             raise UsageError(
                 f"rank {listed(map(str, hidden))} of {world.size} cannot see {folder.path} on "
                 f"{socket.gethostname()}, where all ranks of a share write: give an --out that they all see."

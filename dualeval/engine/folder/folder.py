@@ -31,7 +31,16 @@ from dualeval.engine.folder.opening import (
     read_previous,
     remove_leftovers,
 )
-from dualeval.engine.folder.shares import SAID, Share, check_idle, job_of_shares, missing, remove_shares
+from dualeval.engine.folder.shares import (
+    SAID,
+    Share,
+    check_idle,
+    check_joined_by_none,
+    files_of_share,
+    job_of_shares,
+    missing,
+    remove_shares,
+)
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of
 from dualeval.result import JOB, RESULT, Result, Status, json_text, read_status
@@ -122,10 +131,11 @@ class RunFolder:
     ) -> PreviousRun:
         """Read what is there, remove what is not wanted, and say that this run is at work."""
         with writable(self.path):
-            check_idle(self.path, step)
+            # With its own lease in hand: of a share and of who joins them, one sees the other.
+            (check_idle if share is None else check_joined_by_none)(self.path, step)
             if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
                 remove_shares(self.path)
-                for file in files_of_a_run(self.path):
+                for file in (files_of_a_run if share is None else files_of_share)(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
             remove_leftovers(self.path)
@@ -135,7 +145,9 @@ class RunFolder:
             if previous.finished is None:
                 if previous.chunks.remaining and not evaluates:
                     raise UsageError(missing(self.path, previous.chunks.remaining))
-                write_text(self.path / JOB, json_text({**(job_of_shares(self.path) or {}), **in_job(facts)}))
+                # That of shares stays: it names the kind of machine that they are computed on.
+                if job_of_shares(self.path) is None:
+                    write_text(self.path / JOB, json_text(in_job(facts)))
                 self._status("running").write(self.path)
             else:
                 self.finish(previous)
@@ -284,7 +296,9 @@ class RunFolder:
                 f"share {share} lacks {counted(len(chunks.remaining), 'chunk')}: {why}. Type the same "
                 "command again."
             )
-        write_text(self.path / SAID, json_text(said))
+        # What was said of chunks that were finished before stays.
+        if previous.chunks.remaining or not (self.path / SAID).exists():
+            write_text(self.path / SAID, json_text(said))
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
         return len(share.chunks(plan))

@@ -22,9 +22,9 @@ from dualeval.engine.folder.layout import (
     partial_files,
     writable,
 )
-from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S, at_work
+from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
-from dualeval.engine.folder.shares import COUNT, SHARES, Share, folders_of, job_of_shares
+from dualeval.engine.folder.shares import COUNT, Share, folders_of, job_of_shares
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, with_type
@@ -128,7 +128,6 @@ def join_shares(
     content: Mapping[str, Any],
     *,
     mix_machines: bool,
-    step: Callable[[], None],
 ) -> bool:
     """Check that a share belongs to those of a folder, whose job.json has this ``content``.
 
@@ -138,9 +137,7 @@ def join_shares(
         _check_same_job(out, facts)
         if finished_result(out, facts["fingerprint"]) is not None:
             return False
-        if at_work([out], step):
-            raise UsageError(f"{out} is being finished. Wait for it to end.")
-        (out / SHARES).mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         if not (out / JOB).exists():
             # Of several at once the last one's is there: the same, or all others are refused.
             write_text(out / JOB, json_text({**content, COUNT: share.count}))
@@ -155,7 +152,9 @@ def join_shares(
             f"{out} holds shares of {there[COUNT]}, and this is share {share}. Give "
             f"--share I/{there[COUNT]}, or another --out."
         )
-    check_kinds_of_parts(out, [there["machine"]], facts["machine"], mix=mix_machines)
+    check_kinds_of_parts(
+        out, [there["machine"]], facts["machine"], mix=mix_machines, to_start_over=f"remove {out}"
+    )
     return True
 
 
@@ -192,9 +191,7 @@ def read_previous(
     stale = tuple(file for file in journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
     parts = [file.machine for file in chunks.files] if finished is None else finished.machines
-    # Where nothing remains, no other machine adds to them.
-    own = facts["machine"] if chunks.remaining or not chunks.files else chunks.files[0].machine
-    check_kinds_of_parts(path, parts, own, mix=mix_machines)
+    check_kinds_of_parts(path, parts, chunks.machine(facts["machine"]), mix=mix_machines)
     return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 
