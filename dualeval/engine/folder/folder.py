@@ -16,7 +16,7 @@ from dualeval.engine.folder.layout import (
     check_path,
     file_name,
     files_of_a_run,
-    fingerprint_there,
+    job_there,
     journal_of,
     probe_of,
     remove_if_empty,
@@ -26,6 +26,7 @@ from dualeval.engine.folder.lease import Lease, gone
 from dualeval.engine.folder.opening import (
     PreviousRun,
     begins_anew,
+    in_job,
     named_launch,
     own_process,
     read_previous,
@@ -49,12 +50,6 @@ from dualeval.wording import counted
 
 # A file system that hangs holds up nobody's end for longer.
 _CLOSE_WITHIN_S = 3.0
-_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
-
-
-def in_job(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What job.json says of a run."""
-    return {name: facts[name] for name in _IN_JOB}
 
 
 class RunFolder:
@@ -69,10 +64,10 @@ class RunFolder:
         self._lease: Lease | None = None
         self._closing = threading.Event()
         self._writing_status = threading.Lock()
-        # Whether this rank sees the files of rank 0.
-        self.shared = probe_of(journal_of(path), token).exists()
         # The folder of the journal's files.
         self.journal = journal_of(path)
+        # Whether this rank sees the files of rank 0.
+        self.shared = self._probe.exists()
 
     @classmethod
     def open(
@@ -198,7 +193,7 @@ class RunFolder:
             return self.path.is_dir()
         status = read_status(self.path)
         is_in_status = status is not None and status.run == self.token
-        return is_in_status or fingerprint_there(self.path) == self._fingerprint
+        return is_in_status or job_there(self.path).get("fingerprint") == self._fingerprint
 
     @property
     def stacks(self) -> Path:
@@ -235,7 +230,7 @@ class RunFolder:
                     status.write(self.path)
 
     def merged_files(
-        self, previous: PreviousRun, counts: Sequence[int], step: Callable[[], None] = lambda: None
+        self, previous: PreviousRun, counts: Sequence[int], step: Callable[[], None]
     ) -> list[JournalFile]:
         """Check the journal files of the result: ``counts`` of each rank's, and earlier runs' once more."""
         # By name: a list of the folder may be seconds old where it is on NFS.
@@ -317,7 +312,7 @@ class RunFolder:
             status = read_status(self.path)
             # Another run, which has taken over, may be about to write into them.
             if status is None or status.run in (None, self.token):
-                remove_if_empty(journal_of(self.path))
+                remove_if_empty(self.journal)
                 remove_if_empty(self.path / STACKS)
         with suppress(OSError):
             if self._lease is not None:

@@ -16,7 +16,7 @@ from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
     LEASE,
-    fingerprint_there,
+    job_there,
     journal_files,
     journal_of,
     partial_files,
@@ -24,7 +24,7 @@ from dualeval.engine.folder.layout import (
 )
 from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
-from dualeval.engine.folder.shares import COUNT, Share, folders_of, job_of_shares
+from dualeval.engine.folder.shares import COMMAND, COUNT, Share, folders_of, job_of_shares
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, with_type
@@ -44,6 +44,7 @@ from dualeval.result import (
 )
 from dualeval.whole_files import write_text
 
+_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 # Between the agents of a launch, in status.json.
 _AND = " | "
 
@@ -82,6 +83,11 @@ class PreviousRun:
         )
 
 
+def in_job(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What job.json says of a run."""
+    return {name: facts[name] for name in _IN_JOB}
+
+
 def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh: bool) -> bool:
     """Whether an earlier run's files are to be removed: ``fresh`` counts for a launch's first start alone."""
     status = read_status(path)
@@ -91,7 +97,7 @@ def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh:
         # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
         raise Stopped(status.signal or "a signal")
     # A script may evaluate several jobs in one folder, one after the other.
-    return fresh and fingerprint_there(path) != fingerprint
+    return fresh and job_there(path).get("fingerprint") != fingerprint
 
 
 def _is_restarted(status: Status, launches: Sequence[str]) -> bool:
@@ -125,11 +131,11 @@ def join_shares(
     out: Path,
     share: Share,
     facts: Mapping[str, Any],
-    content: Mapping[str, Any],
+    command: Mapping[str, Any] | None,
     *,
     mix_machines: bool,
 ) -> bool:
-    """Check that a share belongs to those of a folder, whose job.json has this ``content``.
+    """Check that a share, which a command asks for, belongs to those of a folder.
 
     False where there is the result of all shares already, so that nothing is left to do.
     """
@@ -140,7 +146,7 @@ def join_shares(
         out.mkdir(parents=True, exist_ok=True)
         if not (out / JOB).exists():
             # Of several at once the last one's is there: the same, or all others are refused.
-            write_text(out / JOB, json_text({**content, COUNT: share.count}))
+            write_text(out / JOB, json_text({**in_job(facts), COMMAND: command, COUNT: share.count}))
             _check_same_job(out, facts)
     there = job_of_shares(out)
     if there is None:
@@ -166,7 +172,7 @@ def read_previous(
     step: Callable[[], None],
     *,
     kept: Path,
-    share: Share | None = None,
+    share: Share | None,
 ) -> PreviousRun:
     """Find out what a folder holds beside the file ``kept``, and whether this job may go on there."""
     _check_same_job(path, facts)

@@ -13,11 +13,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dualeval.engine.folder.layout import JOURNAL, LEASE, STACKS, files_of_a_run, remove_if_empty
+from dualeval.engine.folder.layout import (
+    JOURNAL,
+    LEASE,
+    STACKS,
+    files_of_a_run,
+    job_there,
+    remove_if_empty,
+)
 from dualeval.engine.folder.lease import at_work
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
-from dualeval.result import JOB, RESULT, read_status
+from dualeval.result import RESULT, read_status
 from dualeval.wording import counted, listed
 
 SHARES = "shares"
@@ -60,11 +67,8 @@ class Share:
 
 def job_of_shares(out: Path) -> dict[str, Any] | None:
     """What job.json says of the job of all shares; None where a folder holds none."""
-    try:
-        found: dict[str, Any] = json.loads((out / JOB).read_text("utf-8"))
-        return found if isinstance(found[COUNT], int) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = job_there(out)
+    return found if isinstance(found.get(COUNT), int) else None
 
 
 def folders_of(out: Path) -> list[Path]:
