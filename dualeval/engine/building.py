@@ -146,9 +146,7 @@ def identify_and_prepare(
     # After the identity: its hooks are no part of the model.
     stack.enter_context(run.watching(model))
     settle_layout(task, dataset, model, run)
-    model = prepare(
-        model, run.options, run.device, owned=not run.guest, note=lambda said: run.note_all([said])
-    )
+    model = prepare(model, run.options, owned=not run.guest, note=lambda said: run.note_all([said]))
     return model, identity
 
 

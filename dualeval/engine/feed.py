@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ _LOST_WORKER = re.compile(
     r"(?:is )?(killed by signal: [^.]+|exited unexpectedly[^.]*)"
 )
 
-
 _SHARED_MEMORY = Path("/dev/shm")
 # Of one process; as much as three more is for all together.
 _LOCKS_BYTES = 16 * 1024
@@ -53,8 +52,6 @@ _NO_ROOM = (
     "/dev/shm has no room for the batches of reading processes: they are sent through pipes, which takes "
     f"longer. {_MORE_ROOM}"
 )
-
-_Tree = TypeVar("_Tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,12 +333,13 @@ class Feed:
             _Sending(self._reader),
             batch_size=None,
             sampler=self._batches,
-            collate_fn=_unchanged,
+            collate_fn=lambda batch: batch,
             num_workers=self._workers,
             # Not by Python's own choice, which is forkserver from 3.14 on: what is read is not pickled.
             multiprocessing_context="fork",
             prefetch_factor=self._ahead,
-            worker_init_fn=_end_with_parent,
+            # However the process that it reads for ends: one that hangs in a read would outlive it.
+            worker_init_fn=lambda worker: end_with_parent(signal.SIGKILL),
             # Not the process's own: a caller's script may draw from that.
             generator=torch.Generator(),
         )
@@ -417,15 +415,3 @@ def lost_worker(error: BaseException) -> DualevalError | None:
         "--workers or a smaller --batch-size. One that crashes has read a file that breaks its decoder: "
         "--workers 0 shows which. Finished work is saved, and the same command resumes."
     )
-
-
-def _end_with_parent(worker: int) -> None:
-    """Have this reading process killed when the process that it reads for ends, however that ends.
-
-    One that hangs in a read would outlive it.
-    """
-    end_with_parent(signal.SIGKILL)
-
-
-def _unchanged(batch: _Tree) -> _Tree:
-    return batch

@@ -211,7 +211,7 @@ class _Ended:
         task, job, machine = self._evaluation.task, facts["job"], self._opened.machine
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
-        found = findings_of(task, self._dataset, plan.num_samples)
+        findings = findings_of(task, self._dataset, plan.num_samples)
         part = part_of(self._dataset, plan)
         remaining = self._previous.chunks.remaining
         looked = [found for report in reports for found in report["unlike"]]
@@ -237,7 +237,7 @@ class _Ended:
                 "fingerprint": job["data"],
                 "contents": job["contents"],
                 "samples": part["of"],
-                "findings": {kind: ids for kind, ids in found.items() if ids},
+                "findings": {kind: ids for kind, ids in findings.items() if ids},
             },
             weights=job["weights"],
             versions=machine["versions"],

@@ -127,7 +127,7 @@ def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> N
     trial = run.trying(on_error="skip", **OF_TRIAL)
 
     def compute_in(layout: str) -> None:
-        tried = prepare(copy_sharing_tensors(model), replace(trial.options, layout=layout), run.device)
+        tried = prepare(copy_sharing_tensors(model), replace(trial.options, layout=layout))
         run.control.progress.step("forward")
         first_columns(task, dataset, tried, trial)
         run.control.progress.step("setup")
@@ -176,9 +176,9 @@ def compute_of(
         evaluation.task,
         evaluation.model,
         evaluation.run.device,
-        evaluation.run.options.precision,
+        options.precision,
         threads,
         inference=not keeps_mode,
-        explain=partial(why_preparation_failed, options=evaluation.run.options),
+        explain=partial(why_preparation_failed, options=options),
         around_forward=gathers.forward if gathers is not None and has_collectives else around_forward,
     )

@@ -68,15 +68,15 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..
     first = [(batch, chunk) for chunk in chunks[:2] for batch in plan.chunk_batches(chunk)][:2]
     if not first:
         return Looked(threads=1)
-    share = plan.samples_in(chunks)
-    few = min(_MOST, max(_FEWEST, int(share * _PART / _FORWARDS)))
+    count = plan.samples_in(chunks)
+    few = min(_MOST, max(_FEWEST, int(count * _PART / _FORWARDS)))
     # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
     whole = evaluation.run.options.optimize == COMPILE or is_compiled(evaluation.model)
     batches = [plan.batch_samples(batch) for batch, _ in first]
     computed: list[bool] = []
     try:
         with as_before(evaluation.model, evaluation.task) as reset:
-            tried = partial(_look, evaluation, first[0][1], share, computes, reset, computed)
+            tried = partial(_look, evaluation, first[0][1], count, computes, reset, computed)
             if not whole:
                 with suppress(Exception):  # some models want whole batches
                     return tried([samples[:few] for samples in batches])
@@ -122,7 +122,7 @@ def is_short(seconds: float, forwards: int, of: float) -> bool:
 def _look(
     evaluation: Evaluation,
     chunk: int,
-    share: int,
+    count: int,
     computes: Callable[..., Compute],
     reset: Callable[[], None],
     computed: list[bool],
@@ -132,7 +132,7 @@ def _look(
     said: list[str] = []
     several = read_alone(evaluation, *pieces, pieces[0], step=lambda _: step("load", chunk), notes=said)
     *read, again = [data for data, _ in several]
-    most = -(-share // evaluation.plan.batch_size)
+    most = -(-count // evaluation.plan.batch_size)
     threads = usable_threads(task, model, evaluation.run.device, evaluation.run.threads, most)
     trusted = task.thread_safe is True
     looked = Looked(threads=threads if trusted else 1, of_reading=said)
@@ -152,7 +152,7 @@ def _look(
         # The second: the first may compile, or build tables, which the loop would do as well.
         found += [alone(1, data) for data in read[1:]]
         seconds = (perf_counter() - start) * (_FORWARDS - 2)
-        if not is_short(seconds, _FORWARDS - 2, share / len(pieces[0])):
+        if not is_short(seconds, _FORWARDS - 2, count / len(pieces[0])):
             return replace(looked, notes=[_TOO_LONG.format(seconds)])
         changed, of_task = before.changes(), kept.changes()
         of_task += ["the state of random numbers"] if generators.are_others() else []

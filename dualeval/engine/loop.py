@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,16 +28,12 @@ from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of, postprocessed
 from dualeval.engine.recorder import Recorder, Work, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
+from dualeval.options.choices import DYNAMIC
 from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
 from dualeval.tasks import Dataset
 
 _Columns = TypeVar("_Columns")
-
-
-def ahead_of(schedule: str) -> int:
-    """How many batches a reading process may read ahead: what it has claimed, no other rank can take."""
-    return 1 if schedule == "dynamic" else 2
 
 
 def read_alone(
@@ -77,11 +73,8 @@ def compute_alone(
 
 
 def _reader_of(evaluation: Evaluation) -> Reader:
-    return Reader(
-        evaluation.dataset,
-        evaluation.task,
-        fill=evaluation.run.options.on_error == "skip",
-    )
+    fill = evaluation.run.options.on_error == "skip"
+    return Reader(evaluation.dataset, evaluation.task, fill=fill)
 
 
 def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -> UsageError:
@@ -217,9 +210,10 @@ class Loop:
         feed = self._feed = Feed(
             _reader_of(self._evaluation),
             self._batches(handed),
-            workers=min(self._run.workers, self._share()),
+            workers=min(self._run.workers, self._batches_of_rank()),
             device=self._run.device,
-            ahead=ahead_of(options.schedule),
+            # What a reading process has claimed, no other rank can take.
+            ahead=1 if options.schedule == DYNAMIC else 2,
             step=lambda stage: self._progress.step(stage, handed[0].chunk if handed else None),
         )
         try:
@@ -240,15 +234,15 @@ class Loop:
             self.times.update(data=feed.wait_s, transfer=feed.transfer_s)
             self.notes = feed.notes
 
-    def _share(self) -> int:
+    def _batches_of_rank(self) -> int:
         """Batches of a rank, if all are equally fast."""
         return -(-len(self.remaining) * self._plan.num_batches // (self._plan.num_chunks * self._world.size))
 
     def _batches(self, handed: deque[Work]) -> Iterator[range]:
         """The samples of each batch of this rank, as the feed asks for them."""
-        dynamic = self._run.options.schedule == "dynamic"
-        mine: Iterable[int] = self.remaining[self._world.rank :: self._world.size]
-        for chunk in self._claimed(self.remaining) if dynamic else mine:
+        is_dynamic = self._run.options.schedule == DYNAMIC
+        mine = self.remaining[self._world.rank :: self._world.size]
+        for chunk in self._claimed(self.remaining) if is_dynamic else mine:
             batches = self._plan.chunk_batches(chunk)
             for batch in batches:
                 samples = self._plan.batch_samples(batch)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.folder import RunFolder, in_job
+from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import FinishedChunks
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch, join_shares
-from dualeval.engine.folder.shares import COMMAND
 from dualeval.engine.reference import Reference
 from dualeval.engine.stored_rows import Window
 from dualeval.errors import UsageError
@@ -80,8 +79,7 @@ def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:
     nothing = FinishedChunks(files=(), remaining=tuple(chunks), left_out=())
     folder, previous, machine = None, PreviousRun(chunks=nothing), facts["machine"]
     if run.options.out is not None and not _has_whole_result(evaluation, facts):
-        folder, previous, machine = _open_folder(evaluation, facts)
-        run.watch.keep(folder)
+        folder, previous, machine = _open_folder(evaluation, facts, chunks)
     return Opened(
         facts=facts,
         previous=previous,
@@ -94,7 +92,7 @@ def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:
 
 
 def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
-    """Have a share join the others of its folder; whether the result of all is there. A collective."""
+    """Join the other shares, where this run is one; whether all of them have their result. A collective."""
     run, options = evaluation.run, evaluation.run.options
     if run.share is None:
         return False
@@ -103,9 +101,8 @@ def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
         options.path.absolute(),
         run.share,
         facts,
-        {**in_job(facts), COMMAND: run.command},
+        run.command,
         mix_machines=options.mix_machines,
-        step=partial(run.control.progress.step, "setup"),
     )
     return not run.from_rank_0(is_open)
 
@@ -124,7 +121,7 @@ def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Refe
 
 
 def _open_folder(
-    evaluation: Evaluation, facts: dict[str, Any]
+    evaluation: Evaluation, facts: dict[str, Any], chunks: Sequence[int]
 ) -> tuple[RunFolder, PreviousRun, dict[str, Any]]:
     """Rank 0 makes the output folder, or goes on in it; the others learn what was there, and its machine."""
     run, plan, options = evaluation.run, evaluation.plan, evaluation.run.options
@@ -146,23 +143,23 @@ def _open_folder(
             step=lambda: control.progress.step("setup"),
             lost=lambda reason: control.give_up(reason, rank=control.name.rank),
         )
-        files = () if previous.chunks.remaining else previous.chunks.files
-        machine = files[0].machine if files else facts["machine"]
+        machine = previous.chunks.machine(facts["machine"])
         message = {**folder.to_message(previous, plan), "machine": machine}
     message = run.from_rank_0(message)
     if not world.is_main:
         folder, previous = RunFolder.from_message(message, plan, rank=world.rank, path=path)
+    # From here on an early end is written down there, and closes it.
+    run.watch.keep(folder)
     control.meet()
     apart = run.backend.gather_json(folder.shared)
     if world.is_main:
         hidden = [rank for rank, shared in enumerate(apart or []) if not shared]
         if hidden and run.share is not None:
-            folder.close()
             raise UsageError(
                 f"rank {listed(map(str, hidden))} of {world.size} cannot see {folder.path} on "
                 f"{socket.gethostname()}, where all ranks of a share write: give an --out that they all see."
             )
-        _note_previous_run(evaluation, folder, previous, hidden)
+        _note_previous_run(evaluation, folder, previous, len(chunks), hidden)
     return folder, previous, message["machine"]
 
 
@@ -177,16 +174,14 @@ def _new_path(facts: Mapping[str, Any]) -> Path:
 
 
 def _note_previous_run(
-    evaluation: Evaluation, folder: RunFolder, previous: PreviousRun, hidden: Sequence[int]
+    evaluation: Evaluation, folder: RunFolder, previous: PreviousRun, chunks: int, hidden: Sequence[int]
 ) -> None:
     """Say what is gone on from, and which ranks do not see the folder."""
-    run, plan, size = evaluation.run, evaluation.plan, evaluation.run.backend.world.size
-    note, share = run.note, run.share
+    note, size = evaluation.run.note, evaluation.run.backend.world.size
     for sentence in previous.notes:
         note(sentence)
     if previous.finished is not None:
         return
-    chunks = plan.num_chunks if share is None else len(share.chunks(plan))
     done = chunks - len(previous.chunks.remaining)
     if done:
         note(f"resumes in {folder.path}: {done} of {chunks} chunks are finished already")

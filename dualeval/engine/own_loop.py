@@ -78,7 +78,7 @@ class OwnLoop:
         self._added: Columns | None = None
         self._first: tuple[int, Columns] | None = None
         self._done = 0
-        self._share = 0
+        self._samples_of_rank = 0
         self._is_through = False
         self._result: Result | None = None
 
@@ -119,11 +119,10 @@ class OwnLoop:
                 raise UsageError(f"there is no result without a loop: {_USAGE}")
             if not self._is_through:
                 self._batches.close()
-                share = self._share or self._plan.num_samples
+                count = self._samples_of_rank or self._plan.num_samples
                 raise UsageError(
-                    f"the loop was left before its end: {share - self._done} of the {share} samples of this "
-                    "rank are missing. Let the loop "
-                    "come to its end (no break) before you call result()."
+                    f"the loop was left before its end: {count - self._done} of the {count} samples of this "
+                    "rank are missing. Let the loop come to its end (no break) before you call result()."
                 )
             with numerics.settings(self._run.options.precision, self._run.backend.device):
                 self._result = self._finish()
@@ -158,18 +157,18 @@ class OwnLoop:
                 let_go(evaluation, opened)
             else:
                 loop = Loop(evaluation, opened)
-                yield from self._counted(evaluation, loop)
+                yield from self._counted(loop)
                 notes = [*evaluation.warnings, *settings.notes, *settings.check_after_loop()]
                 self._finish = partial(finish, evaluation, opened, loop, proven, notes)
             self._is_through = True
             # What the caller does until it asks for the result is no part of the run.
             run.control.progress.step("idle")
 
-    def _counted(self, evaluation: Evaluation, loop: Loop) -> Generator[Any, None, None]:
+    def _counted(self, loop: Loop) -> Generator[Any, None, None]:
         """Hand out this rank's batches, and count what is added of each."""
         world, dynamic = self._run.backend.world, self._run.options.schedule == DYNAMIC
         mine = loop.remaining if dynamic else loop.remaining[world.rank :: world.size]
-        self._share = self._plan.samples_in(mine)
+        self._samples_of_rank = self._plan.samples_in(mine)
         compute_s = 0.0
         with loop.running():
             for work, data in loop.read():

@@ -6,7 +6,7 @@ The job's identity is that of the model as it was built. What is done to it here
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -33,7 +33,6 @@ _OF_DTYPES = ("dtype", "same type", "scalar type", "should be the same", "expect
 def prepare(
     model: nn.Module,
     options: RunOptions,
-    device: torch.device,
     *,
     owned: bool = False,
     note: Callable[[str], object] = lambda sentence: None,
@@ -58,7 +57,8 @@ def prepare(
         def convert(module: nn.Module, tensor: Tensor) -> Tensor:
             return convert_layout(tensor.to(dtype_in(module, tensor.dtype, options)))
 
-        _convert_tensors(model, convert, owned=owned)
+        held = ((module, own) for module in model.modules() for own in (module._parameters, module._buffers))
+        convert_each(held, lambda module, tensor: _converted(module, tensor, convert, owned=owned))
         if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
             set_door(model, dtype, layout)
     elif is_sharded(model) and layout == CHANNELS_LAST:
@@ -186,20 +186,19 @@ def compiler_settings(optimize: str | None) -> Iterator[None]:
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
-def _convert_tensors(
-    model: nn.Module, convert: Callable[[nn.Module, Tensor], Tensor], *, owned: bool
+def convert_each(
+    held: Iterable[tuple[nn.Module, dict[str, Any]]], convert: Callable[[nn.Module, Tensor], Tensor]
 ) -> None:
-    """Put converted tensors in the places of parameters and buffers, one after the other."""
+    """Put converted tensors in the places of those that modules hold by name, one after the other."""
     # A tied one is converted once. The old one is kept too: else another could have its id.
     made: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in list(tensors.items()):
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = tensor, _converted(module, tensor, convert, owned=owned)
-                tensors[name] = made[id(tensor)][1]  # type: ignore[assignment]
+    for module, tensors in held:
+        for name, tensor in list(tensors.items()):
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor, convert(module, tensor)
+            tensors[name] = made[id(tensor)][1]
 
 
 def _converted(

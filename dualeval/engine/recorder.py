@@ -306,11 +306,8 @@ class Recorder:
 
     def _folded(self, part: _Part) -> _File:
         """What a file holds of finished chunks: what the metrics have counted, and the rows that are kept."""
-        evaluated, columns, delta = (
-            part.evaluated(),
-            part.columns(self._empty or {}),
-            Ledger(self._plan, self._metrics),
-        )
+        evaluated, columns = part.evaluated(), part.columns(self._empty or {})
+        delta = Ledger(self._plan, self._metrics)
         if evaluated.any():
             read = columns if evaluated.all() else {name: rows[evaluated] for name, rows in columns.items()}
             delta.update(read, [finished.rows - len(finished.failed) for finished in part.batches])
@@ -343,7 +340,7 @@ class Recorder:
         except BaseException as error:  # noqa: BLE001 - raised where the file is waited for
             self._problem = error
 
-    def _await_file(self, limit: float = inf) -> bool:
+    def _await_file(self, limit: float) -> bool:
         """Wait for the file that is being written; what could not be written is tried once more.
 
         Returns whether it is written; raises what was raised in its thread.

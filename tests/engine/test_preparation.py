@@ -86,7 +86,7 @@ def outputs(model: nn.Module, *inputs: Any, **named: Any) -> Any:
 
 
 def prepared(model: nn.Module, *, owned: bool = False, **options: Any) -> nn.Module:
-    return prepare(model, RunOptions(**options), CPU, owned=owned)
+    return prepare(model, RunOptions(**options), owned=owned)
 
 
 def evaluate(model: nn.Module, **options: Any) -> dualeval.Result:
@@ -386,7 +386,7 @@ def test_what_follows_no_convolution_stays() -> None:
 
     notes: list[str] = []
     model = made(Shared)
-    found = prepare(copy.deepcopy(model), RunOptions(optimize="fold"), CPU, note=notes.append)
+    found = prepare(copy.deepcopy(model), RunOptions(optimize="fold"), note=notes.append)
     assert torch.equal(outputs(found, images()), outputs(prepared(model), images()))
     [sentence] = notes
     assert sentence.startswith("--optimize fold: nothing was folded, because no batch norm directly follows")
@@ -425,7 +425,7 @@ class Training(Folding):
 @pytest.mark.parametrize("make", [LeftOut, Penalised, Training])
 def test_a_norm_stays_where_folding_would_change_a_number(make: Any) -> None:
     model = made(make)
-    found = prepare(copy.deepcopy(model), RunOptions(optimize="fold"), CPU)
+    found = prepare(copy.deepcopy(model), RunOptions(optimize="fold"))
     assert isinstance(found.norm, nn.BatchNorm2d)
     assert torch.equal(outputs(found, images()), outputs(prepared(model), images()))
 

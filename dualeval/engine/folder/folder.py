@@ -16,7 +16,7 @@ from dualeval.engine.folder.layout import (
     check_path,
     file_name,
     files_of_a_run,
-    fingerprint_there,
+    job_there,
     journal_of,
     probe_of,
     remove_if_empty,
@@ -26,12 +26,22 @@ from dualeval.engine.folder.lease import Lease, gone
 from dualeval.engine.folder.opening import (
     PreviousRun,
     begins_anew,
+    in_job,
     named_launch,
     own_process,
     read_previous,
     remove_leftovers,
 )
-from dualeval.engine.folder.shares import SAID, Share, check_idle, job_of_shares, missing, remove_shares
+from dualeval.engine.folder.shares import (
+    SAID,
+    Share,
+    check_idle,
+    check_joined_by_none,
+    files_of_share,
+    job_of_shares,
+    missing,
+    remove_shares,
+)
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of
 from dualeval.result import JOB, RESULT, Result, Status, json_text, read_status
@@ -40,12 +50,6 @@ from dualeval.wording import counted
 
 # A file system that hangs holds up nobody's end for longer.
 _CLOSE_WITHIN_S = 3.0
-_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
-
-
-def in_job(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What job.json says of a run."""
-    return {name: facts[name] for name in _IN_JOB}
 
 
 class RunFolder:
@@ -60,10 +64,10 @@ class RunFolder:
         self._lease: Lease | None = None
         self._closing = threading.Event()
         self._writing_status = threading.Lock()
-        # Whether this rank sees the files of rank 0.
-        self.shared = probe_of(journal_of(path), token).exists()
         # The folder of the journal's files.
         self.journal = journal_of(path)
+        # Whether this rank sees the files of rank 0.
+        self.shared = self._probe.exists()
 
     @classmethod
     def open(
@@ -122,10 +126,11 @@ class RunFolder:
     ) -> PreviousRun:
         """Read what is there, remove what is not wanted, and say that this run is at work."""
         with writable(self.path):
-            check_idle(self.path, step)
+            # With its own lease in hand: of a share and of who joins them, one sees the other.
+            (check_idle if share is None else check_joined_by_none)(self.path, step)
             if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
                 remove_shares(self.path)
-                for file in files_of_a_run(self.path):
+                for file in (files_of_a_run if share is None else files_of_share)(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
             remove_leftovers(self.path)
@@ -135,7 +140,9 @@ class RunFolder:
             if previous.finished is None:
                 if previous.chunks.remaining and not evaluates:
                     raise UsageError(missing(self.path, previous.chunks.remaining))
-                write_text(self.path / JOB, json_text({**(job_of_shares(self.path) or {}), **in_job(facts)}))
+                # That of shares stays: it names the kind of machine that they are computed on.
+                if job_of_shares(self.path) is None:
+                    write_text(self.path / JOB, json_text(in_job(facts)))
                 self._status("running").write(self.path)
             else:
                 self.finish(previous)
@@ -186,7 +193,7 @@ class RunFolder:
             return self.path.is_dir()
         status = read_status(self.path)
         is_in_status = status is not None and status.run == self.token
-        return is_in_status or fingerprint_there(self.path) == self._fingerprint
+        return is_in_status or job_there(self.path).get("fingerprint") == self._fingerprint
 
     @property
     def stacks(self) -> Path:
@@ -223,7 +230,7 @@ class RunFolder:
                     status.write(self.path)
 
     def merged_files(
-        self, previous: PreviousRun, counts: Sequence[int], step: Callable[[], None] = lambda: None
+        self, previous: PreviousRun, counts: Sequence[int], step: Callable[[], None]
     ) -> list[JournalFile]:
         """Check the journal files of the result: ``counts`` of each rank's, and earlier runs' once more."""
         # By name: a list of the folder may be seconds old where it is on NFS.
@@ -284,7 +291,9 @@ class RunFolder:
                 f"share {share} lacks {counted(len(chunks.remaining), 'chunk')}: {why}. Type the same "
                 "command again."
             )
-        write_text(self.path / SAID, json_text(said))
+        # What was said of chunks that were finished before stays.
+        if previous.chunks.remaining or not (self.path / SAID).exists():
+            write_text(self.path / SAID, json_text(said))
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
         return len(share.chunks(plan))
@@ -303,7 +312,7 @@ class RunFolder:
             status = read_status(self.path)
             # Another run, which has taken over, may be about to write into them.
             if status is None or status.run in (None, self.token):
-                remove_if_empty(journal_of(self.path))
+                remove_if_empty(self.journal)
                 remove_if_empty(self.path / STACKS)
         with suppress(OSError):
             if self._lease is not None:

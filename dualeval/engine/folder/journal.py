@@ -178,6 +178,10 @@ class FinishedChunks:
     # Those of them that belong to another job.
     foreign: frozenset[Path] = frozenset()
 
+    def machine(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the result names: this run's own, or where nothing remains that of the first file."""
+        return own if self.remaining or not self.files else self.files[0].machine
+
     def add_to(self, ledger: Tensor) -> None:
         """Add what the files hold to a ledger's vector."""
         for file in self.files:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.result import JOB, PREDICTIONS, REPORT, RESULT, STATUS
@@ -98,12 +99,13 @@ def journal_files(journal: Path) -> list[Path]:
     return sorted(file for file in journal.glob("*") if _JOURNAL_FILE.fullmatch(file.name) and file.is_file())
 
 
-def fingerprint_there(path: Path) -> str | None:
-    """Which job a folder holds, as its job.json has it; None where there is none, or a damaged one."""
+def job_there(path: Path) -> dict[str, Any]:
+    """What a folder's job.json says; nothing where there is none, or a damaged one."""
     try:
-        return str(json.loads((path / JOB).read_text("utf-8"))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        found = json.loads((path / JOB).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -122,9 +124,6 @@ def _names(files: Sequence[str]) -> tuple[str, ...]:
 
 def _files_of_its_task(path: Path) -> list[str]:
     """Names of the files that a folder's job writes for its task, as its job.json has them."""
-    try:
-        names = json.loads((path / JOB).read_text("utf-8"))["files"]
-        # A file of that name may be anybody's: what it names is removed only inside its own folder.
-        return [name for name in names if _TASK_FILE.fullmatch(name)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    names = job_there(path).get("files")
+    # A file of that name may be anybody's: what it names is removed only inside its own folder.
+    return [name for name in map(str, names) if _TASK_FILE.fullmatch(name)] if isinstance(names, list) else []

@@ -16,15 +16,15 @@ from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
     LEASE,
-    fingerprint_there,
+    job_there,
     journal_files,
     journal_of,
     partial_files,
     writable,
 )
-from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S, at_work
+from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
-from dualeval.engine.folder.shares import COUNT, SHARES, Share, folders_of, job_of_shares
+from dualeval.engine.folder.shares import COMMAND, COUNT, Share, folders_of, job_of_shares
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, with_type
@@ -44,6 +44,7 @@ from dualeval.result import (
 )
 from dualeval.whole_files import write_text
 
+_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 # Between the agents of a launch, in status.json.
 _AND = " | "
 
@@ -82,6 +83,11 @@ class PreviousRun:
         )
 
 
+def in_job(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What job.json says of a run."""
+    return {name: facts[name] for name in _IN_JOB}
+
+
 def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh: bool) -> bool:
     """Whether an earlier run's files are to be removed: ``fresh`` counts for a launch's first start alone."""
     status = read_status(path)
@@ -91,7 +97,7 @@ def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh:
         # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
         raise Stopped(status.signal or "a signal")
     # A script may evaluate several jobs in one folder, one after the other.
-    return fresh and fingerprint_there(path) != fingerprint
+    return fresh and job_there(path).get("fingerprint") != fingerprint
 
 
 def _is_restarted(status: Status, launches: Sequence[str]) -> bool:
@@ -125,12 +131,11 @@ def join_shares(
     out: Path,
     share: Share,
     facts: Mapping[str, Any],
-    content: Mapping[str, Any],
+    command: Mapping[str, Any] | None,
     *,
     mix_machines: bool,
-    step: Callable[[], None],
 ) -> bool:
-    """Check that a share belongs to those of a folder, whose job.json has this ``content``.
+    """Check that a share, which a command asks for, belongs to those of a folder.
 
     False where there is the result of all shares already, so that nothing is left to do.
     """
@@ -138,12 +143,10 @@ def join_shares(
         _check_same_job(out, facts)
         if finished_result(out, facts["fingerprint"]) is not None:
             return False
-        if at_work([out], step):
-            raise UsageError(f"{out} is being finished. Wait for it to end.")
-        (out / SHARES).mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         if not (out / JOB).exists():
             # Of several at once the last one's is there: the same, or all others are refused.
-            write_text(out / JOB, json_text({**content, COUNT: share.count}))
+            write_text(out / JOB, json_text({**in_job(facts), COMMAND: command, COUNT: share.count}))
             _check_same_job(out, facts)
     there = job_of_shares(out)
     if there is None:
@@ -155,7 +158,9 @@ def join_shares(
             f"{out} holds shares of {there[COUNT]}, and this is share {share}. Give "
             f"--share I/{there[COUNT]}, or another --out."
         )
-    check_kinds_of_parts(out, [there["machine"]], facts["machine"], mix=mix_machines)
+    check_kinds_of_parts(
+        out, [there["machine"]], facts["machine"], mix=mix_machines, to_start_over=f"remove {out}"
+    )
     return True
 
 
@@ -167,7 +172,7 @@ def read_previous(
     step: Callable[[], None],
     *,
     kept: Path,
-    share: Share | None = None,
+    share: Share | None,
 ) -> PreviousRun:
     """Find out what a folder holds beside the file ``kept``, and whether this job may go on there."""
     _check_same_job(path, facts)
@@ -192,9 +197,7 @@ def read_previous(
     stale = tuple(file for file in journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
     parts = [file.machine for file in chunks.files] if finished is None else finished.machines
-    # Where nothing remains, no other machine adds to them.
-    own = facts["machine"] if chunks.remaining or not chunks.files else chunks.files[0].machine
-    check_kinds_of_parts(path, parts, own, mix=mix_machines)
+    check_kinds_of_parts(path, parts, chunks.machine(facts["machine"]), mix=mix_machines)
     return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 

@@ -139,7 +139,7 @@ def write_json_file(
     dataset: Dataset,
     kept: Sequence[str],
     column: str,
-    step: Callable[[], None] = lambda: None,
+    step: Callable[[], None],
 ) -> None:
     """Write one column as a JSON object, sample id to value, in data-set order.
 

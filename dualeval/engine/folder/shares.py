@@ -13,11 +13,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from dualeval.engine.folder.layout import JOURNAL, LEASE, STACKS, files_of_a_run, remove_if_empty
+from dualeval.engine.folder.layout import (
+    JOURNAL,
+    LEASE,
+    STACKS,
+    files_of_a_run,
+    job_there,
+    remove_if_empty,
+)
 from dualeval.engine.folder.lease import at_work
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
-from dualeval.result import JOB, RESULT, read_status
+from dualeval.result import RESULT, read_status
 from dualeval.wording import counted, listed
 
 SHARES = "shares"
@@ -60,11 +67,8 @@ class Share:
 
 def job_of_shares(out: Path) -> dict[str, Any] | None:
     """What job.json says of the job of all shares; None where a folder holds none."""
-    try:
-        found: dict[str, Any] = json.loads((out / JOB).read_text("utf-8"))
-        return found if isinstance(found[COUNT], int) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = job_there(out)
+    return found if isinstance(found.get(COUNT), int) else None
 
 
 def folders_of(out: Path) -> list[Path]:
@@ -85,20 +89,31 @@ def unfinished(out: Path) -> str | None:
 
 
 def check_idle(out: Path, step: Callable[[], None]) -> None:
-    """Check that no share is at work: what it has in hand would be evaluated twice."""
+    """Check, for who holds ``out``, that no share is at work: what it has would be evaluated twice."""
     if working := at_work(folders_of(out), step):
         named = listed(folder.name.partition("-")[0] for folder in working)
         raise UsageError(f"{unfinished(out)}, and at work: {named}. Wait for them to end.")
 
 
+def check_joined_by_none(folder: Path, step: Callable[[], None]) -> None:
+    """Check, for who holds the folder of a share, that nobody joins the shares meanwhile."""
+    out = folder.parents[1]
+    if at_work([out], step):
+        raise UsageError(f"{out} is being finished. Wait for it to end.")
+
+
 def missing(out: Path, remaining: Sequence[int]) -> str:
     """Which shares lack which chunks, and what to type."""
-    job = job_of_shares(out) or {COUNT: 1}
+    chunks = f"{counted(len(remaining), 'chunk')} ({listed(map(str, remaining))})"
+    itself = f"type 'dualeval finish {out} --evaluate-missing'"
+    job, state = job_of_shares(out), unfinished(out)
+    if job is None or state is None:
+        # A result is there, but damaged: for a share that is started again nothing is left to do.
+        return f"{out} has no whole result: {chunks} are missing. To evaluate them, {itself}."
     numbers = _ranges(sorted({chunk % job[COUNT] + 1 for chunk in remaining}))
     return (
-        f"{unfinished(out)}. Missing: {counted(len(remaining), 'chunk')} ({listed(map(str, remaining))}) of "
-        f"shares {numbers}. Start these again, with --share I/{job[COUNT]} (Slurm: --array={numbers}), or "
-        f"type 'dualeval finish {out} --evaluate-missing'."
+        f"{state}. Missing: {chunks} of shares {numbers}. Start these again, with --share I/{job[COUNT]} "
+        f"(Slurm: --array={numbers}), or {itself}."
     )
 
 
@@ -118,11 +133,16 @@ def what_they_said(out: Path) -> list[dict[str, Any]]:
     ]
 
 
+def files_of_share(folder: Path) -> list[Path]:
+    """The files that a share leaves in its folder."""
+    return [*files_of_a_run(folder), *folder.glob(f"{SAID}*")]
+
+
 def remove_shares(out: Path) -> None:
     """Remove the files of all shares, and their folders where nothing else lies in them."""
     folders = folders_of(out)
     for folder in folders:
-        for file in [*files_of_a_run(folder), folder / SAID, folder / LEASE]:
+        for file in [*files_of_share(folder), folder / LEASE]:
             file.unlink(missing_ok=True)
         for empty in (folder / JOURNAL, folder / STACKS, folder):
             remove_if_empty(empty)

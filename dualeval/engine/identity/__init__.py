@@ -208,7 +208,7 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
 # -- what methods read, and their source does not fix: it may come from the environment ---------------------
 
 
-def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any] = ()) -> dict[str, Any]:
+def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any]) -> dict[str, Any]:
     """Values that methods read, of the user's classes among those of some objects, by class and name.
 
     They are: plain class attributes; plain constants of a module that methods name; defaults of arguments,

@@ -48,10 +48,9 @@ def model_fingerprint(
     digest = hashlib.sha256()
     for name, item in sorted(state.items()):
         if id(item) not in known:  # a tied one is there under several names
-            tensor = isinstance(item, Tensor)
             known[id(item)] = (
                 tensor_digest(name, whole(item, around_gather), hasher.digest)
-                if tensor
+                if isinstance(item, Tensor)
                 else hasher.digest(item)
             )
         digest.update(name.encode() + b"\0" + known[id(item)])
@@ -88,11 +87,11 @@ class ModelHasher(Hasher):
         """The digests of what one module says by itself: class, names of parts, hooks, each value."""
         children = [(name, child is None) for name, child in module._modules.items()]
         absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
+        kind: Any = class_of(module)
         if isinstance(module, torch.jit.ScriptModule):
-            values = {"text": self._script(module)}
+            kind, values = "script", {"text": self._script(module)}
         else:
             values = {name: self.digest(value) for name, value in values_of(module).items()}
-        kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module)
         own = {
             "__class__": self.combined("own", [kind, children, absent]),
             "(hooks)": self.combined("hooks", _hooks(module)),

@@ -49,9 +49,7 @@ class _Call:
 class Gathers:
     """Watches the gathers of a model's units, as long as this context lasts; without units nothing."""
 
-    def __init__(
-        self, model: nn.Module, control: ControlPlane, backend: Backend, *, owned: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, control: ControlPlane, backend: Backend, *, owned: bool) -> None:
         self._model = model
         self._owned = owned
         self._control = control

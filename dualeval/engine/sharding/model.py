@@ -11,7 +11,7 @@ import gc
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.identity.model import model_fingerprint
 from dualeval.engine.layouts import converter
 from dualeval.engine.options import RunOptions
-from dualeval.engine.preparation import dtype_in, set_door
+from dualeval.engine.preparation import convert_each, dtype_in, set_door
 from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import has_forward
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
@@ -81,7 +81,10 @@ class ShardedModel:
 
         model, layout = self._model, options.layout
         convert = converter(layout)
-        _convert_buffers(model, lambda module, buffer: convert(self._computed(module, buffer, options)))
+        convert_each(
+            ((module, module._buffers) for module in model.modules()),
+            lambda module, buffer: convert(self._computed(module, buffer, options)),
+        )
         whole, sizes, dtypes = set(), {}, {}
         for parameter in self._parameters:
             module = model.get_submodule(parameter.name.rpartition(".")[0])
@@ -124,17 +127,6 @@ def _empty(parameter: Parameter, dtype: torch.dtype) -> nn.Parameter:
 def _put_all(model: nn.Module, parameter: Parameter, made: nn.Parameter) -> None:
     for name in parameter.names:
         put(model, name, made)
-
-
-def _convert_buffers(model: nn.Module, convert: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    # One that several modules share is converted once.
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = buffer, convert(module, buffer)
-                module._buffers[name] = made[id(buffer)][1]
 
 
 # -- units -------------------------------------------------------------------------------------------------

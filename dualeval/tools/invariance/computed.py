@@ -101,7 +101,7 @@ class Computed:
         self, task: Task, model: nn.Module, batches: Batches, options: RunOptions, device: torch.device
     ) -> None:
         self.notes: list[str] = []
-        self.model = prepare(copy_sharing_tensors(model), options, device, note=self.notes.append)
+        self.model = prepare(copy_sharing_tensors(model), options, note=self.notes.append)
         self._task, self._batches = task, batches
         self._beside = _WithOutputs(task)
         self._compute = Compute(
