@@ -14,6 +14,7 @@ from dualeval.engine.folder.shares import COMMAND, job_of_shares
 from dualeval.errors import UsageError
 
 # Of the shares' command, what is of the place where they were evaluated.
+_REFUSED = ("--fresh", "--share", "--out", "--dry-run")
 _OF_A_SHARE = ("--nproc", "--launcher", "--backend", "--device", "--share", "--out")
 
 
@@ -31,6 +32,10 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
     dualeval finish runs/r18
     dualeval finish runs/r18 --evaluate-missing --nproc 2
     """
+    if refused := [word for word in options if word.partition("=")[0] in _REFUSED]:
+        raise UsageError(
+            f"{refused[0]} does not go with 'dualeval finish'. To start all shares over, remove {out}."
+        )
     job = job_of_shares(out)
     if job is None:
         raise UsageError(f"{out} holds no shares. 'dualeval run --share I/N --out {out} ...' evaluates one.")

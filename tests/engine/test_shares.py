@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 from dualeval.cli import dualeval
-from dualeval.engine import machines, recorder
+from dualeval.engine import machines, opened, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import lease
 from dualeval.engine.folder.journal import read_journal_file
@@ -170,13 +170,6 @@ def test_a_folder_holds_shares_of_one_job(tmp_path: Path, call: Callable[[Path],
     with pytest.raises(UsageError) as caught:
         call(out)
     assert said in str(caught.value)
-
-
-def test_a_run_of_the_whole_job_has_no_shares(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="enough"):
-        evaluate(Ending(SAMPLES, 7), tmp_path / "out", batch_size=BATCH)
-    with pytest.raises(UsageError, match="holds a run of the whole job"):
-        share(tmp_path / "out", 1)
 
 
 def test_other_versions_are_refused_and_other_processors_are_marked(
@@ -337,6 +330,82 @@ def test_what_shares_say_is_in_the_result(tmp_path: Path) -> None:
     assert result.deterministic is False
 
 
+def test_a_damaged_result_of_shares_is_said(tmp_path: Path, wanted: str) -> None:
+    out = tmp_path / "out"
+    all_shares(out)
+    finish(out)
+    (out / "predictions.parquet").write_bytes(b"")
+    with pytest.raises(UsageError) as caught:
+        finish(out)
+    assert str(caught.value).startswith(f"{out} has no whole result: 40 chunks (0, 1, ")
+    check(out, finish(out, evaluate_missing=True), wanted, now=CHUNKS)
+
+
+def test_what_a_share_has_said_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    share(out, 1)
+    said = out / "shares/1-of-4/said.json"
+    said.write_text(json.dumps({"warnings": ["one"], "unlike": [["another each time"]]}))
+    share(out, 1)
+    assert json.loads(said.read_text())["warnings"] == ["one"]
+    with pytest.raises(RuntimeError, match="enough"):
+        share(out, 1, Ending(SAMPLES, 7), fresh=True)
+    assert not said.exists()
+
+
+def test_a_run_of_the_whole_job_gets_no_folder_of_shares(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="enough"):
+        evaluate(Ending(SAMPLES, 7), tmp_path / "out", batch_size=BATCH)
+    with pytest.raises(UsageError, match="holds a run of the whole job"):
+        share(tmp_path / "out", 1)
+    assert not (tmp_path / "out/shares").exists()
+
+
+def test_the_machine_of_the_shares_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    all_shares(out)
+    before = (out / "job.json").read_text()
+    with monkeypatch.context() as patch:
+        _another_machine(patch, device="other")
+        patch.setattr("dualeval.engine.finish.write_predictions", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            finish(out)
+    assert (out / "job.json").read_text() == before
+    share(out, 1)
+    with monkeypatch.context() as patch:
+        _another_machine(patch, device="other")
+        with pytest.raises(UsageError, match=f"Give another --out, or remove {out} to start over"):
+            share(out, 2)
+
+
+def test_half_written_files_of_shares_go(tmp_path: Path, wanted: str) -> None:
+    out = tmp_path / "out"
+    all_shares(out)
+    (out / "shares/1-of-4/said.json.01234567.partial").write_text("{")
+    check(out, finish(out), wanted)
+
+
+def test_a_share_and_a_finish_that_begin_at_once_see_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OUT is taken between the share's joining and its lease."""
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
+    out = tmp_path / "out"
+    join, held = opened.join_shares, list[Lease]()
+
+    def joined(*given: Any, **more: Any) -> object:
+        found = join(*given, **more)
+        held.append(Lease.take(out, "01234567"))
+        return found
+
+    monkeypatch.setattr(opened, "join_shares", joined)
+    with pytest.raises(UsageError, match="is being finished"):
+        share(out, 1)
+    held[0].close()
+    assert not (out / "shares/1-of-4").exists()
+    assert read_status(out) is None
+
+
 # -- the command line ----------------------------------------------------------------------------------
 
 
@@ -396,6 +465,9 @@ def test_finish_of_no_shares_is_refused(tmp_path: Path) -> None:
     words = ["finish", str(out)]
     with pytest.raises(UsageError, match="holds no shares"):
         dualeval.main(words, standalone_mode=False, obj=words)
+    for option in ("--fresh", "--out=x"):
+        with pytest.raises(UsageError, match=f"{option} does not go with 'dualeval finish'"):
+            dualeval.main([*words, option], standalone_mode=False, obj=words)
     share(out, 1)
     job = json.loads((out / "job.json").read_text())
     for command, said in (
