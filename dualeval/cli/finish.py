@@ -13,8 +13,8 @@ from dualeval.cli.run import evaluate, prepared, run, without_start
 from dualeval.engine.folder.shares import COMMAND, job_of_shares
 from dualeval.errors import UsageError
 
-# Of the shares' command, what is of the place where they were evaluated.
 _REFUSED = ("--fresh", "--share", "--out", "--dry-run")
+# Of the shares' command, what is of the place where they were evaluated.
 _OF_A_SHARE = ("--nproc", "--launcher", "--backend", "--device", "--share", "--out")
 
 

@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor, nn
 
 from dualeval.cli import dualeval
-from dualeval.engine import machines, opened, recorder
+from dualeval.engine import machines, recorder
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.folder import lease
+from dualeval.engine.folder import lease, opening
 from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.folder.lease import Lease
 from dualeval.engine.folder.shares import Share, unfinished
@@ -391,14 +391,14 @@ def test_a_share_and_a_finish_that_begin_at_once_see_each_other(
     """OUT is taken between the share's joining and its lease."""
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
     out = tmp_path / "out"
-    join, held = opened.join_shares, list[Lease]()
+    join, held = opening.join_shares, list[Lease]()
 
     def joined(*given: Any, **more: Any) -> object:
         found = join(*given, **more)
         held.append(Lease.take(out, "01234567"))
         return found
 
-    monkeypatch.setattr(opened, "join_shares", joined)
+    monkeypatch.setattr("dualeval.engine.opened.join_shares", joined)
     with pytest.raises(UsageError, match="is being finished"):
         share(out, 1)
     held[0].close()
