@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from dualeval.cli.grouped import PATH
+from dualeval.engine.folder.shares import refuse_unfinished
 from dualeval.report.loggers.targets import check_installed, targets_of
 
 
@@ -34,6 +35,7 @@ def export(run: Path, texts: Sequence[str], step: int | None) -> None:
     """
     targets = targets_of(texts, step, "--to")
     check_installed(targets, "--to")
+    refuse_unfinished(run)
     from dualeval.report.loggers.log import export_result, stored_result
 
     def note(said: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +31,8 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
     dualeval finish runs/r18
     dualeval finish runs/r18 --evaluate-missing --nproc 2
     """
+    if str(out).startswith("-"):
+        raise UsageError(f"{out} stands where OUT is expected: 'dualeval finish OUT {out} ...'")
     if refused := [word for word in options if word.partition("=")[0] in _REFUSED]:
         raise UsageError(
             f"{refused[0]} does not go with 'dualeval finish'. To start all shares over, remove {out}."
@@ -45,15 +46,13 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
             f"the shares in {out} were evaluated from Python: call session.evaluate with the same task and "
             "out."
         )
-    out = out.resolve()
-    try:
-        # Paths in the command begin there.
-        os.chdir(command["folder"])
-    except OSError as error:
+    if Path.cwd() != Path(command["folder"]):
+        # Relative paths in the command begin there.
         raise UsageError(
-            f"the shares in {out} were started in {command['folder']}, which cannot be entered here "
-            f"({error.strerror}). Type their command without --share, with --out {out}."
-        ) from error
+            f"the shares in {out} were started in {command['folder']}. Type 'cd {command['folder']}', and "
+            f"there 'dualeval finish {out.resolve()}'. Where that folder is not there, type their command "
+            "without --share."
+        )
     words = [*without_start(command["words"], _OF_A_SHARE), *options, "--out", str(out)]
     with run.make_context("dualeval finish", words, parent=context) as of_run:
         of_run.params["fresh"] = False

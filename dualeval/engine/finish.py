@@ -35,7 +35,6 @@ from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import NewRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import PREDICTIONS, Result, checksum_of
-from dualeval.wording import counted
 
 _NAMED_AT_MOST = 5
 # Fields of a result that rank 0 makes of what all ranks have counted, and of the rows.
@@ -72,9 +71,7 @@ def finish_share(evaluation: Evaluation, opened: Opened, loop: Loop, warnings: S
             "warnings": [*dict.fromkeys([*opened.previous.notes, *sentences])],
             "unlike": _looked([report["unlike"] for report in reports]),
         }
-        count = folder.finish_share(evaluation.plan, run.share, opened.previous, said)
-        done = f"{len(opened.remaining)} of its {counted(count, 'chunk')} evaluated now"
-        run.note(f"share {run.share} is done, {done}: {folder.path}")
+        run.note(folder.finish_share(evaluation.plan, run.share, opened.previous, said))
     run.control.meet(stoppable=False)
     let_go(evaluation, opened)
 

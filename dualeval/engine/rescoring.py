@@ -15,7 +15,7 @@ import torch
 from dualeval.columns import to_column
 from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import check_declarations, columns_of, update
-from dualeval.engine.folder.shares import unfinished
+from dualeval.engine.folder.shares import refuse_unfinished
 from dualeval.engine.folder.windows import MappedColumns, copied
 from dualeval.engine.measured import check_keys, fields_of_result, plain, rough_warnings
 from dualeval.engine.parts import whole_set_intervals
@@ -84,8 +84,7 @@ def check_finished(folder: Path) -> None:
     wanted = "Give the output folder of a finished run."
     if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
         raise UsageError(f"there is no folder {folder}. {wanted}")
-    if of_shares := unfinished(folder):
-        raise UsageError(f"{of_shares}. Type 'dualeval finish {folder}' when all are.")
+    refuse_unfinished(folder)
     for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
         if file.exists() and not file.is_file():
             raise UsageError(f"{file} is no regular file. {wanted}")

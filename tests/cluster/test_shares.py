@@ -93,7 +93,7 @@ def test_killed_shares_are_started_again(
 
     refused = launch(["dualeval", "finish", "out"], cwd=batch.folder, variables=PACKAGE)
     assert refused.returncode == 2
-    assert f"out is not finished: {count - len(hit)} of {count} shares are done. Missing: " in refused.stderr
+    assert f"out is not finished: {count - len(hit)} of {count} shares. Missing: " in refused.stderr
     [array] = re.findall(r"--array=([\d,-]+)", refused.stderr)
 
     again = f"sbatch --array {array} {typed} --share %a/{count}"

@@ -111,8 +111,8 @@ def test_what_a_share_has_finished_is_not_evaluated_again(tmp_path: Path, wanted
     with pytest.raises(UsageError) as caught:
         finish(out)
     assert str(caught.value) == (
-        f"{out} is not finished: 3 of 4 shares are done. Missing: 3 chunks (29, 33, 37) of shares 2. Start "
-        "these again, with --share I/4 (Slurm: --array=2), or type "
+        f"{out} is not finished: 3 of 4 shares. Missing: 3 chunks (29, 33, 37) of share 2. Start "
+        "what is missing with --share I/4 (Slurm: --array=2), or type "
         f"'dualeval finish {out} --evaluate-missing'."
     )
     assert share(out, 2)[0] == f"resumes in {out}/shares/2-of-4: 7 of 10 chunks are finished already"
@@ -136,6 +136,16 @@ def test_a_finish_that_breaks_is_gone_on_with(tmp_path: Path, wanted: str) -> No
     with pytest.raises(RuntimeError, match="enough"):
         finish(out, Ending(SAMPLES, 2 + 7), evaluate_missing=True)
     check(out, finish(out, evaluate_missing=True), wanted, now=20 - 7)
+
+
+def test_shares_count_before_a_finish_that_broke(tmp_path: Path, wanted: str) -> None:
+    """What it has saved holds parts of shares that were started after it."""
+    out = tmp_path / "out"
+    share(out, 1)
+    with pytest.raises(RuntimeError, match="enough"):
+        finish(out, Ending(SAMPLES, 2 + 7), evaluate_missing=True)
+    all_shares(out, 1)
+    check(out, finish(out), wanted)
 
 
 def test_there_may_be_more_shares_than_chunks(tmp_path: Path) -> None:
@@ -229,10 +239,11 @@ def test_failed_samples_of_shares_are_in_the_result(tmp_path: Path) -> None:
 
 def test_a_share_tries_its_failed_samples_again(tmp_path: Path) -> None:
     out, task = tmp_path / "out", TinyTask(SAMPLES, (3,))
-    share(out, 1, task, on_error="skip")
+    assert "evaluated now, 1 sample could not be read: " in share(out, 1, task, on_error="skip")[-1]
     task.dataset()._broken.clear()
     task.dataset().fingerprint = TinyTask(SAMPLES, (3,)).dataset().fingerprint  # type: ignore[method-assign]
-    assert "1 of its 10 chunks evaluated now" in share(out, 1, task, on_error="skip")[-1]
+    again = share(out, 1, task, on_error="skip")[-1]
+    assert again.startswith("share 1/4 is done, 1 of its 10 chunks evaluated now: ")
     assert rows_left(out) == 100
 
 
@@ -242,7 +253,7 @@ def test_a_damaged_file_of_a_share_is_missing(tmp_path: Path, wanted: str) -> No
     file = min((out / "shares/3-of-4/journal").glob("*.journal"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(
-        UsageError, match=r"4 of 4 shares are done. Missing: 3 chunks \(2, 6, 10\) of shares 3\."
+        UsageError, match=r"4 of 4 shares. Missing: 3 chunks \(2, 6, 10; .*damaged.*\) of share 3\."
     ):
         finish(out)
     assert "3 of its 10 chunks evaluated now" in share(out, 3)[-1]
@@ -269,7 +280,7 @@ def at_work(folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("where", "call", "said"),
     [
-        ("shares/2-of-4", finish, "1 of 4 shares are done, and at work: 2. Wait for them to end."),
+        ("shares/2-of-4", finish, "1 of 4 shares; at work: 2. Wait for their end."),
         ("shares/2-of-4", lambda out: finish(out, evaluate_missing=True), "at work: 2"),
         ("shares/2-of-4", lambda out: finish(out, evaluate_missing=True, fresh=True), "at work: 2"),
         ("shares/2-of-4", lambda out: share(out, 2), "is in use by another run"),
@@ -443,17 +454,20 @@ def test_the_command_line_evaluates_shares_and_finishes_them(
         "compare out out",
         "slice out --by class",
         "report out",
+        "export out --to jsonl:x",
     ):
         words = command.split()
         with pytest.raises(UsageError) as caught:
             dualeval.main(words, standalone_mode=False, obj=words)
         assert (
             str(caught.value)
-            == "out is not finished: 1 of 2 shares are done. Type 'dualeval finish out' when all are."
+            == "out is not finished: 1 of 2 shares. Type 'dualeval finish out' when all are done."
         )
     launch(["dualeval", "run", *job, "--share", "2/2", "--out", "out"], cwd=tmp_path).ok()
     (tmp_path / "elsewhere").mkdir()
-    done = launch(["dualeval", "finish", "../out", "--json"], cwd=tmp_path / "elsewhere").ok()
+    refused = launch(["dualeval", "finish", "../out"], cwd=tmp_path / "elsewhere")
+    assert (refused.returncode, f"Type 'cd {tmp_path}', and there" in refused.stderr) == (2, True)
+    done = launch(["dualeval", "finish", "out", "--nproc", "2", "--json"], cwd=tmp_path).ok()
     results = [json.loads(text.stdout) for text in (whole, done)]
     assert results[0]["metrics_digest"] == results[1]["metrics_digest"]
     assert results[1]["chunks"] == {"total": 8, "evaluated_now": 0, "resumed": 8}
@@ -472,7 +486,7 @@ def test_finish_of_no_shares_is_refused(tmp_path: Path) -> None:
     job = json.loads((out / "job.json").read_text())
     for command, said in (
         (None, "evaluated from Python"),
-        ({"words": [], "folder": str(tmp_path / "gone")}, "Type their command without --share"),
+        ({"words": [], "folder": str(tmp_path / "gone")}, "type their command without --share"),
     ):
         (out / "job.json").write_text(json.dumps({**job, "command": command}))
         with pytest.raises(UsageError, match=said):

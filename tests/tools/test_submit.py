@@ -101,7 +101,7 @@ def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
         "partition": "p",
         "account": "a",
         "qos": "q",
-        "array": "0-3",
+        "array": "1-3",
         "shares": 4,
         "job_name": "n",
         "log": "l-%j",
@@ -217,3 +217,19 @@ def test_what_sbatch_says_against_a_job_is_passed_on(sbatch: Sbatch, launch: Lau
     for words in ("dualeval: error: sbatch refused", "invalid partition specified: nix", "exit code 1"):
         assert words in done.stderr
     assert sbatch.was_called
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--shares 3 --array 0,2", "--array 0,2: expected numbers of shares, 1 to 3"),
+        ("--shares 3 --array 2-4%1", "expected numbers of shares"),
+        ("--shares 3 -- --out runs/%a", "--out runs/%a: all shares have one folder"),
+        ("-- --share 1/3", "put --shares N before the --"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(sbatch: Sbatch, words: str, said: str) -> None:
+    with pytest.raises(DualevalError) as caught:
+        call(*words.split())
+    assert said in str(caught.value)
+    assert not sbatch.was_called

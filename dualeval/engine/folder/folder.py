@@ -139,7 +139,8 @@ class RunFolder:
             )
             if previous.finished is None:
                 if previous.chunks.remaining and not evaluates:
-                    raise UsageError(missing(self.path, previous.chunks.remaining))
+                    why = previous.chunks.left_out or previous.notes
+                    raise UsageError(missing(self.path, previous.chunks.remaining, why))
                 # That of shares stays: it names the kind of machine that they are computed on.
                 if job_of_shares(self.path) is None:
                     write_text(self.path / JOB, json_text(in_job(facts)))
@@ -277,8 +278,8 @@ class RunFolder:
 
     def finish_share(
         self, plan: EvalPlan, share: Share, previous: PreviousRun, said: Mapping[str, Any]
-    ) -> int:
-        """Check that all chunks of a share are on the disk, and say that it is done; returns how many."""
+    ) -> str:
+        """Check that all chunks of a share are on the disk, and say that it is done; returns a sentence."""
         self.check()
         assert self._fingerprint is not None
         # Damaged, or of failed samples: what they held was evaluated again.
@@ -296,7 +297,10 @@ class RunFolder:
             write_text(self.path / SAID, json_text(said))
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
-        return len(share.chunks(plan))
+        failed = sum(file.failed for file in chunks.files)
+        unread = f", {counted(failed, 'sample')} could not be read" if failed else ""
+        now, chunks_of_it = len(previous.chunks.remaining), counted(len(share.chunks(plan)), "chunk")
+        return f"share {share} is done, {now} of its {chunks_of_it} evaluated now{unread}: {self.path}"
 
     def close(self, limit_s: float = _CLOSE_WITHIN_S) -> None:
         """Remove what shows that this run is at work; a second call does nothing."""

@@ -199,10 +199,12 @@ def read_journal(
 ) -> FinishedChunks:
     """Read folders of journal files, those of every run that wrote into them.
 
-    They are taken in name order. A file that names a chunk already taken is left out whole, so that no chunk
-    can count twice. In the folder ``retried`` one with a failed sample is left out, so that it is tried
-    again. What remains is of the ``wanted`` chunks; without them of all.
+    They are taken in the order of folders and names, those without a failed sample first. A file that names
+    a chunk already taken is left out whole, so that no chunk can count twice. In the folder ``retried`` one
+    with a failed sample is left out, so that it is tried again. What remains is of the ``wanted`` chunks;
+    without them of all.
     """
+    found: list[JournalFile] = []
     files = []
     left_out = []
     foreign = set()
@@ -211,18 +213,20 @@ def read_journal(
     asked = range(plan.num_chunks) if wanted is None else wanted
     for path in (path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))):
         try:
-            file = read_journal_file(path)
-            reason = _reason_to_leave_out(file, sizes, fingerprint, taken, retries=path.parent == retried)
-            if file.fingerprint != fingerprint:
-                foreign.add(path)
+            found.append(read_journal_file(path))
         except (DualevalError, OSError) as error:
-            reason = str(error)
+            left_out.append(str(error))
+        each()
+    for file in sorted(found, key=lambda file: file.failed > 0):
+        if file.fingerprint != fingerprint:
+            foreign.add(file.path)
+        retries = file.path.parent == retried
+        reason = _reason_to_leave_out(file, sizes, fingerprint, taken, retries=retries)
         if reason is None:
             files.append(file)
             taken[list(file.chunks)] = True
         elif reason:
             left_out.append(reason)
-        each()
     return FinishedChunks(
         files=tuple(files),
         remaining=tuple(chunk for chunk in asked if not taken[chunk]),

@@ -191,7 +191,8 @@ def read_previous(
         finished = None
         notes.append(f"{error}; all samples are evaluated again")
     journal = journal_of(path)
-    folders = [journal, *map(journal_of, folders_of(path))]
+    # Shares are whole, where they are done; a run of the whole job that has ended early is not.
+    folders = [*map(journal_of, folders_of(path)), journal]
     wanted = None if share is None else share.chunks(plan)
     chunks = read_journal(folders, plan, facts["fingerprint"], step, retried=journal, wanted=wanted)
     stale = tuple(file for file in journal_files(journal) if file not in {*chunks.foreign, kept})

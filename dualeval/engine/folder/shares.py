@@ -45,12 +45,12 @@ class Share:
     @classmethod
     def of_text(cls, text: str) -> Share:
         """Read I/N."""
-        number, _, count = text.partition("/")
+        number, _, count = str(text).partition("/")
         if number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count):
             return cls(number=int(number), count=int(count))
         raise UsageError(
-            f"--share {text}: expected I/N, such as 3/100, with I from 1 to N. Where an index begins with 0, "
-            "add 1."
+            f"--share {text}: expected I/N, such as 3/100, with I from 1 to N"
+            f"{'. Where an index begins with 0, add 1' if number == '0' else ''}."
         )
 
     def __str__(self) -> str:
@@ -73,9 +73,16 @@ def job_of_shares(out: Path) -> dict[str, Any] | None:
 
 def folders_of(out: Path) -> list[Path]:
     """The folders of the shares that were begun, in order."""
-    count = (job_of_shares(out) or {COUNT: 0})[COUNT]
-    folders = (Share(number=number, count=count).folder(out) for number in range(1, count + 1))
-    return [folder for folder in folders if folder.is_dir()]
+    job = job_of_shares(out)
+    found = [] if job is None else (out / SHARES).glob(f"*-of-{job[COUNT]}")
+    return sorted(
+        (folder for folder in found if _number_of(folder).isdecimal()),
+        key=lambda folder: int(_number_of(folder)),
+    )
+
+
+def _number_of(folder: Path) -> str:
+    return folder.name.partition("-")[0]
 
 
 def unfinished(out: Path) -> str | None:
@@ -85,14 +92,21 @@ def unfinished(out: Path) -> str | None:
         return None
     states = [read_status(folder) for folder in folders_of(out)]
     done = sum(status is not None and status.state == "done" for status in states)
-    return f"{out} is not finished: {done:,} of {counted(job[COUNT], 'share')} are done"
+    return f"{out} is not finished: {done:,} of {counted(job[COUNT], 'share')}"
+
+
+def refuse_unfinished(out: Path) -> None:
+    """Check, for who reads a result, that a folder does not hold shares that were not joined yet."""
+    if said := unfinished(out):
+        raise UsageError(f"{said}. Type 'dualeval finish {out}' when all are done.")
 
 
 def check_idle(out: Path, step: Callable[[], None]) -> None:
     """Check, for who holds ``out``, that no share is at work: what it has would be evaluated twice."""
     if working := at_work(folders_of(out), step):
-        named = listed(folder.name.partition("-")[0] for folder in working)
-        raise UsageError(f"{unfinished(out)}, and at work: {named}. Wait for them to end.")
+        raise UsageError(
+            f"{unfinished(out)}; at work: {listed(map(_number_of, working))}. Wait for their end."
+        )
 
 
 def check_joined_by_none(folder: Path, step: Callable[[], None]) -> None:
@@ -102,18 +116,18 @@ def check_joined_by_none(folder: Path, step: Callable[[], None]) -> None:
         raise UsageError(f"{out} is being finished. Wait for it to end.")
 
 
-def missing(out: Path, remaining: Sequence[int]) -> str:
-    """Which shares lack which chunks, and what to type."""
-    chunks = f"{counted(len(remaining), 'chunk')} ({listed(map(str, remaining))})"
+def missing(out: Path, remaining: Sequence[int], why: Sequence[str]) -> str:
+    """Which shares lack which chunks, for which reasons as far as they are known, and what to type."""
+    chunks = f"{counted(len(remaining), 'chunk')} ({'; '.join([listed(map(str, remaining)), *why])})"
     itself = f"type 'dualeval finish {out} --evaluate-missing'"
     job, state = job_of_shares(out), unfinished(out)
     if job is None or state is None:
         # A result is there, but damaged: for a share that is started again nothing is left to do.
         return f"{out} has no whole result: {chunks} are missing. To evaluate them, {itself}."
-    numbers = _ranges(sorted({chunk % job[COUNT] + 1 for chunk in remaining}))
+    shares = sorted({chunk % job[COUNT] + 1 for chunk in remaining})
     return (
-        f"{state}. Missing: {chunks} of shares {numbers}. Start these again, with --share I/{job[COUNT]} "
-        f"(Slurm: --array={numbers}), or {itself}."
+        f"{state}. Missing: {chunks} of {'share' if len(shares) == 1 else 'shares'} {_ranges(shares)}. Start "
+        f"what is missing with --share I/{job[COUNT]} (Slurm: --array={_ranges(shares)}), or {itself}."
     )
 
 
@@ -128,9 +142,15 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def what_they_said(out: Path) -> list[dict[str, Any]]:
     """What the shares that are done have to say in the result."""
-    return [
-        json.loads(file.read_text("utf-8")) for folder in folders_of(out) if (file := folder / SAID).is_file()
-    ]
+    said = []
+    for file in [folder / SAID for folder in folders_of(out) if (folder / SAID).is_file()]:
+        try:
+            said.append(json.loads(file.read_text("utf-8")))
+        except ValueError as error:
+            raise UsageError(
+                f"{file} is damaged ({error}). Remove it: its share's warnings are then not in the result."
+            ) from error
+    return said
 
 
 def files_of_share(folder: Path) -> list[Path]:
@@ -146,5 +166,5 @@ def remove_shares(out: Path) -> None:
             file.unlink(missing_ok=True)
         for empty in (folder / JOURNAL, folder / STACKS, folder):
             remove_if_empty(empty)
-    if folders:
+    if job_of_shares(out) is not None:
         remove_if_empty(out / SHARES)

@@ -86,8 +86,11 @@ class SlurmJob:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.shares is not None and self.array is None:
-            object.__setattr__(self, "array", f"1-{self.shares}")
+        if self.shares is not None:
+            object.__setattr__(self, "array", self.array or f"1-{self.shares}")
+            numbers = map(int, re.findall(r"\d+", str(self.array).partition("%")[0]))
+            if any(not 1 <= number <= self.shares for number in numbers):
+                raise UsageError(f"--array {self.array}: expected numbers of shares, 1 to {self.shares}")
         if self.container_mounts is not None and self.container_image is None:
             raise UsageError("--container-mounts was given without --container-image IMAGE. Give both")
         for word in self.sbatch_option:
@@ -139,6 +142,8 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
     job = SlurmJob(**{name: value for name, value in asked.items() if value is not None})
     flags = _flags_of_run(arguments)
     if job.shares is not None:
+        if "%a" in str(flags["out"]):
+            raise UsageError(f"--out {flags['out']}: all shares have one folder, and %a is another for each")
         arguments = (*arguments, "--share", f"%a/{job.shares}")
     folder = Path(sys.executable).parent
     if dry_run:
