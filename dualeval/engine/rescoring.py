@@ -84,10 +84,10 @@ def check_finished(folder: Path) -> None:
     wanted = "Give the output folder of a finished run."
     if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
         raise UsageError(f"there is no folder {folder}. {wanted}")
-    refuse_unfinished(folder)
     for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
         if file.exists() and not file.is_file():
             raise UsageError(f"{file} is no regular file. {wanted}")
+    refuse_unfinished(folder)
     status, has_result = read_status(folder), (folder / RESULT).is_file()
     if status is not None and status.state == "done" and has_result:
         return

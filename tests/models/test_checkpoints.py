@@ -465,7 +465,7 @@ def test_a_key_that_two_things_answer_to(
 ) -> None:
     path = tmp_path / "w.pt"
     torch.save(content(state, behind("", state)), path)
-    assert f"--weights-key {key}: 2 things in {path} answer to it" in refused(path, key)
+    assert f"--weights-key {key}: {path} holds 2 things under this key" in refused(path, key)
     if key == "ema.model":
         assert "holds 2 state_dicts: ema.model (9 tensors), ema.model (9 tensors)" in refused(path)
     torch.save(content(state, state), path)
