@@ -50,6 +50,18 @@ class _Source:
     def lines(self) -> list[str]:
         return (self.text or "").splitlines(keepends=True)
 
+    @cached_property
+    def imported(self) -> list[tuple[int, str, list[str]]]:
+        """What the text may import: from how far above, a module, and what may be a module inside of it."""
+        found: list[tuple[int, str, list[str]]] = []
+        with suppress(SyntaxError):  # written anew since it was imported
+            for node in ast.walk(ast.parse(self.text or "")):
+                if isinstance(node, ast.Import):
+                    found += [(0, each.name, []) for each in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    found.append((node.level, node.module or "", [each.name for each in node.names]))
+        return found
+
 
 _sources: dict[str, _Source] = {}
 
@@ -187,24 +199,19 @@ def _reached(used: Iterable[str]) -> dict[str, str]:
         text = _source(name).text if _is_own_module(name) else None
         if text is not None and name not in texts:
             texts[name] = text
-            waiting += [*_imports(name, text), *_held(name)]
+            waiting += [*_imports(name), *_held(name)]
     return texts
 
 
-def _imports(name: str, text: str) -> Iterator[str]:
-    """The modules that a text may import."""
+def _imports(name: str) -> Iterator[str]:
+    """The modules that a module may import."""
     package = module_name(name) if _source(name).folders else module_name(name).rpartition(".")[0]
-    with suppress(SyntaxError):  # written anew since it was imported
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                for each in node.names:
-                    yield from _with_parents(each.name)
-            elif isinstance(node, ast.ImportFrom):
-                above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-                base = ".".join(filter(None, [*above, node.module]))
-                yield from _with_parents(base)
-                if base and _is_own_module(base) and _source(base).folders:
-                    yield from (f"{base}.{each.name}" for each in node.names)
+    for level, module, names in _source(name).imported:
+        above = package.split(".")[: package.count(".") + 2 - level] if level else []
+        base = ".".join(filter(None, [*above, module]))
+        yield from _with_parents(base)
+        if base and names and _is_own_module(base) and _source(base).folders:
+            yield from (f"{base}.{each}" for each in names)
 
 
 def _with_parents(name: str) -> Iterator[str]:
