@@ -320,7 +320,7 @@ def task():
 
 with dualeval.Session(device="cpu") as session:
     for number in range(2):
-        print("attempt", number, flush=True)
+        print(f"attempt {number}\\n", end="", flush=True)
         session.attempt(lambda: session.evaluate(task(), shard="fsdp", puts_back=False, last=True))
 """
 
