@@ -35,6 +35,7 @@ from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import NewRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import PREDICTIONS, Result, checksum_of
+from dualeval.wording import first_of
 
 _NAMED_AT_MOST = 5
 # Fields of a result that rank 0 makes of what all ranks have counted, and of the rows.
@@ -363,9 +364,8 @@ def _warnings(result: Result, of_metrics: Sequence[str]) -> Iterator[str]:
         else:
             yield f"{failed:,} samples could not be read and are in no metric; result.json lists them"
     for kind, ids in result.data["findings"].items():
-        more = ", ..." if len(ids) > _NAMED_AT_MOST else ""
-        named = ", ".join(ids[:_NAMED_AT_MOST])
-        yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
+        named = first_of(ids, _NAMED_AT_MOST)
+        yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}), listed in result.json"
     yield from of_metrics
     if machines > 1:
         yield (

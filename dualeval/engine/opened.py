@@ -20,7 +20,7 @@ from dualeval.engine.stored_rows import Window
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import Dataset
-from dualeval.wording import listed
+from dualeval.wording import first_of, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +186,7 @@ def _note_previous_run(
     if done:
         note(f"resumes in {folder.path}: {done} of {chunks} chunks are finished already")
     if hidden:
-        ranks = ", ".join(map(str, hidden[:8])) + (", ..." if len(hidden) > 8 else "")
         note(
-            f"rank {ranks} of {size} cannot see {folder.path} on {socket.gethostname()}: "
+            f"rank {first_of(hidden, 8)} of {size} cannot see {folder.path} on {socket.gethostname()}: "
             "their rows are sent at the end of the run, and are lost if it ends early"
         )

@@ -16,6 +16,7 @@ from dualeval.errors import UsageError
 from dualeval.options.job import MODELS_KEY, Job
 from dualeval.options.plugins import BUILT_IN
 from dualeval.result import JOB, MODELS, RESULT, STATUS
+from dualeval.wording import first_of
 
 _WILD = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"([0-9]+)")
@@ -116,8 +117,7 @@ def _there(folder: Path) -> str:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         return f"{folder} cannot be listed: {error.strerror}."
-    more = ", ..." if len(names) > _LISTED else ""
-    return f"In {folder} there is {', '.join(names[:_LISTED]) or 'nothing'}{more}."
+    return f"In {folder} there is {first_of(names, _LISTED) or 'nothing'}."
 
 
 def names_of(pattern: str, paths: Sequence[str]) -> list[str]:

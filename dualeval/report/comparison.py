@@ -14,7 +14,7 @@ from dualeval.comparison.compared import Comparison, Gate, MetricComparison
 from dualeval.comparison.slices import WorstGate
 from dualeval.comparison.statistics import LEVEL
 from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
-from dualeval.wording import printable
+from dualeval.wording import first_of, printable
 
 # Ids of flipped samples that are shown.
 _NAMED = 3
@@ -129,8 +129,7 @@ def _flips(metric: MetricComparison) -> str:
         changes = ("1 -> 0", "0 -> 1") if metric.direction is None else ("wrong -> right", "right -> wrong")
     parts = []
     for change, ids in zip(changes, (metric.flips.lost, metric.flips.gained), strict=True):
-        named = ", ".join(ids[:_NAMED]) + (", ..." if len(ids) > _NAMED else "")
-        parts.append(f"{len(ids):,} {change}" + (f" ({named})" if ids else ""))
+        parts.append(f"{len(ids):,} {change}" + (f" ({first_of(ids, _NAMED)})" if ids else ""))
     return ", ".join(parts)
 
 

@@ -21,10 +21,11 @@ import dualeval
 from dualeval.engine.rescoring import rescore
 from dualeval.engine.slices import groups_of
 from dualeval.engine.stored_rows import StoredRows
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.result import Result, read_result
 from dualeval.tasks.image_classification import ImageClassification
+from tests.comparison.conftest import calling
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
 from tests.launchers import start
@@ -492,18 +493,7 @@ def test_two_ranks_give_the_same_slices(
 
 @pytest.fixture
 def command() -> Callable[..., tuple[int, str, str]]:
-    from click.testing import CliRunner
-
-    from dualeval import cli
-
-    def run(*words: object) -> tuple[int, str, str]:
-        done = CliRunner().invoke(cli.dualeval, ["slice", *map(str, words)])
-        if isinstance(done.exception, DualevalError):
-            return done.exception.exit_code, done.stdout, str(done.exception)
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        return done.exit_code, done.stdout, done.stderr
-
-    return run
+    return calling("slice")
 
 
 def test_the_command_slices_by_columns(
