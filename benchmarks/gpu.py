@@ -41,6 +41,7 @@ from common import (
     torchrun,
     write_results,
 )
+from made_pictures import write_pictures
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not available"
 Verdict = tuple[str, str]  # the outcome, and what was found
@@ -84,18 +85,27 @@ class Trial:
             try:
                 outcome, found = judge()
             except Exception as error:  # noqa: BLE001 - whatever fails, the other rows are measured
-                outcome, found = FAILED, reason(error)
+                found = reason(error)
+                # A page of an older torch is no page of a broken one.
+                outcome = NOT_HERE if " needs torch " in found else FAILED
                 self.errors[f"{step}: {what}"] = str(error)[-4000:]
         self.rows.append(Row(step=step, what=what, outcome=outcome, found=found))
         print(f"{step}: {what}: {outcome}: {found}", file=sys.stderr, flush=True)
 
-    def run(self, command: Sequence[str], limit_s: float = _RUN_S) -> str:
-        """What a command prints."""
+    def run(
+        self, command: Sequence[str], limit_s: float = _RUN_S, hurt: Mapping[str, str] | None = None
+    ) -> str:
+        """What a command prints; with variables that hurt it, it may end with any exit code."""
         left_s = self.ends - monotonic()
         if left_s < 1:
             raise TimeoutError("not begun: the ten minutes were over")
         environ = {**(ONE_THREAD if self.device == "cpu" else os.environ), "PYTHONPATH": str(ROOT)}
-        return run_process(command, timeout_s=min(limit_s, left_s), environ=environ).output
+        return run_process(
+            command,
+            timeout_s=min(limit_s, left_s),
+            environ={**environ, **(hurt or {})},
+            any_exit_code=hurt is not None,
+        ).output
 
     def ask(self, worker: str, *, ranks: int = 0, limit_s: float = _RUN_S, **given: Any) -> Any:
         """What a worker answers; without ``ranks`` it is started by no launcher."""
@@ -256,6 +266,7 @@ def sharding(trial: Trial) -> None:
     sharded = {"shard": "fsdp"}
     ways: dict[str, dict[str, Any]] = {
         "the whole model": {},
+        "sharded by a script that has begun NCCL": {"ranks": 1, "in_training": True},
         "--shard fsdp": {"options": sharded},
         "--shard fsdp, torchrun": {"options": sharded, "ranks": 1},
         "--shard fsdp --offload": {"options": {**sharded, "offload": True}},
@@ -300,12 +311,66 @@ def waits(trial: Trial) -> None:
 def speed(trial: Trial) -> None:
     """Images/s and peak memory beside a bare loop."""
 
-    def judge(model: str) -> Verdict:
-        said = trial.ask("speed", model=model, limit_s=_LONG_S)
+    def judge(model: str, precision: str = "fp32") -> Verdict:
+        said = trial.ask("speed", model=model, precision=precision, limit_s=_LONG_S)
         return judged_speed(said["images_per_s"], said["peak_mb"])
 
     for model in ("small-cnn", "resnet18"):
         trial.row("speed", model, partial(judge, model))
+    for precision in ("tf32", "amp-bf16"):
+        trial.row("speed", f"resnet18, {precision}", partial(judge, "resnet18", precision), on_cpu=False)
+
+
+def pictures(trial: Trial) -> None:
+    """JPEG files of 256 by 256 through ResNet-50: what the reading processes let through."""
+
+    def judge(folder: str, precision: str) -> Verdict:
+        job = ["--model", "resnet50", "--weights", "random:0", "--data", folder, "--precision", precision]
+        result = _run(trial, job, f"{folder}-{precision}")
+        where = ", ".join(f"{what} {s:.2f}" for what, s in result["timing"]["ranks"][0].items() if s >= 0.01)
+        return PASSED, f"{result['samples_per_s']:,.0f} images/s; seconds: {where}"
+
+    with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
+        write_pictures(Path(folder, "made"), trial.images // 4, 256, 10)
+        for precision in ("fp32", "amp-bf16"):
+            trial.row("pictures", f"resnet50, {precision}", partial(judge, f"{folder}/made", precision))
+
+
+def ends(trial: Trial) -> None:
+    """A run that is killed and typed again, and one whose device has no memory left."""
+    data = str(ROOT / "dualeval/assets")
+    job = ["--model", "tests.faulty_models:fashion_cnn", "--weights", f"{data}/fashion_cnn.safetensors"]
+    job += ["--data", data, "--batch-size", "20", "--limit", "4000"]
+
+    def killed() -> Verdict:
+        with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
+            whole = _run(trial, job, f"{folder}/whole")["metrics_digest"]
+            hurt = {"DUALEVAL_TEST_FAULT": "kill 0 100", "DUALEVAL_TEST_FLUSH_S": "0"}
+            trial.run(_command(trial, job, f"{folder}/killed"), hurt=hurt)
+            again = _run(trial, job, f"{folder}/killed")
+        found = f"{again['metrics_digest'][:8]}, {again['chunks']['resumed']} chunks were there"
+        if again["metrics_digest"] != whole or not again["chunks"]["resumed"]:
+            return FAILED, f"{found}, expected {whole[:8]} and more than none"
+        return PASSED, found
+
+    def no_memory() -> Verdict:
+        said = trial.ask("no_memory")
+        right = said["first"] == said["then"] and "out of memory on cuda:0 with --batch-size" in said["error"]
+        return PASSED if right else FAILED, f"{said['error']} Digests: {said['first']}, then {said['then']}"
+
+    trial.row("ends", "SIGKILL, and the same command again", killed)
+    trial.row("ends", "no memory, and then enough", no_memory, on_cpu=False)
+
+
+def _command(trial: Trial, job: Sequence[str], out: str) -> list[str]:
+    own = ["--device", trial.device, "--no-progress", "--out", out]
+    return [sys.executable, "-m", "dualeval", "run", *job, *own]
+
+
+def _run(trial: Trial, job: Sequence[str], out: str) -> Any:
+    """The result of a job that is typed."""
+    trial.run(_command(trial, job, out))
+    return json.loads(Path(out, "result.json").read_text("utf-8"))
 
 
 def conformance(trial: Trial) -> None:
@@ -323,7 +388,8 @@ def conformance(trial: Trial) -> None:
 
 
 STEPS: dict[str, Callable[[Trial], None]] = {
-    step.__name__: step for step in (repeats, transports, waits, sharding, speed, precisions, conformance)
+    step.__name__: step
+    for step in (repeats, transports, waits, ends, sharding, speed, pictures, precisions, conformance)
 }
 
 

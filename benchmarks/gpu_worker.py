@@ -21,7 +21,8 @@ from problems import Problem, fashion_cnn, resnet18, small_cnn
 
 from dualeval import ModelTask, Session, connect, detect
 from dualeval.backends.selftest import check_operations, measure_all_reduce
-from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.numerics import NumericSettings, autocast
+from dualeval.errors import DualevalError
 
 _BATCH = 64
 _FEW, _MANY = 8, 40  # batches of the evaluations whose waits are compared
@@ -36,7 +37,7 @@ def _problem(name: str, images: int) -> Problem:
     return replace(problem, ready=True, batch_size=_BATCH)
 
 
-def _task(name: str, device: str, images: int) -> ModelTask:
+def _task(name: str, device: str, images: int, *, sharded: bool = False) -> ModelTask:
     """The transformer has 500 MB on a GPU and 20 on a CPU; made by a function, as what is divided must be.
 
     A precision casts the inputs of the model: only floats, as the other problems' images are not.
@@ -46,16 +47,29 @@ def _task(name: str, device: str, images: int) -> ModelTask:
 
         def build() -> torch.nn.Module:
             torch.manual_seed(0)
-            return large_model.Transformer(**large_model.arguments(20 if device == "cpu" else 500)).eval()
+            model = large_model.Transformer(**large_model.arguments(20 if device == "cpu" else 500)).eval()
+            return _sharded(model, device) if sharded else model
 
         problem = fashion_cnn().first(512)
         data = torch.utils.data.TensorDataset(problem.images.float() / 255, problem.targets)
-        return ModelTask(model=build, data=data, name=name)
+        return ModelTask(model=build() if sharded else build, data=data, name=name)
     if name == "resnet18, float images":
         problem = _problem("resnet18", images)
         floats = torch.utils.data.TensorDataset(problem.images / 255 - 0.5, problem.targets)
         return ModelTask(model=problem.network.network, data=floats, name=name)
     return _problem(name, images).task()
+
+
+def _sharded(model: torch.nn.Module, device: str) -> torch.nn.Module:
+    """The transformer as a training script shards it, in the script's own process group."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    model = model.to(device)
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block)
+    fully_shard(model)
+    return model
 
 
 def _peak_mb(device: str, work: Callable[[], Any]) -> tuple[Any, float | None]:
@@ -70,10 +84,12 @@ def _peak_mb(device: str, work: Callable[[], Any]) -> tuple[Any, float | None]:
 def evaluate(given: dict[str, Any]) -> Any:
     """Digest, images/s and peak memory by model; None on other ranks than 0."""
     device, answer = given["device"], {}
+    tasks = {
+        name: _task(name, device, given["images"], sharded="in_training" in given) for name in given["models"]
+    }
     # Ranks share the first GPU.
     with Session(device="cuda:0" if device == "cuda" else device, allow_shared_gpu=True) as session:
-        for name in given["models"]:
-            task = _task(name, device, given["images"])
+        for name, task in tasks.items():
             options = {"batch_size": _BATCH, "workers": given.get("workers", 0), **given.get("options", {})}
             result, peak = _peak_mb(device, partial(session.evaluate, task, **options))
             found = {"digest": result.metrics_digest, "images_per_s": result.samples_per_s, "peak_mb": peak}
@@ -126,13 +142,13 @@ def _lines_that_wait(work: Callable[[], object]) -> Counter[str]:
     )
 
 
-def _bare(problem: Problem, device: torch.device) -> float:
+def _bare(problem: Problem, device: torch.device, precision: str) -> float:
     """Seconds of a loop by hand, with dualeval's numeric settings."""
     network, targets = problem.network.to(device), problem.targets.to(device)
     right = torch.zeros((), dtype=torch.int64, device=device)
-    settings = NumericSettings("fp32", device)
+    settings = NumericSettings(precision, device)
     start = perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), autocast(precision, device):
         for first in range(0, len(problem.images), _BATCH):
             rows = slice(first, first + _BATCH)
             logits = network(problem.images[rows].to(device, non_blocking=True))
@@ -153,7 +169,8 @@ def speed(given: dict[str, Any]) -> Any:
         pinned = problem if device.type == "cpu" else replace(problem, images=problem.images.pin_memory())
 
         def ours(layout: str) -> float:
-            result = session.evaluate(problem.task(), batch_size=_BATCH, workers=0, layout=layout)
+            own = {"layout": layout, "precision": given["precision"]}
+            result = session.evaluate(problem.task(), batch_size=_BATCH, workers=0, **own)
             return float(result.timing["evaluate_s"])
 
         def images_per_s(way: str, run: Callable[[], float]) -> float:
@@ -161,7 +178,7 @@ def speed(given: dict[str, Any]) -> Any:
             return float(len(problem.images) / seconds)
 
         ways = {
-            "bare": partial(_bare, pinned, device),
+            "bare": partial(_bare, pinned, device, given["precision"]),
             "dualeval contiguous": partial(ours, "contiguous"),
             "dualeval": partial(ours, "auto"),
         }
@@ -170,7 +187,23 @@ def speed(given: dict[str, Any]) -> Any:
         return {"images_per_s": take_turns(given["rounds"], entries), "peak_mb": peaks}
 
 
-WORKERS = {worker.__name__: worker for worker in (evaluate, transport, waits, speed)}
+def no_memory(given: dict[str, Any]) -> Any:
+    """What an evaluation says that has too little memory, and its digest before and after that."""
+    task = _problem("resnet18", 4 * 2 * _BATCH).task()
+    with Session(device="cuda:0") as session:
+        evaluate_it = partial(session.evaluate, task, batch_size=_BATCH, workers=0)
+        first = evaluate_it().metrics_digest
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(0.002)
+        try:
+            error = f"none: {evaluate_it().metrics_digest}"
+        except DualevalError as failed:
+            error = str(failed)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        return {"error": error, "first": first, "then": evaluate_it().metrics_digest}
+
+
+WORKERS = {worker.__name__: worker for worker in (evaluate, transport, waits, speed, no_memory)}
 
 if __name__ == "__main__":
     said = WORKERS[sys.argv[1]](json.loads(sys.argv[2]))

@@ -29,6 +29,17 @@ ANSWERS: dict[str, Any] = {
         "images_per_s": {"bare": [200.0, 200.0], "dualeval": [180.0, 190.0]},
         "peak_mb": {"bare": 90.0, "dualeval": 91.0},
     },
+    "no_memory": {
+        "error": "out of memory on cuda:0 with --batch-size 64: CUDA out of memory.",
+        "first": "a",
+        "then": "a",
+    },
+}
+RESULT = {
+    "metrics_digest": "a" * 64,
+    "chunks": {"resumed": 3},
+    "samples_per_s": 500.0,
+    "timing": {"ranks": [{"data": 0.5, "meet": 0.0}]},
 }
 
 
@@ -52,7 +63,11 @@ def played(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         peak = 50.0 if "offload" in options else 200.0
         return {model: {**GPU, "peak_mb": peak, **changed} for model in given["models"]}
 
-    def run(trial: Any, command: list[str], limit_s: float = 0.0) -> str:
+    def run(trial: Any, command: list[str], limit_s: float = 0.0, hurt: Any = None) -> str:
+        if "run" in command:
+            Path(command[-1]).mkdir(exist_ok=True)
+            (Path(command[-1]) / "result.json").write_text(json.dumps(RESULT))
+            return ""
         if "conformance" in command:
             runs = [{"outcome": "ok"}, {"outcome": "ok"}]
             (Path(command[-1]) / "conformance.json").write_text(json.dumps({"runs": runs}))
@@ -65,6 +80,7 @@ def played(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(gpu.Trial, "run", run)
     monkeypatch.setattr(gpu, "card_here", lambda: CARD)
     monkeypatch.setattr(gpu, "end_on_sigterm", lambda: None)
+    monkeypatch.setattr(gpu, "write_pictures", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return digests
 
@@ -83,13 +99,22 @@ def test_a_whole_page(gpu: Any, played: dict[str, Any], tmp_path: Path) -> None:
     assert found["transports", "CUDA tensors, NCCL"] == "all_reduce on cuda; all_reduce: latency_us 20"
     speed = "bare 200 images/s, peak 90 MB, dualeval 185 images/s, 0.925 (0.913 to 0.937) of bare, peak 91 MB"
     assert found["speed", "resnet18"] == speed
+    assert found["ends", "SIGKILL, and the same command again"] == "aaaaaaaa, 3 chunks were there"
+    assert found["pictures", "resnet50, fp32"] == "500 images/s; seconds: data 0.50"
 
 
 @pytest.mark.parametrize(
     ("way", "changed", "rows"),
     [
         ("workers", {"digest": "b" * 64}, ["2 reading processes", "4 reading processes"]),
-        ("ranks", {"digest": "b" * 64}, ["torchrun, one rank", "torchrun, two ranks that share the device"]),
+        (
+            "ranks",
+            {"digest": "b" * 64},
+            [
+                *("torchrun, one rank", "torchrun, two ranks that share the device"),
+                "sharded by a script that has begun NCCL",
+            ],
+        ),
         ("offload", {"digest": "b" * 64}, ["--shard fsdp --offload"]),
         ("offload", {"peak_mb": 200.0}, ["--shard fsdp --offload"]),
     ],
@@ -115,6 +140,7 @@ def test_a_row_that_fails_stops_no_other(gpu: Any) -> None:
     trial.row("s", "hangs", lambda: fail(subprocess.TimeoutExpired("x", 90.0)))
     trial.row("s", "breaks", lambda: trial.run([sys.executable, "-c", "raise ValueError('a | b')"]))
     trial.row("s", "works", lambda: ("passed", trial.run([sys.executable, "-c", "print('fine', end='')"])))
+    trial.row("s", "newer", lambda: fail(RuntimeError("shard needs torch 2.13 or newer")))
     trial.row("s", "elsewhere", lambda: fail(AssertionError()), on_cpu=False)
     trial.ends = monotonic()
     trial.row("s", "late", lambda: trial.run(["true"]))
@@ -122,6 +148,7 @@ def test_a_row_that_fails_stops_no_other(gpu: Any) -> None:
         ("hangs", "failed", "took longer than 90 s"),
         ("breaks", "failed", "RuntimeError: ValueError: a | b"),
         ("works", "passed", "fine"),
+        ("newer", "not available", "RuntimeError: shard needs torch 2.13 or newer"),
         ("elsewhere", "not available", "needs a GPU"),
         ("late", "failed", "TimeoutError: not begun: the ten minutes were over"),
     ]
