@@ -50,10 +50,17 @@ _WORKER = str(Path(__file__).with_name("gpu_worker.py"))
 ANSWER = "answer of a worker: "
 _MOST_S = 550.0  # and up to 40 s in which processes that hang are ended
 _RUN_S, _LONG_S = 90.0, 150.0
+# By worker, what its row says.
+_NUMBERS = {
+    "copies": "tensors of every kind there and back, behind slow kernels",
+    "errors_of_fp32": "fp32 without TF32, and tf32, against float64",
+    "on_the_cpu": "loss and top1 as on the CPU",
+    "in_training": "a training with and without an evaluation in between",
+}
 # How the host waits for a device, as CUDA and HIP name it.
 _WAITS = re.compile(r"(cuda|hip|cu)(Stream|Device|Ctx|Event)Synchronize|(cuda|hip)Memcpy|Memcpy .*Pageable.*")
-# A batch waits for the copies of the batch two before, and for its columns: both are events.
-_EVENTS_A_BATCH = 2
+# The host waits for the columns of the batch two before, and for nothing else.
+_EVENTS_A_BATCH = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +100,14 @@ class Trial:
         print(f"{step}: {what}: {outcome}: {found}", file=sys.stderr, flush=True)
 
     def run(
-        self, command: Sequence[str], limit_s: float = _RUN_S, hurt: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        limit_s: float = _RUN_S,
+        variables: Mapping[str, str] | None = None,
+        *,
+        any_exit_code: bool = False,
     ) -> str:
-        """What a command prints; with variables that hurt it, it may end with any exit code."""
+        """What a command prints."""
         left_s = self.ends - monotonic()
         if left_s < 1:
             raise TimeoutError("not begun: the ten minutes were over")
@@ -103,15 +115,16 @@ class Trial:
         return run_process(
             command,
             timeout_s=min(limit_s, left_s),
-            environ={**environ, **(hurt or {})},
-            any_exit_code=hurt is not None,
+            environ={**environ, **(variables or {})},
+            any_exit_code=any_exit_code,
         ).output
 
     def ask(self, worker: str, *, ranks: int = 0, limit_s: float = _RUN_S, **given: Any) -> Any:
-        """What a worker answers; without ``ranks`` it is started by no launcher."""
+        """What a worker answers; without ``ranks`` it is started by no launcher. It sets ``variables``."""
         given = {"device": self.device, "images": self.images, "rounds": self.rounds, **given}
         own = [_WORKER, worker, json.dumps(given)]
-        said = self.run(torchrun(ranks, *own) if ranks else python_or_torchrun(1, *own), limit_s)
+        command = torchrun(ranks, *own) if ranks else python_or_torchrun(1, *own)
+        said = self.run(command, limit_s, given.get("variables", {}))
         answer = json.loads(said.rpartition(ANSWER)[2])
         self.answers.append({"worker": worker, "ranks": ranks, **given, "answer": answer})
         return answer
@@ -165,9 +178,14 @@ def judged_waits(waits: Mapping[str, float], lines: Sequence[str]) -> Verdict:
     said = ", ".join(f"{count:.2f} {name}" for name, count in waits.items() if count) or "none"
     events = sum(count for name, count in waits.items() if "EventSynchronize" in name)
     others = max((count for name, count in waits.items() if "EventSynchronize" not in name), default=0.0)
-    if others > 0.05 or events > _EVENTS_A_BATCH:
-        return FAILED, f"{said} a batch, expected at most {_EVENTS_A_BATCH} of events: {'; '.join(lines)}"
+    if others > 0.05 or abs(events - _EVENTS_A_BATCH) > 0.05:
+        return FAILED, f"{said} a batch, expected {_EVENTS_A_BATCH} of an event alone: {'; '.join(lines)}"
     return PASSED, f"{said} a batch"
+
+
+def judged_problems(problems: Sequence[str], found: str) -> Verdict:
+    """Whether a worker has found no problem."""
+    return (FAILED, "; ".join(problems)) if problems else (PASSED, found)
 
 
 def judged_speed(speeds: Mapping[str, Sequence[float]], peaks: Mapping[str, float | None]) -> Verdict:
@@ -230,6 +248,9 @@ def repeats(trial: Trial) -> None:
             "4 reading processes": {"workers": 4},
             "torchrun, one rank": {"ranks": 1},
             "torchrun, two ranks that share the device": {"ranks": 2},
+            # What a race between streams, or memory handed on too early, would change.
+            "each kernel awaited": {"variables": {"CUDA_LAUNCH_BLOCKING": "1"}},
+            "no memory kept": {"variables": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}},
         },
     )
 
@@ -248,7 +269,11 @@ def _compare(trial: Trial, step: str, models: list[str], ways: Mapping[str, dict
 
     for place, (what, given) in enumerate(ways.items()):
         options = given.get("options", {})
-        on_cpu = "offload" not in options and "fp16" not in options.get("precision", "")
+        on_cpu = (
+            "offload" not in options
+            and "fp16" not in options.get("precision", "")
+            and "compile" not in options.values()
+        )
         trial.row(step, what, partial(judge, given, place == 0), on_cpu=on_cpu)
 
 
@@ -272,6 +297,25 @@ def sharding(trial: Trial) -> None:
         "--shard fsdp --offload": {"options": {**sharded, "offload": True}},
     }
     _compare(trial, "sharding", ["transformer"], ways)
+
+
+def optimized(trial: Trial) -> None:
+    """What changes the model's operations, twice each, in two processes."""
+    for optimize in ("fold", "compile"):
+        given = {"options": {"optimize": optimize}, "limit_s": _LONG_S}
+        ways = {optimize: given, f"{optimize}, again": given}
+        _compare(trial, "optimized", ["resnet18, float images"], ways)
+
+
+def numbers(trial: Trial) -> None:
+    """Copies of every kind of tensor, the bits of fp32 and tf32, and an evaluation within a training."""
+    for worker, what in _NUMBERS.items():
+
+        def judge(worker: str = worker) -> Verdict:
+            said = trial.ask(worker)
+            return judged_problems(said["problems"], said["found"])
+
+        trial.row("numbers", what, judge, on_cpu=worker in ("on_the_cpu", "in_training"))
 
 
 def transports(trial: Trial) -> None:
@@ -346,7 +390,7 @@ def ends(trial: Trial) -> None:
         with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
             whole = _run(trial, job, f"{folder}/whole")["metrics_digest"]
             hurt = {"DUALEVAL_TEST_FAULT": "kill 0 100", "DUALEVAL_TEST_FLUSH_S": "0"}
-            trial.run(_command(trial, job, f"{folder}/killed"), hurt=hurt)
+            trial.run(_command(trial, job, f"{folder}/killed"), _RUN_S, hurt, any_exit_code=True)
             again = _run(trial, job, f"{folder}/killed")
         found = f"{again['metrics_digest'][:8]}, {again['chunks']['resumed']} chunks were there"
         if again["metrics_digest"] != whole or not again["chunks"]["resumed"]:
@@ -359,7 +403,13 @@ def ends(trial: Trial) -> None:
         return PASSED if right else FAILED, f"{said['error']} Digests: {said['first']}, then {said['then']}"
 
     trial.row("ends", "SIGKILL, and the same command again", killed)
+
+    def asserts() -> Verdict:
+        said = trial.ask("asserts")
+        return PASSED if "device-side assert" in said else FAILED, said
+
     trial.row("ends", "no memory, and then enough", no_memory, on_cpu=False)
+    trial.row("ends", "an assertion on the device", asserts, on_cpu=False)
 
 
 def _command(trial: Trial, job: Sequence[str], out: str) -> list[str]:
@@ -387,9 +437,32 @@ def conformance(trial: Trial) -> None:
     trial.row("conformance", "dualeval conformance --ranks 1", judge)
 
 
+def tools(trial: Trial) -> None:
+    """``dualeval doctor``, and a cell of ``dualeval bench`` with and without ``--train``."""
+    command = [sys.executable, "-m", "dualeval"]
+
+    def doctor() -> Verdict:
+        said = trial.run([*command, "doctor", "--device", trial.device])
+        return PASSED, " / ".join(line.strip() for line in said.splitlines() if trial.device in line)
+
+    def bench(*own: str) -> Verdict:
+        with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
+            given = ["--processes", "1", "--mode", "single", "--rounds", "1", "--device", trial.device]
+            trial.run([*command, "bench", *given, *own, "--no-plots", "--out", f"{folder}/out"])
+            page = Path(folder, "out", "bench.md").read_text("utf-8")
+        return PASSED, " / ".join(line.strip("| ") for line in page.splitlines() if "| single" in line)
+
+    trial.row("tools", "dualeval doctor", doctor)
+    trial.row("tools", "dualeval bench", bench)
+    trial.row("tools", "dualeval bench --train", partial(bench, "--train"))
+
+
 STEPS: dict[str, Callable[[Trial], None]] = {
     step.__name__: step
-    for step in (repeats, transports, waits, ends, sharding, speed, pictures, precisions, conformance)
+    for step in (
+        *(repeats, numbers, transports, waits, ends, sharding, speed, pictures, precisions, optimized),
+        *(tools, conformance),
+    )
 }
 
 

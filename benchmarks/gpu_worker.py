@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -18,10 +19,15 @@ import torch
 from common import take_turns
 from gpu import ANSWER
 from problems import Problem, fashion_cnn, resnet18, small_cnn
+from torch import Tensor
+from torch.utils.data import TensorDataset
 
+import dualeval
 from dualeval import ModelTask, Session, connect, detect
 from dualeval.backends.selftest import check_operations, measure_all_reduce
+from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.numerics import NumericSettings, autocast
+from dualeval.engine.transfer import Uploads, start_download
 from dualeval.errors import DualevalError
 
 _BATCH = 64
@@ -51,11 +57,11 @@ def _task(name: str, device: str, images: int, *, sharded: bool = False) -> Mode
             return _sharded(model, device) if sharded else model
 
         problem = fashion_cnn().first(512)
-        data = torch.utils.data.TensorDataset(problem.images.float() / 255, problem.targets)
+        data = TensorDataset(problem.images.float() / 255, problem.targets)
         return ModelTask(model=build() if sharded else build, data=data, name=name)
     if name == "resnet18, float images":
         problem = _problem("resnet18", images)
-        floats = torch.utils.data.TensorDataset(problem.images / 255 - 0.5, problem.targets)
+        floats = TensorDataset(problem.images / 255 - 0.5, problem.targets)
         return ModelTask(model=problem.network.network, data=floats, name=name)
     return _problem(name, images).task()
 
@@ -203,7 +209,166 @@ def no_memory(given: dict[str, Any]) -> Any:
         return {"error": error, "first": first, "then": evaluate_it().metrics_digest}
 
 
-WORKERS = {worker.__name__: worker for worker in (evaluate, transport, waits, speed, no_memory)}
+class _Breaks(torch.nn.Module):
+    """Reads behind the end of a tensor: on a GPU no error of Python, but the end of the process's GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(10, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows: Tensor = self.table[images.flatten(1)[:, 0].long() + 10]
+        return rows
+
+
+def asserts(given: dict[str, Any]) -> Any:
+    """What an evaluation says whose model fails on the device."""
+    data = TensorDataset(torch.zeros(8, 1, 2, 2), torch.zeros(8, dtype=torch.int64))
+    try:
+        with Session(device=given["device"]) as session:
+            session.evaluate(ModelTask(model=_Breaks(), data=data), batch_size=4, workers=0)
+    except Exception as error:  # noqa: BLE001 - what is said is the answer
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    return "no error"
+
+
+def _device(given: dict[str, Any]) -> torch.device:
+    return torch.device("cuda", 0) if given["device"] == "cuda" else torch.device("cpu")
+
+
+def copies(given: dict[str, Any]) -> Any:
+    """Tensors of every kind and of changing shapes there and back, with two batches under way."""
+    device, pending = _device(given), list[Any]()
+    problems: list[str] = []
+    accelerator = accelerator_of(device)
+    uploads = Uploads(accelerator)
+    for number in range(12):
+        dense = torch.rand(3 + number % 4, 5, 7, generator=torch.Generator().manual_seed(number))
+        complex_ones = torch.view_as_complex(dense[..., :2].contiguous())
+        batch = {
+            "dense": dense,
+            "part": dense[::2, 1:4],
+            "transposed": dense.transpose(0, 2),
+            "expanded": dense[:1].expand(6, 5, 7),
+            "half": dense.bfloat16(),
+            "empty": dense[:0],
+        }
+        _slow_kernel(device)
+        on_device = uploads.start(batch)
+        _slow_kernel(device)
+        columns = {name: tensor * 2 for name, tensor in on_device.items()}
+        moved = complex_ones.to(device)
+        columns |= {"negated": torch._neg_view(moved.real), "imaginary": moved.conj().imag}
+        columns |= {"conjugated": moved.conj(), "negated, dense": torch._neg_view(columns["dense"])}
+        wanted = {name: tensor * 2 for name, tensor in batch.items()}
+        wanted |= {"negated": -complex_ones.real, "imaginary": -complex_ones.imag}
+        wanted |= {"conjugated": complex_ones.conj(), "negated, dense": -2 * dense}
+        pending.append((number, start_download(accelerator, columns), wanted))
+        while len(pending) > (2 if number < 11 else 0):
+            of, wait, expected = pending.pop(0)
+            found = wait()
+            wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+            problems += [f"{name} of batch {of}" for name in wrong]
+    return {"problems": problems, "found": f"12 batches of {len(wanted)} tensors"}
+
+
+def _slow_kernel(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call] # tens of milliseconds
+
+
+def errors_of_fp32(given: dict[str, Any]) -> Any:
+    """The largest error of some operations against float64, relative to the largest value."""
+    device = torch.device("cuda", 0)
+    problems, told = list[str](), list[str]()
+    torch.manual_seed(0)
+    shapes = {
+        "matrix": (1024, 1024),
+        "images": (8, 64, 56, 56),
+        "kernels": (64, 64, 3, 3),
+        "heads": (2, 8, 256, 64),
+    }
+    of = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    attention = torch.nn.functional.scaled_dot_product_attention
+    operations: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
+        "product": (torch.matmul, ["matrix", "matrix"]),
+        "convolution": (torch.nn.functional.conv2d, ["images", "kernels"]),
+        "attention": (attention, ["heads", "heads", "heads"]),
+    }
+    for precision, bounds in (("fp32", (0.0, 1e-5)), ("tf32", (1e-5, 1e-2))):
+        settings = NumericSettings(precision, device)
+        for name, (operation, names) in operations.items():
+            exact = operation(*(of[each].double() for each in names))
+            error = float((operation(*(of[each] for each in names)) - exact).abs().max() / exact.abs().max())
+            told.append(f"{precision} {name} {error:.1e}")
+            if not bounds[0] <= error <= bounds[1] and (precision, name) != ("tf32", "attention"):
+                problems.append(f"{told[-1]}, expected {bounds[0]} to {bounds[1]}")
+        settings.restore()
+    return {"problems": problems, "found": ", ".join(told)}
+
+
+def on_the_cpu(given: dict[str, Any]) -> Any:
+    """Loss and top1 of the device against those of the CPU."""
+    values: dict[str, dict[str, Any]] = {}
+    for device in dict.fromkeys((given["device"], "cpu")):
+        with Session(device=device) as session:
+            result = session.evaluate(_task("fashion-cnn", device, 2000), batch_size=_BATCH, workers=0)
+        values[device] = {name: result.metrics[name] for name in ("loss", "top1")}
+    here, there = values[given["device"]], values["cpu"]
+    wrong = [name for name, value in here.items() if abs(value - there[name]) > 1e-5 * abs(there[name])]
+    return {"problems": [f"{name}: on the CPU {there[name]}" for name in wrong], "found": str(here)}
+
+
+def in_training(given: dict[str, Any]) -> Any:
+    """Weights and memory after 20 steps with dropout, with evaluations in between and without."""
+    device, layers = _device(given), torch.nn
+    problem = fashion_cnn().first(2000)
+    images, targets = problem.images.float().div(255), problem.targets
+    torch.use_deterministic_algorithms(True)
+
+    def trained(*, evaluates: bool) -> tuple[str, int]:
+        torch.manual_seed(0)
+        model = layers.Sequential(
+            *(layers.Conv2d(1, 16, 3), layers.BatchNorm2d(16), layers.ReLU(), layers.Flatten()),
+            *(layers.Dropout(0.5), layers.Linear(16 * 26 * 26, 10)),
+        ).to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(20):
+            rows = slice(_BATCH * step, _BATCH * (step + 1))
+            logits = model(images[rows].to(device))
+            loss = layers.functional.cross_entropy(logits, targets[rows].to(device))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if evaluates and step % 5 == 4:
+                data = TensorDataset(images, targets)
+                dualeval.evaluate(model=model, data=data, batch_size=_BATCH, workers=0)
+        weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
+        held = 0 if device.type == "cpu" else torch.cuda.memory_allocated()
+        return hashlib.sha256(weights).hexdigest()[:8], held
+
+    trained(evaluates=False)  # libraries begin
+    without, within = trained(evaluates=False), trained(evaluates=True)
+    said = f"weights {within[0]} and {within[1]} bytes held"
+    return {
+        "problems": [] if without == within else [f"{said}, without {without}"],
+        "found": f"{said} both times",
+    }
+
+
+_ALL = (
+    evaluate,
+    transport,
+    waits,
+    speed,
+    no_memory,
+    asserts,
+    copies,
+    errors_of_fp32,
+    on_the_cpu,
+    in_training,
+)
+WORKERS: dict[str, Callable[[dict[str, Any]], Any]] = {worker.__name__: worker for worker in _ALL}
 
 if __name__ == "__main__":
     said = WORKERS[sys.argv[1]](json.loads(sys.argv[2]))

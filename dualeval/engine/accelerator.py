@@ -34,8 +34,11 @@ _NO_MEMORY = re.compile(
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
-# cuBLAS's workspace, and TF32 switched off or on behind torch's back.
-_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
+# cuBLAS's workspaces, TF32 switched off or on behind torch's back, and what chooses a library or a kernel.
+_VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
+    *("TORCH_BLAS_PREFER_CUBLASLT", "DISABLE_ADDMM_CUDA_LT", "PYTORCH_TUNABLEOP_ENABLED"),
+)
 
 
 class Accelerator:
@@ -132,7 +135,8 @@ class Cuda(Accelerator):
 
     def runtime(self) -> dict[str, str | None]:
         """cuBLAS as it is loaded, the driver, and the variables that both read."""
-        found = {"cublas": _cublas(), "driver": nvidia_driver()}
+        preferred = torch.backends.cuda.preferred_blas_library()
+        found = {"cublas": _cublas(), "driver": nvidia_driver(), "blas": str(preferred)}
         return {**found, **{name: os.environ.get(name) for name in _VARIABLES}}
 
     def record_event(self) -> Any:

@@ -273,6 +273,7 @@ def _kernel_settings() -> list[_Setting]:
             _attribute(f"torch.{cuda}matmul.allow_{dtype}_reduced_precision_reduction", True, usual=(True,))
             for dtype in ("fp16", "bf16")
         ),
+        _attribute(f"torch.{cuda}matmul.allow_fp16_accumulation", False, usual=(False,)),
         _attribute("torch.backends.opt_einsum.enabled", einsum, usual=(einsum,)),
     ]
 

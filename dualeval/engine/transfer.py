@@ -6,6 +6,7 @@ system for it takes longer than the copy. Nothing of a CPU's batches is copied.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 from typing import Any
@@ -71,6 +72,8 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     def begin(part: Any) -> Any:
         if not _is_plain(part, accelerator.device):
             return part.cpu() if isinstance(part, Tensor) else part
+        # A view that torch negates or conjugates only when it is read would be copied as it lies there.
+        part = part.resolve_conj().resolve_neg()
         pinned = accelerator.pinned(part)
         accelerator.start_copy(part, pinned)
         return pinned
@@ -121,5 +124,6 @@ def _is_plain(value: Any, device: torch.device) -> bool:
 
 
 def _moves_itself(value: Any) -> bool:
-    """Whether an object has a method ``to``, as a tensor does, and a batch of transformers."""
-    return not isinstance(value, Tensor) and callable(getattr(type(value), "to", None))
+    """Whether an object has a method ``to``, as a tensor does; a dict's items, as in a batch of transformers,
+    are copied one by one: its own method would wait for the device."""
+    return not isinstance(value, (Tensor, UserDict)) and callable(getattr(type(value), "to", None))

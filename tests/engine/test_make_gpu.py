@@ -24,7 +24,7 @@ ANSWERS: dict[str, Any] = {
         "carriers": {"cpu": "cpu", "cuda": "cuda"},
         "speed": {"cpu": {"latency_us": 9.0}, "cuda": {"latency_us": 20.0}},
     },
-    "waits": {"few": {**EVENTS, "cudaEventSynchronize": 16}, "many": EVENTS, "batches": 32, "lines": []},
+    "waits": {"few": {**EVENTS, "cudaEventSynchronize": 48}, "many": EVENTS, "batches": 32, "lines": []},
     "speed": {
         "images_per_s": {"bare": [200.0, 200.0], "dualeval": [180.0, 190.0]},
         "peak_mb": {"bare": 90.0, "dualeval": 91.0},
@@ -34,6 +34,7 @@ ANSWERS: dict[str, Any] = {
         "first": "a",
         "then": "a",
     },
+    "asserts": "DualevalError: CUDA error: device-side assert triggered",
 }
 RESULT = {
     "metrics_digest": "a" * 64,
@@ -56,14 +57,20 @@ def played(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def ask(trial: Any, worker: str, **given: Any) -> Any:
         if worker != "evaluate":
-            return ANSWERS[worker]
+            return ANSWERS.get(worker, {"problems": [], "found": "none"})
         options = given.get("options", {})
         way = next((way for way in (*options, *given) if way in digests), None)
         changed = {} if way is None else digests[way]
         peak = 50.0 if "offload" in options else 200.0
         return {model: {**GPU, "peak_mb": peak, **changed} for model in given["models"]}
 
-    def run(trial: Any, command: list[str], limit_s: float = 0.0, hurt: Any = None) -> str:
+    def run(trial: Any, command: list[str], limit_s: float = 0.0, *others: Any, **options: Any) -> str:
+        if "doctor" in command:
+            return "cuda:0"
+        if "bench" in command:
+            Path(command[-1]).mkdir()
+            (Path(command[-1]) / "bench.md").write_text("| single | 1 | 500 |\n")
+            return ""
         if "run" in command:
             Path(command[-1]).mkdir(exist_ok=True)
             (Path(command[-1]) / "result.json").write_text(json.dumps(RESULT))
@@ -95,11 +102,12 @@ def test_a_whole_page(gpu: Any, played: dict[str, Any], tmp_path: Path) -> None:
     figures = json.loads(page.with_suffix(".json").read_text("utf-8"))
     found = {(row["step"], row["what"]): row["found"] for row in figures["rows"]}
     assert {step for step, _ in found} == {*gpu.STEPS}
-    assert found["waits", "of the host, in the loop"] == "2.00 cudaEventSynchronize a batch"
+    assert found["waits", "of the host, in the loop"] == "1.00 cudaEventSynchronize a batch"
     assert found["transports", "CUDA tensors, NCCL"] == "all_reduce on cuda; all_reduce: latency_us 20"
     speed = "bare 200 images/s, peak 90 MB, dualeval 185 images/s, 0.925 (0.913 to 0.937) of bare, peak 91 MB"
     assert found["speed", "resnet18"] == speed
     assert found["ends", "SIGKILL, and the same command again"] == "aaaaaaaa, 3 chunks were there"
+    assert found["tools", "dualeval bench --train"] == "single | 1 | 500"
     assert found["pictures", "resnet50, fp32"] == "500 images/s; seconds: data 0.50"
 
 

@@ -64,6 +64,7 @@ def state() -> dict[str, Any]:
         "math reduction": BACKENDS.cuda.fp16_bf16_reduction_math_sdp_allowed(),
         "fp16 reduction": BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction,
         "bf16 reduction": BACKENDS.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "fp16 accumulation": BACKENDS.cuda.matmul.allow_fp16_accumulation,
         "einsum": BACKENDS.opt_einsum.enabled,
         "flush": float(torch.tensor(2.0**-1040, dtype=torch.float64, device="cpu") * 1.0) == 0.0,
     }
@@ -121,6 +122,10 @@ def full_reductions() -> None:
     BACKENDS.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def half_sums() -> None:
+    BACKENDS.cuda.matmul.allow_fp16_accumulation = True
+
+
 def setting(owner: Any, name: str, value: Any) -> Callable[[], object]:
     return lambda: setattr(owner, name, value)
 
@@ -173,6 +178,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
         full_reductions,
         "backends.cuda.matmul.allow_fp16_reduced_precision_reduction from True to False",
     ),
+    "half_sums": (half_sums, "backends.cuda.matmul.allow_fp16_accumulation from False to True"),
 }
 # Grad mode is inference mode's in a forward; with another type or device the data do not fit the model.
 IN_FORWARD = [name for name in CHANGES if name not in ("default_dtype", "default_device", "grad_off")]

@@ -159,6 +159,8 @@ TENSORS = {
     "expanded": torch.rand(3, 1).expand(3, 4),
     "part": torch.rand(6, 8)[::2, 1:7:3],
     "needs a gradient": torch.rand(3, requires_grad=True),
+    "negated": torch._neg_view(torch.rand(3)),
+    "imaginary": torch.randn(2, dtype=torch.complex64).conj().imag,
 }
 
 
@@ -322,13 +324,16 @@ def test_a_gpus_machine_names_cublas_the_driver_and_their_variables(
     monkeypatch.setattr(accelerator, "_MAPS", maps)
     monkeypatch.setattr(accelerator, "_DRIVER", driver)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    others = [name for name in accelerator._VARIABLES if name != "CUBLAS_WORKSPACE_CONFIG"]
+    for name in others:
+        monkeypatch.delenv(name, raising=False)
     found = accelerator.Cuda(torch.device("cuda", 0)).runtime()
     assert found == {
         "cublas": "13.12.11",
         "driver": "580.65.06",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "NVIDIA_TF32_OVERRIDE": None,
+        "blas": "_BlasBackend.Cublas",
+        **dict.fromkeys(others),
     }
     maps.write_text("")
     driver.unlink()
