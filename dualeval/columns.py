@@ -208,7 +208,7 @@ Rows: TypeAlias = "npt.NDArray[Any] | RaggedRows"
 
 
 class LateColumns:
-    """Columns of a batch on the host that are made of others where they are read, or of many batches at once.
+    """Columns of a batch that are made of others: on the host, when they are read, of many batches at once.
 
     A subclass is a read-only mapping as well, for whoever reads the columns earlier. What is written into a
     column is lost: only functions that are marked (``keeps_late``) get one.
@@ -219,8 +219,8 @@ class LateColumns:
     # What batches have in common whose columns can be made at once.
     kind: object
 
-    def copied(self) -> Mapping[str, Tensor]:
-        """The same in memory that nobody else has."""
+    def of(self, given: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """As these, of other tensors: the same in other memory, or on the host."""
         raise NotImplementedError
 
     def joined(self, others: Sequence[LateColumns]) -> LateColumns:

@@ -132,11 +132,11 @@ class Compute:
                     f"observe returned a {type(observed).__name__}, expected a dict of columns, one row a "
                     "sample, as {'loss': losses}"
                 )
-            if isinstance(observed, LateColumns):
-                return observed.copied()
-            columns: Columns = as_columns(observed)
             # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.
-            return all_copied(columns) if self._accelerator.is_host else columns
+            own = all_copied if self._accelerator.is_host else dict
+            if isinstance(observed, LateColumns):
+                return observed.of(own(observed.given))
+            return own(as_columns(observed))
 
     def _why(self, error: Exception, model: nn.Module) -> str | None:
         return self._explain(error) or why_model_failed(error, model)

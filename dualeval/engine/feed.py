@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import re
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -343,8 +345,24 @@ class Feed:
             # Not the process's own: a caller's script may draw from that.
             generator=torch.Generator(),
         )
-        loaded = map(pickle.loads, loader)
+        with _parents_garbage_kept():
+            loaded = map(pickle.loads, loader)
         return loaded, [each for each in multiprocessing.active_children() if each not in before]
+
+
+@contextmanager
+def _parents_garbage_kept() -> Iterator[None]:
+    """Have processes that are forked meanwhile collect nothing that was there before.
+
+    Among that may be memory of a GPU, which a forked process can only end at when it gives it back.
+    """
+    was_frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _check_room_for_locks(workers: int) -> None:

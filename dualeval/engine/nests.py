@@ -104,10 +104,11 @@ def opened_nest(nest: Any) -> _Opened | None:
         return None  # most values are one: what follows asks for everything else
     if isinstance(nest, tuple) and hasattr(nest, "_make"):
         return _of_object(nest, _keys(kind._fields), list(nest), kind._make)
-    if not pytree.tree_is_leaf(nest):
-        parts, structure = pytree.tree_flatten(nest, lambda part: part is not nest)
+    if (known := pytree.SUPPORTED_NODES.get(kind)) is not None:
+        # Not by pytree's own walk, whose function calls itself.
+        parts, context = known.flatten_fn(nest)
         names = _keys(nest) if isinstance(nest, Mapping) else _numbers(parts)
-        return names, parts, partial(pytree.tree_unflatten, treespec=structure)
+        return names, parts, lambda values: known.unflatten_fn(values, context)
     if isinstance(nest, (dict, UserDict)) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):
         try:
             copied = copy.copy(nest)

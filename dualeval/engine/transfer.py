@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualeval.columns import Column, of_parts, parts_of
+from dualeval.columns import Column, LateColumns, of_parts, parts_of
 from dualeval.engine.accelerator import Accelerator
 from dualeval.engine.nests import map_values
 
@@ -68,6 +68,9 @@ class Uploads:
 @torch.no_grad()
 def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     """Start the copies of a batch's columns to the host, behind what the current stream has been given."""
+    if isinstance(columns, LateColumns):
+        given = start_download(accelerator, columns.given)
+        return lambda: columns.of(given())
 
     def begin(part: Any) -> Any:
         if not _is_plain(part, accelerator.device):

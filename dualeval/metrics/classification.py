@@ -103,11 +103,11 @@ def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]
 
 
 class LogitColumns(LateColumns, Mapping[str, Tensor]):
-    """The columns of ``observe_logits`` for logits on the host, made when they are read.
+    """The columns of ``observe_logits``, made on the host when they are read.
 
-    A batch of few classes takes as long as its thirty kernels take to be called: what waits to be counted is
-    made of many batches at once, and only the columns that somebody reads. As a row depends on itself alone,
-    these are the columns that each batch would have by itself.
+    A batch of few classes takes as long as its thirty kernels take to be called, also on a GPU: what waits to
+    be counted is made of many batches at once, and only the columns that somebody reads. As a row depends on
+    itself alone, these are the columns that each batch would have by itself.
     """
 
     def __init__(
@@ -135,15 +135,12 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
         columns = _columns_of(logits, known, self._top, names)
         return {**columns, **({"target": as_labels(target)} if "target" in columns else {})}
 
-    def copied(self) -> LogitColumns:
-        return self._like(self.given["logits"].clone(), self.given["target"].clone())
-
     def joined(self, others: Sequence[LateColumns]) -> LogitColumns:
         batches = [self.given, *(batch.given for batch in others)]
-        return self._like(*(torch.cat([batch[name] for batch in batches]) for name in self.given))
+        return self.of({name: torch.cat([batch[name] for batch in batches]) for name in self.given})
 
-    def _like(self, logits: Tensor, target: Tensor) -> LogitColumns:
-        return LogitColumns(logits, target, self._top, self._read, self._any_label)
+    def of(self, given: Mapping[str, Any]) -> LogitColumns:
+        return LogitColumns(given["logits"], given["target"], self._top, self._read, self._any_label)
 
 
 def observed_logits(
@@ -155,11 +152,11 @@ def observed_logits(
     late: bool = True,
     any_label: bool = False,
 ) -> Mapping[str, Tensor]:
-    """As ``observe_logits``, but with ``late`` of few classes on the host made when they are read.
+    """As ``observe_logits``, but with ``late`` of few classes made on the host when they are read.
 
     With ``any_label`` a label that no class has is no error here: the host, which knows its sample, says it.
     """
-    if late and logits.device.type == "cpu" and logits.shape[1] <= _FEW_CLASSES:
+    if late and logits.shape[1] <= _FEW_CLASSES:
         return LogitColumns(logits, target, top, read, any_label)
     known = _known(target, logits) if any_label else target
     return {**observe_logits(logits, known, top, read), "target": as_labels(target)}

@@ -29,8 +29,15 @@ def counts_of(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
     right = torch.where(predicted == labels, labels, classes)
     counts = torch.zeros(3, classes + 1, dtype=torch.int64, device=labels.device)
     for own, numbers in zip(counts, (right, labels, predicted), strict=True):
-        # Integers: the order of additions does not show. (bincount would wait for a device.)
-        own.index_add_(0, numbers.flatten(), torch.ones_like(numbers.flatten()))
+        flat = numbers.flatten()
+        if flat.is_cuda:
+            # A deterministic index_add_ adds one by one there: on an H100 512 x 512 pixels in 25 ms, not 0.8.
+            ends = torch.arange(classes + 1, device=flat.device)
+            own.copy_(torch.searchsorted(flat.sort().values, ends, right=True))
+            own[1:] = own.diff()
+        else:
+            # Integers: the order of additions does not show.
+            own.index_add_(0, flat, torch.ones_like(flat))
     return counts[:, :classes]
 
 

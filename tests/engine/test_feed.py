@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
@@ -282,6 +284,30 @@ def test_a_reading_process_hands_over_its_batch_and_not_all_the_data() -> None:
         assert one.untyped_storage().nbytes() <= 32 * 784 * 4
     assert torch.equal(found.data["again"][0], expected.data["again"][0])
     assert expected.data["features"].untyped_storage().nbytes() == 1000 * 784 * 4
+
+
+class Collecting(TinyTask):
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        gc.collect()
+        return super().collate(samples)
+
+
+def test_a_reading_process_gives_back_nothing_of_its_parents(tmp_path: Path) -> None:
+    """That may be memory of a GPU, and a forked process ends at giving it back."""
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[Any] = [OrderedDict()]
+        cycle.append(cycle)
+        # Written by whoever collects the cycle.
+        weakref.finalize(cycle[0], (tmp_path / "collected").touch).atexit = False
+        del cycle
+        read(Collecting(8), [range(4), range(4, 8)], workers=1)
+        assert not [*tmp_path.iterdir()]
+        gc.collect()
+        assert [*tmp_path.iterdir()]
+    finally:
+        gc.enable()
 
 
 # -- a sample that cannot be read changes no other sample's bits, whatever the samples are --------------

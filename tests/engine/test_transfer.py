@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
+import weakref
 from collections import UserDict, deque, namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from dualeval.engine.accelerator import Accelerator, Cuda, Host, accelerator_of,
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.machines import machine_facts
-from dualeval.engine.transfer import Uploads, start_download
+from dualeval.engine.transfer import Uploads, map_batch, start_download
 from tests.engine.test_feed import Boxes, Scan
 from tests.played_device import Played, PlayedTask
 from tests.sessions import evaluate
@@ -234,6 +236,21 @@ def test_every_kind_of_nest_gets_there(name: str, device: accelerator.Accelerato
     assert not own or found["b"].encodings == "of the tokenizer"
     if name == "sequences":
         assert isinstance(found, PackedSequence) and found.batch_sizes.device == CPU
+
+
+@pytest.mark.parametrize("name", ["dict", "namedtuple", "dataclass", "user dict"])
+def test_no_batch_waits_for_the_collector(name: str) -> None:
+    """It would hold the memory of many, on the device and on the host."""
+    nest, tensor_of = NESTS[name]
+    gc.disable()
+    try:
+        there = map_batch(torch.clone, nest)
+        back = map_batch(torch.clone, there)
+        left = weakref.ref(tensor_of(there))
+        del there
+        assert left() is None and tensor_of(back).tolist() == [1, 1]
+    finally:
+        gc.enable()
 
 
 class Opaque:
