@@ -75,6 +75,8 @@ def run_process(
         cwd=ROOT,
         env=environ,
         text=True,
+        encoding="utf-8",
+        errors="replace",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -506,12 +506,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host, card = machine(), {} if asked.device == "cpu" else card_here()
     ends = monotonic() + _MOST_S
     trial = Trial(device=asked.device, images=asked.images, rounds=asked.rounds, ends=ends)
-    for step in steps:
-        STEPS[step](trial)
-    rows = [asdict(row) for row in trial.rows]
-    figures = {"card": card, "rows": rows, "errors": trial.errors, "answers": trial.answers}
-    title = f"On one GPU: {card['name']}" if card else "make gpu, tried on a CPU"
-    write_results("gpu", title, page(trial.rows, card), figures, host, asked.results)
+    try:
+        for step in steps:
+            STEPS[step](trial)
+    finally:  # also where it is stopped
+        rows = [asdict(row) for row in trial.rows]
+        figures = {"card": card, "rows": rows, "errors": trial.errors, "answers": trial.answers}
+        title = f"On one GPU: {card['name']}" if card else "make gpu, tried on a CPU"
+        write_results("gpu", title, page(trial.rows, card), figures, host, asked.results)
     return exit_code(trial.rows)
 
 

@@ -349,9 +349,11 @@ def in_training(given: dict[str, Any]) -> Any:
 
     trained(evaluates=False)  # libraries begin
     without, within = trained(evaluates=False), trained(evaluates=True)
+    # A constant or two may stay: libraries begin with the first evaluation, too.
+    same = without[0] == within[0] and abs(within[1] - without[1]) <= 4096
     said = f"weights {within[0]} and {within[1]} bytes held"
     return {
-        "problems": [] if without == within else [f"{said}, without {without}"],
+        "problems": [] if same else [f"{said}, without {without}"],
         "found": f"{said} both times",
     }
 
