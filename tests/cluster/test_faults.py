@@ -18,6 +18,7 @@ from _pytest.mark.structures import ParameterSet
 from PIL import Image
 
 from dualeval.engine.folder.journal import read_journal_file
+from dualeval.tasks.image_classification import ImageClassification
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Launch
 from tests.faults import (
@@ -39,6 +40,7 @@ from tests.faults import (
 )
 from tests.faulty_models import FAULT, FLUSH_S, began
 from tests.launchers import start, way
+from tests.sessions import evaluate
 
 ROUNDS = 3
 JOINING = ROOT / "tests" / "workers" / "joining_worker.py"
@@ -47,9 +49,9 @@ NEEDS = {"torch": [], "horovod": ["horovod"], "mpi": ["mpi"]}
 
 
 @pytest.fixture(scope="module")
-def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+def digest() -> str:
     """The digest of the small job."""
-    return uninterrupted(launch, tmp_path_factory.mktemp("uninterrupted"))
+    return evaluate(ImageClassification(), batch_size=20, limit=SAMPLES).metrics_digest
 
 
 # -- kills -------------------------------------------------------------------------------------------------

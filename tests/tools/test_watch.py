@@ -24,6 +24,7 @@ from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
 from dualeval.tools.watch.watching import Wanted, Watching
 from tests.cli.test_several import Little, in_process, pictures  # noqa: F401 - a fixture
 from tests.conftest import Launch
+from tests.launchers import start
 
 Watch = Callable[..., int]
 WATCH: list[str | Path] = [sys.executable, "-m", "dualeval", "watch"]
@@ -353,8 +354,7 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
 def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:  # noqa: F811
     """SIGTERM while they wait for more ends both; the next watcher ends by the stop file."""
     command: list[str | Path] = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dualeval", "watch"),
-        *options("--stop-file", "stop", "--newest"),
+        *(*start("torchrun", 2), *WATCH, *options("--stop-file", "stop", "--newest")),
     ]
     with launch.started(command, cwd=pictures) as waiting:
         limit = time.monotonic() + 100
