@@ -144,7 +144,6 @@ def main() -> None:
             torchvision()
         __import__(name)
     path = sys.path[1:]
-    gc.collect()
     gc.freeze()  # no child looks for garbage in what all share
     try:
         serve(sys.argv[1])
