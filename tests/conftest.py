@@ -52,6 +52,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # torch asks for the name of each peer of a store. A name server that drops a question is awaited for 5 s, and
 # here for one.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+# Images of Python often set this: each process then compiles anew all that it imports, half of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # How long an example takes says something of what else this machine does, and nothing of the code.
 settings.register_profile("dualeval", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dualeval")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -143,6 +144,7 @@ def main() -> None:
             torchvision()
         __import__(name)
     path = sys.path[1:]
+    gc.freeze()  # no child looks for garbage in what all share
     try:
         serve(sys.argv[1])
     except Job as job:

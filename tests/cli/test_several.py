@@ -36,15 +36,13 @@ from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
-from tests.launchers import needs
+from tests.launchers import needs, start
 from tests.report.test_report import result as made_result
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 torchvision()
 RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--no-progress"]
-TORCHRUN: list[str | Path] = [
-    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dualeval", "run")
-]
+TORCHRUN: list[str | Path] = [*start("torchrun", 2), *RUN]
 Run = Callable[..., int]
 
 # Models of ten classes for idx files; what goes wrong does so on rank 1 alone.
@@ -417,7 +415,7 @@ def test_each_model_has_a_run_of_its_own_in_a_tracker() -> None:
 def test_models_that_fail_on_one_rank(launch: Launch, tmp_path: Path) -> None:
     """Before the loop and in it: both ranks go on with the next model."""
     job = job_file(tmp_path, "raises", "unbuilt", "good")
-    done = launch([*TORCHRUN, "--no-progress", "--config", job, "--out", "out"], cwd=tmp_path)
+    done = launch([*TORCHRUN, "--config", job, "--out", "out"], cwd=tmp_path)
     assert done.returncode == EXIT_FAILED, done.stderr
     assert statuses(tmp_path / "out") == {"raises": FAILED, "unbuilt": FAILED, "good": DONE}
     assert "in your code" in done.stderr
@@ -464,7 +462,7 @@ def test_on_every_backend_the_next_model_goes_on(
 @pytest.mark.long
 def test_a_killed_run_goes_on_in_the_third_model(launch: Launch, tmp_path: Path) -> None:
     job = job_file(tmp_path, "good", "unbuilt", "slow")
-    command = [*TORCHRUN, "--no-progress", "--config", job, "--out", "out"]
+    command = [*TORCHRUN, "--config", job, "--out", "out"]
     with launch.started(command, cwd=tmp_path) as process:
         _wait_for(lambda: any((tmp_path / "out/slow/journal").glob("*.journal")), process)
         # torchrun's ranks are in sessions of their own.

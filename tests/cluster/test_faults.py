@@ -18,6 +18,7 @@ from _pytest.mark.structures import ParameterSet
 from PIL import Image
 
 from dualeval.engine.folder.journal import read_journal_file
+from dualeval.tasks.image_classification import ImageClassification
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Launch
 from tests.faults import (
@@ -35,10 +36,10 @@ from tests.faults import (
     kill,
     look_into,
     play,
-    uninterrupted,
 )
 from tests.faulty_models import FAULT, FLUSH_S, began
 from tests.launchers import start, way
+from tests.sessions import evaluate
 
 ROUNDS = 3
 JOINING = ROOT / "tests" / "workers" / "joining_worker.py"
@@ -47,9 +48,9 @@ NEEDS = {"torch": [], "horovod": ["horovod"], "mpi": ["mpi"]}
 
 
 @pytest.fixture(scope="module")
-def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+def digest() -> str:
     """The digest of the small job."""
-    return uninterrupted(launch, tmp_path_factory.mktemp("uninterrupted"))
+    return evaluate(ImageClassification(), batch_size=20, limit=SAMPLES).metrics_digest
 
 
 # -- kills -------------------------------------------------------------------------------------------------
@@ -74,8 +75,7 @@ def test_killed_at_random(launch: Launch, tmp_path: Path, digest: str, seed: str
 
 @pytest.mark.long
 def test_the_faulty_model_is_the_embedded_one(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "embedded").mkdir()
-    digest = uninterrupted(launch, tmp_path / "embedded", ["--no-progress"])
+    digest = evaluate(ImageClassification()).metrics_digest
     command = ["dualeval", "run", *JOB, "--out", "out"]
     with hurt_run(launch, [command], 1, tmp_path) as run:
         run.wait_for_end()

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from dualeval.engine.folder.layout import SUFFIX
+from dualeval.tasks.image_classification import ImageClassification
 from tests.cluster import test_launchers
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
 from tests.conftest import ROOT, Launch
 from tests.faulty_models import FAULT, FLUSH_S
+from tests.sessions import evaluate
 
 pytestmark = pytest.mark.needs("cluster")
 
@@ -38,11 +40,9 @@ batch = test_launchers.batch
 
 
 @pytest.fixture(scope="module")
-def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+def digest() -> str:
     """That of the job without Slurm, and without a pause."""
-    folder = tmp_path_factory.mktemp("direct")
-    launch(["dualeval", "run", *JOB.split()], variables=PACKAGE, cwd=folder).ok()
-    return str(json.loads((folder / "out/result.json").read_text())["metrics_digest"])
+    return evaluate(ImageClassification(), batch_size=20, limit=1600).metrics_digest
 
 
 def status(batch: Batch) -> dict[str, Any]:

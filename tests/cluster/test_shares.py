@@ -10,11 +10,13 @@ import pytest
 
 from dualeval.engine.folder.layout import SUFFIX
 from dualeval.result import read_status
+from dualeval.tasks.image_classification import ImageClassification
 from tests.cluster import test_launchers
 from tests.cluster.test_launchers import Batch
 from tests.cluster.test_requeue import MODEL, PACKAGE, SLOW
 from tests.conftest import Launch
 from tests.faulty_models import FAULT
+from tests.sessions import evaluate
 
 pytestmark = pytest.mark.needs("cluster")
 
@@ -82,10 +84,8 @@ def test_killed_shares_are_started_again(
     batch: Batch, launch: Launch, count: int, batch_size: int, slow_s: float, hit: Sequence[int]
 ) -> None:
     chunks = 1600 // batch_size
-    job = f"{MODEL} --batch-size {batch_size} --limit 1600 --out"
-    whole = launch(["dualeval", "run", *job.split(), "whole"], cwd=batch.folder, variables=PACKAGE)
-    whole.ok()
-    typed, variables = f"slurm/eval_array.sbatch {job} out", {**SLOW, FAULT: f"slow:{slow_s} all 0"}
+    typed = f"slurm/eval_array.sbatch {MODEL} --batch-size {batch_size} --limit 1600 --out out"
+    variables = {**SLOW, FAULT: f"slow:{slow_s} all 0"}
     names = [f"{number}-of-{count}" for number in hit]
     everyone = range(1, count + 1)
     run_array(batch, f"sbatch --array 1-{count} {typed}", variables=variables, killed=names)
@@ -107,4 +107,5 @@ def test_killed_shares_are_started_again(
     launch(["dualeval", "finish", "out"], cwd=batch.folder, variables=PACKAGE).ok()
     result = batch.result("out")
     assert result["chunks"] == {"total": chunks, "evaluated_now": 0, "resumed": chunks}
-    assert result["metrics_digest"] == batch.result("whole")["metrics_digest"]
+    whole = evaluate(ImageClassification(), batch_size=batch_size, limit=1600)
+    assert result["metrics_digest"] == whole.metrics_digest

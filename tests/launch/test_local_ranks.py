@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import Launch
 from tests.engine.test_endings import Words, await_that, end, read
 from tests.faulty_models import FLUSH_S
+from tests.sessions import evaluate
+from tests.tiny import TinyTask
 
 SCRIPT = """
 import os, sys, time
@@ -49,13 +51,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(launch: Launch, script: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def wanted() -> str:
     """The digest of one process."""
-    code = SCRIPT.replace("nproc=count, ", "")
-    alone = script.with_name("alone.py")
-    alone.write_text(code)
-    done = launch([sys.executable, alone, tmp_path_factory.mktemp("alone") / "out", "nproc=0"]).ok()
-    return done.stdout.split()[-1]
+    return evaluate(TinyTask(4000), batch_size=20).metrics_digest
 
 
 @pytest.mark.parametrize(

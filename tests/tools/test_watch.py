@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,12 +23,13 @@ from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
 from dualeval.tools.watch.watching import Wanted, Watching
 from tests.cli.test_several import Little, in_process, pictures  # noqa: F401 - a fixture
 from tests.conftest import Launch
+from tests.engine.test_endings import await_that
+from tests.launchers import start
 
 Watch = Callable[..., int]
 WATCH: list[str | Path] = [sys.executable, "-m", "dualeval", "watch"]
 # As Little, and slow where a file says so: its evaluation can be met in the middle.
 SLOW = """
-import time
 from pathlib import Path
 from tests.cli.test_several import Little
 
@@ -316,13 +316,6 @@ def test_what_is_waited_for_is_said(
 # -- processes ---------------------------------------------------------------------------------------------
 
 
-def await_file(path: Path, within_s: float = 100.0) -> None:
-    limit = time.monotonic() + within_s
-    while not path.exists():
-        assert time.monotonic() < limit, f"{path} has not come"
-        time.sleep(0.02)
-
-
 def held(folder: Path) -> dict[str, str]:
     (folder / "slow.py").write_text(SLOW)
     (folder / "hold").touch()
@@ -334,9 +327,9 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
     variables = held(pictures)
     command = [*WATCH, *options("--until-step", "10", model="slow:Slow")]
     with launch.started(command, variables=variables, cwd=pictures) as killed:
-        await_file(pictures / "in-hand")
+        await_that((pictures / "in-hand").exists, killed)
         with launch.started(command, variables=variables, cwd=pictures) as other:
-            await_file(pictures / "runs/.watchers/epoch2.pt/lease.json")
+            await_that((pictures / "runs/.watchers/epoch2.pt/lease.json").exists, other)
             killed.send_signal(signal.SIGKILL)
             killed.wait(60)
             (pictures / "hold").unlink()
@@ -353,14 +346,11 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
 def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:  # noqa: F811
     """SIGTERM while they wait for more ends both; the next watcher ends by the stop file."""
     command: list[str | Path] = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dualeval", "watch"),
-        *options("--stop-file", "stop", "--newest"),
+        *(*start("torchrun", 2), *WATCH, *options("--stop-file", "stop", "--newest")),
     ]
     with launch.started(command, cwd=pictures) as waiting:
-        limit = time.monotonic() + 100
-        while not (pictures / "runs/leaderboard.csv").exists() or len(leaderboard(pictures)) < 3:
-            assert time.monotonic() < limit
-            time.sleep(0.02)
+        await_that((pictures / "runs/leaderboard.csv").exists, waiting)
+        await_that(lambda: len(leaderboard(pictures)) == 3, waiting)
         waiting.send_signal(signal.SIGTERM)
         _, said = waiting.communicate(timeout=60)
     assert "stopped by SIGTERM. 3 checkpoints evaluated so far. Type the same command again to resume" in said
