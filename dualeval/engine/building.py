@@ -15,15 +15,14 @@ from dualeval.engine.feed import checked_workers, why_not_forked
 from dualeval.engine.forward import settle_layout
 from dualeval.engine.guest import Snapshot
 from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.late_parameters import has_late, read_all
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.engine.rounds import settle_schedule
 from dualeval.engine.run_state import Run
 from dualeval.engine.samples import as_dataset
+from dualeval.engine.sharding.fsdp import check_torch
 from dualeval.engine.sharding.model import ShardedModel, release, return_large_blocks
-from dualeval.engine.sharding.parameters import check_device, check_owned
-from dualeval.engine.sharding.torch_fsdp import check_torch
+from dualeval.engine.sharding.parameters import check_device, check_owned, has_late, read_all
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset, Task
 

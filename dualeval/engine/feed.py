@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.compute import Uploads, map_batch
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.nests import zeros_like
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import index_of, name_of
-from dualeval.engine.progress import Stage
 from dualeval.engine.samples import Samples
-from dualeval.engine.transfer import Uploads, map_batch
 from dualeval.errors import DualevalError, UsageError, text_of, with_type
 from dualeval.own_code import keep_own_code, own_code
 from dualeval.process_start import end_with_parent

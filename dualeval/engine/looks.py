@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dualeval.columns import Column
-from dualeval.engine.compute import THREADS, Compute, is_compiled, usable_threads
+from dualeval.engine.compute import THREADS, Compute, is_compiled, map_batch, usable_threads
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.guest import Generators, Snapshot
+from dualeval.engine.guest import OF_TASK, Generators, Kept, Snapshot
 from dualeval.engine.identity.hasher import digest_of
-from dualeval.engine.kept import OF_TASK, Kept
 from dualeval.engine.loop import read_alone
 from dualeval.engine.parts import postprocessed
-from dualeval.engine.sharding.detect import is_sharded
-from dualeval.engine.transfer import map_batch
+from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE
 from dualeval.wording import listed

@@ -17,16 +17,16 @@ import torch
 from dualeval.columns import Column
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
-from dualeval.engine.clusters import check_cluster
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.predictions import load_library
-from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.measured import check_cluster
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of, postprocessed
 from dualeval.engine.recorder import Recorder, Work, check_rows
+from dualeval.engine.stored_rows import MemoryWriter
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.options.choices import DYNAMIC
 from dualeval.own_code import keep_own_code

@@ -14,7 +14,6 @@ from dualeval.columns import Column, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
 from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
-from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.feed import FailedSample, checked_workers
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import rank_0s_buffers
@@ -22,6 +21,7 @@ from dualeval.engine.loop import Loop, compute_alone
 from dualeval.engine.opened import open_rows
 from dualeval.engine.own_task import LoopKind, LoopTask, check_asked, column_of, named
 from dualeval.engine.parts import drawn
+from dualeval.engine.preparation import training_note
 from dualeval.engine.proving import prove, stored_batches
 from dualeval.engine.run_state import Run
 from dualeval.engine.samples import Samples, wrap

@@ -16,7 +16,7 @@ from dualeval.engine import numerics
 from dualeval.engine.guest import unwrapped
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import Samples, check_samples
-from dualeval.engine.sharding.detect import is_sharded
+from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics

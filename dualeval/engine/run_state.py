@@ -12,7 +12,7 @@ import torch
 
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.watch import Watch
-from dualeval.engine.folder.shares import Share
+from dualeval.engine.folder.layout import Share
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.gathers import Gathers
 

@@ -17,8 +17,8 @@ from dualeval.engine import finish, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import folder, opening
 from dualeval.engine.folder import lease as lease_module
-from dualeval.engine.ledger import Ledger
 from dualeval.engine.options import NEW_FOLDER, RunOptions
+from dualeval.engine.recorder import Ledger
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Result, Status, read_result, read_status
 from dualeval.world import Meeting, World

@@ -18,8 +18,7 @@ from torch.nn.utils import parametrizations
 
 import dualeval
 from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.late_parameters import read_all
-from dualeval.engine.sharding.parameters import parameters_of
+from dualeval.engine.sharding.parameters import parameters_of, read_all
 from dualeval.errors import UsageError
 from dualeval.models import classifiers
 from dualeval.models.checkpoints import read_state_dict

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dualeval.engine.control.ending import Ending, how_it_ended
-from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name, Tally, Work
 from dualeval.engine.control.meeting import VERDICT, Meetings
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
+from dualeval.engine.control.progress import LEFT, Heartbeat, Name, Progress, Tally, Work
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict
 from dualeval.engine.end.process import say
-from dualeval.engine.progress import Progress
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.world.network import at
 from dualeval.world.store import join_store, pause_for, serve_store

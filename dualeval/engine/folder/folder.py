@@ -11,15 +11,23 @@ from typing import Any
 from dualeval.engine.end.process import try_for
 from dualeval.engine.folder.journal import JournalFile, read_journal, read_journal_file
 from dualeval.engine.folder.layout import (
+    SAID,
     STACKS,
+    Share,
     check_file_names,
+    check_idle,
+    check_joined_by_none,
     check_path,
     file_name,
     files_of_a_run,
+    files_of_share,
+    job_of_shares,
     job_there,
     journal_of,
+    missing,
     probe_of,
     remove_if_empty,
+    remove_shares,
     writable,
 )
 from dualeval.engine.folder.lease import Lease, gone
@@ -31,16 +39,6 @@ from dualeval.engine.folder.opening import (
     own_process,
     read_previous,
     remove_leftovers,
-)
-from dualeval.engine.folder.shares import (
-    SAID,
-    Share,
-    check_idle,
-    check_joined_by_none,
-    files_of_share,
-    job_of_shares,
-    missing,
-    remove_shares,
 )
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of

@@ -22,12 +22,12 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from dualeval.engine.folder.layout import LEASE
 from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
 from dualeval.result import JOB
 from dualeval.whole_files import whole_file
 
+LEASE = "lease.json"
 # How often the holder calls ``renew``.
 RENEW_EVERY_S = 2.0
 # A lease that stands still for so long is a dead run's, or that of a run that hangs.

@@ -15,16 +15,19 @@ import numpy as np
 from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
-    LEASE,
+    COMMAND,
+    COUNT,
+    Share,
+    folders_of,
+    job_of_shares,
     job_there,
     journal_files,
     journal_of,
     partial_files,
     writable,
 )
-from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
+from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S
 from dualeval.engine.folder.process import Process
-from dualeval.engine.folder.shares import COMMAND, COUNT, Share, folders_of, job_of_shares
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, with_type

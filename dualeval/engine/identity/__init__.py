@@ -39,7 +39,7 @@ from dualeval.engine.identity.plain import (
 )
 from dualeval.engine.identity.source import has_source, is_own, names_in, source_fingerprints
 from dualeval.engine.nests import held_by, own_attributes
-from dualeval.engine.sharding.detect import class_of
+from dualeval.engine.sharding.fsdp import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task

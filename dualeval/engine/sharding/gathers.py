@@ -26,9 +26,8 @@ from torch import nn
 
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.progress import Position
-from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
-from dualeval.engine.sharding.torch_fsdp import reads_refused
+from dualeval.engine.control.progress import Position
+from dualeval.engine.sharding.fsdp import is_of_fsdp, is_unit, reads_refused
 from dualeval.errors import BackendError, PeerError, UsageError, text_of
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from dualeval.engine.layouts import converter
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import convert_each, dtype_in, set_door
 from dualeval.engine.run_state import Run
-from dualeval.engine.sharding.detect import has_forward
+from dualeval.engine.sharding.fsdp import has_forward, of_rows, refuse_own_rows, set_strides
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
-from dualeval.engine.sharding.torch_fsdp import of_rows, refuse_own_rows, set_strides
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from dualeval.engine.compute import is_compiled
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.identity.tensors import rows_digest, tensor_digest
+from dualeval.engine.identity.plain import rows_digest, tensor_digest
 from dualeval.engine.layouts import fixed_part
-from dualeval.engine.sharding.detect import has_forward, is_sharded
+from dualeval.engine.sharding.fsdp import has_forward, is_sharded
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 
@@ -30,7 +30,7 @@ _IMAGE_DIMENSIONS = 4
 
 
 @runtime_checkable
-class LateRows(Protocol):
+class _LateRows(Protocol):
     """A parameter whose values are still where they were saved."""
 
     def read_rows(self, first: int, last: int, into: Tensor) -> None:
@@ -161,7 +161,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_values(name: str, parameter: nn.Parameter) -> None:
-    is_late = isinstance(parameter, LateRows)
+    is_late = isinstance(parameter, _LateRows)
     if is_lazy(parameter) or (parameter.is_meta and not is_late):
         tensor_digest(name, parameter, Hasher().digest)  # which says what to do
     is_plain = is_late or type(parameter) in (nn.Parameter, Tensor)
@@ -198,7 +198,7 @@ class Reading:
         source, parameter.source = parameter.source, None
         assert source is not None, "each parameter is read once"
         first, last = parameter.rows_of(self._rank, self._size)
-        if isinstance(source, LateRows):
+        if isinstance(source, _LateRows):
             self._probe += _ends_of(source, parameter)
             if parameter.is_divided:
                 rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
@@ -242,7 +242,7 @@ class Reading:
         return self._digests
 
 
-def _ends_of(source: LateRows, parameter: Parameter) -> list[str]:
+def _ends_of(source: _LateRows, parameter: Parameter) -> list[str]:
     """Digests of the first and the last rows of a late parameter."""
     count = parameter.shape[0] if parameter.shape else 1
     most = max(1, min(count, _PROBED_BYTES * count // max(1, parameter.nbytes)))
@@ -273,3 +273,27 @@ def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     else:
         # Recurrent layers keep a list of their weights beside.
         setattr(module, own, parameter)
+
+
+def read_all(model: nn.Module) -> None:
+    """Read the values of all late parameters into memory, in place; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        parameters: dict[str, Any] = dict(module._parameters)
+        for name, parameter in parameters.items():
+            if isinstance(parameter, _LateRows):
+                if id(parameter) not in made:
+                    made[id(parameter)] = _read(parameter)
+                setattr(module, name, made[id(parameter)])
+
+
+def has_late(model: nn.Module) -> bool:
+    """Whether a parameter of a model is still in a file."""
+    return any(isinstance(parameter, _LateRows) for parameter in model.parameters())
+
+
+def _read(parameter: Any) -> nn.Parameter:
+    # With its own strides: they decide last bits.
+    values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)
+    return nn.Parameter(values, parameter.requires_grad)
