@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dualeval.columns import Column, Text, described, parts_of
 from dualeval.engine import trial
-from dualeval.engine.columns import kept_columns
 from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.measured import kept_columns
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.run_state import Run

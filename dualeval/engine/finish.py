@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from dualeval.columns import Rows
-from dualeval.engine.columns import columns_of
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
@@ -26,6 +25,7 @@ from dualeval.engine.loop import Loop, unwritable
 from dualeval.engine.machines import chunks_by_machine
 from dualeval.engine.measured import (
     check_keys,
+    columns_of,
     columns_wanted,
     fields_of_result,
     find_clusters,

@@ -1,4 +1,7 @@
-"""What metrics measure: checked, as plain JSON values, with intervals by clusters where these are asked."""
+"""What metrics read of a run's columns; and what they measure: checked, as plain JSON values.
+
+Where samples go together, with the intervals that allow for it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,17 +17,85 @@ from torch import Tensor
 
 from dualeval.columns import Column, Rows, Text, described
 from dualeval.errors import UsageError
-from dualeval.metrics import DIRECTIONS, Measured
+from dualeval.metrics import DIRECTIONS, Measured, Metric, RowMetric, keeps_rows, per_batch
 from dualeval.metrics.clusters import ClusterIntervals, cluster_intervals
 from dualeval.metrics.intervals import Ends
 from dualeval.metrics.scores import Score
 from dualeval.wording import did_you_mean
 
+Values = TypeVar("Values")
 # Fields of ``Measured`` and of ``Result``.
 _SAID_BY_KEY = ("intervals", "rough", "nonfinite", "units", "directions", "scores")
 # An interval may miss its value by what rounding leaves.
 _ROUNDING = 2.0**-40
 _NUMBERED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class _Declared(dict[str, Values]):
+    """The columns of one metric, by name."""
+
+    def __init__(self, metric: str, columns: Mapping[str, Values]) -> None:
+        super().__init__(columns)
+        self._metric = metric
+
+    def __missing__(self, name: str) -> Values:
+        raise UsageError(
+            f"metric {self._metric!r} reads column {name!r}, which is not among its columns "
+            f"({', '.join(self)}). Add {name!r} to the metric's 'columns'."
+        )
+
+
+def kept_columns(
+    rows: Sequence[str],
+    metrics: Sequence[Metric],
+    row_metrics: Sequence[RowMetric],
+) -> tuple[str, ...]:
+    """The columns that journal and predictions.parquet hold: the ``rows`` of a task, then what metrics read.
+
+    Without those of metrics that say ``keeps_rows = False``. The same on every rank.
+    """
+    check_declarations([*metrics, *row_metrics])
+    # The rows are all that a row metric has: its columns are kept whatever it says.
+    reading: list[Metric | RowMetric] = [*filter(keeps_rows, metrics), *row_metrics]
+    read = (name for metric in reading for name in metric.columns)
+    return tuple(dict.fromkeys((*rows, *read)))
+
+
+def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:
+    """Check that metrics say which columns they read."""
+    for metric in metrics:
+        declared = getattr(metric, "columns", None)
+        named = isinstance(declared, (tuple, list)) and all(isinstance(name, str) for name in declared)
+        if not named or not declared:
+            raise UsageError(
+                f"metric {metric.name!r} ({type(metric).__name__}) has columns = {declared!r}, expected a "
+                "tuple with the names of the columns that it reads, such as columns = ('loss',)"
+            )
+
+
+def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Mapping[str, Values]:
+    """The columns that a metric has declared, of all that there are; any other one is a ``UsageError``."""
+    absent = [name for name in metric.columns if name not in columns]
+    if absent:
+        raise UsageError(
+            f"metric {metric.name!r} reads column {absent[0]!r}, which the task does not make. Its columns: "
+            f"{', '.join(columns)}."
+        )
+    return _Declared(metric.name, {name: columns[name] for name in metric.columns})
+
+
+def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
+    """Add the samples of consecutive batches to a metric, one batch at a time where it asks for that."""
+    own = columns_of(metric, columns)
+    if not per_batch(metric):
+        metric.update(slots, own)
+        return
+    start = 0
+    for count in batches:
+        if count:
+            part = {name: values[start : start + count] for name, values in own.items()}
+            metric.update(slots, columns_of(metric, part))
+        start += count
 
 
 def _is_count(value: object) -> bool:

@@ -22,14 +22,20 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns import Rows, described
-from dualeval.engine.differences import differing_fingerprints
+from dualeval.engine.differences import (
+    PREDICTION_COLUMNS,
+    Difference,
+    as_one_kind,
+    differing_fingerprints,
+    right,
+    text_rows,
+)
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import FinishedChunks
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch, join_shares
 from dualeval.engine.parts import ids_of
 from dualeval.engine.rescoring import finished_run
-from dualeval.engine.row_comparison import PREDICTION_COLUMNS, Difference, as_one_kind, right, text_rows
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result

@@ -24,11 +24,11 @@ from dualeval.columns import (
     empty_rows,
     kind_of,
 )
-from dualeval.engine.columns import update
 from dualeval.engine.control.progress import Progress
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.measured import update
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.stored_rows import MemoryWriter
 from dualeval.errors import ExactlyOnceError, UsageError

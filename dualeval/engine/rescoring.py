@@ -15,22 +15,24 @@ import numpy as np
 import torch
 
 from dualeval.columns import to_column
-from dualeval.engine.columns import check_declarations, columns_of, update
+from dualeval.engine.agreement import digest_of
 from dualeval.engine.differences import differences
 from dualeval.engine.folder.layout import refuse_unfinished
 from dualeval.engine.folder.windows import MappedColumns, copied
 from dualeval.engine.measured import (
     check_cluster,
+    check_declarations,
     check_keys,
+    columns_of,
     columns_wanted,
     fields_of_result,
     find_clusters,
     plain,
     rough_warnings,
+    update,
     with_clusters,
 )
 from dualeval.engine.parts import whole_set_intervals
-from dualeval.engine.samples_digest import digest_of
 from dualeval.engine.stored_rows import RowSource, StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch, split_by_kind

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from dualeval.columns import Column, Ragged, Rows, parts_of, to_rows
 from dualeval.columns import copied as copied_column
-from dualeval.engine.columns import columns_of
 from dualeval.engine.folder.predictions import json_entries, parquet_bytes
 from dualeval.engine.folder.windows import EVALUATED, read_only
 from dualeval.engine.guest import OF_METRIC, Kept, version_of
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.identity.source import is_own
-from dualeval.engine.measured import check_keys, check_scores, plain
+from dualeval.engine.measured import check_keys, check_scores, columns_of, plain
 from dualeval.engine.parts import texts_of
 from dualeval.errors import DualevalError, RefusedSamples, UsageError, text_of, with_type
 from dualeval.metrics import Measured, Metric, RowMetric
