@@ -55,7 +55,7 @@ def prepare(
     """
     check_model(model, options)
     layout = layout_of(model, options.layout)
-    if options.optimize == FOLD and not fold(model):
+    if options.optimize == FOLD and not _fold(model):
         note(
             "--optimize fold: nothing was folded, because no batch norm directly follows a convolution of "
             "torch (a subclass of nn.Conv2d does not count)"
@@ -277,6 +277,9 @@ def _compile(model: nn.Module) -> None:
     )
 
 
+# -- evaluation mode ---------------------------------------------------------------------------------------
+
+
 def set_evaluation_mode(model: nn.Module) -> list[str]:
     """Set a model to evaluation where a module of it is in training mode."""
     before = _in_training(model)
@@ -324,6 +327,9 @@ def _listed(names: list[str]) -> str:
     return f"{counted(len(names), 'module')}: {shown}"
 
 
+# -- folding -----------------------------------------------------------------------------------------------
+
+
 class _Folded(nn.Identity):
     """In the place of a norm: what its convolution gives comes here next, or the forward is refused."""
 
@@ -351,7 +357,7 @@ class _Folded(nn.Identity):
             )
 
 
-def fold(model: nn.Module) -> int:
+def _fold(model: nn.Module) -> int:
     """Fold a model's batch norms into the convolutions before them; ``nn.Identity`` takes their places.
 
     These are the pairs that ``torch.fx.experimental.optimization.fuse`` finds, with the same weights. But the
