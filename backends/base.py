@@ -125,8 +125,6 @@ class Backend(JsonExchange):
     name: ClassVar[str]
     # What to type to run it.
     start: ClassVar[str]
-    # How a tensor in host memory travels, and one of CUDA's, for docs/launchers.md.
-    transports: ClassVar[tuple[str, str]]
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -73,10 +73,6 @@ class HorovodBackend(Backend):
 
     name = "horovod"
     start = "'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'"
-    transports = (
-        "gloo, or MPI if the ranks meet over MPI",
-        "NCCL if Horovod is built with it, else through host memory",
-    )
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -55,7 +55,6 @@ class TorchBackend(Backend):
 
     name = "torch"
     start = "'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'"
-    transports = ("gloo", "NCCL, which is set up with the first such tensor")
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

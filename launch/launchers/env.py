@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher
+from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.world import World
 from dualeval.world.meetings.master import AtMaster
 
@@ -59,5 +59,4 @@ LAUNCHER = Launcher(
     backends={"torch": "", "horovod": "over gloo"},
     may_start=True,
     not_handed_on=lambda environ: (*_NEEDED, *_OPTIONAL),
-    exit_codes={"variables alone: each rank's own": ExitCodes()},
 )

@@ -62,5 +62,4 @@ LAUNCHER = Launcher(
     backends={"torch": "", "horovod": "over gloo"},
     may_start=True,
     not_handed_on=_not_handed_on,
-    exit_codes={},  # Flux itself was not at hand
 )

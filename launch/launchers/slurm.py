@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher, Way
+from dualeval.launch.launchers.base import Environment, Launcher, Way
 from dualeval.launch.site import Site
 from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
@@ -191,11 +191,6 @@ LAUNCHER = Launcher(
             lacks=_lacks_mpi,
         ),
     ),
-    exit_codes={
-        "`srun`, `sbatch`, signalled by `scancel`": ExitCodes(
-            otherwise="1, or 75 or 143 ([why](launchers/slurm.md#exit-codes))"
-        )
-    },
 )
 
 
