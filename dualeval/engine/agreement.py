@@ -26,7 +26,8 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.process import launch_of
-from dualeval.engine.identity import ModelIdentity, job_identity
+from dualeval.engine.identity import job_identity
+from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.machines import check_kinds_of_ranks, machine_facts
 from dualeval.engine.parts import identity_of, ids_of
 from dualeval.engine.preparation import identity_of as identity_of_preparation

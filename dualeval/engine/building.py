@@ -14,7 +14,7 @@ from dualeval.engine import numerics
 from dualeval.engine.feed import checked_workers, why_not_forked
 from dualeval.engine.forward import settle_layout
 from dualeval.engine.guest import Snapshot
-from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.engine.rounds import settle_schedule

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import dualeval
-from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.sharding.parameters import parameters_of, read_all
 from dualeval.errors import UsageError
 from dualeval.models import classifiers

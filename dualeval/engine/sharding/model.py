@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import numerics
-from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.identity.model import model_fingerprint
+from dualeval.engine.identity.model import ModelIdentity, model_fingerprint
 from dualeval.engine.layouts import converter
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import convert_each, dtype_in, set_door
