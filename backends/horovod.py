@@ -25,7 +25,7 @@ from dualeval.backends.rendezvous import (
 from dualeval.errors import BackendError, LaunchError, LibraryError
 from dualeval.launch.launchers import LAUNCHERS
 from dualeval.world import World
-from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.meetings.served import AtHorovodrun
 from dualeval.world.network import LATE_S, LOOPBACK
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
 

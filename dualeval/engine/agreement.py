@@ -25,7 +25,7 @@ from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.process import launch_of
+from dualeval.engine.folder.opening import launch_of
 from dualeval.engine.identity import job_identity
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.machines import check_kinds_of_ranks, machine_facts

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.world import World
-from dualeval.world.meetings.master import AtMaster
+from dualeval.world.meetings.address import AtMaster
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPTIONAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -9,7 +9,7 @@ from dualeval.launch.launchers.base import Environment, Launcher, Way
 from dualeval.launch.launchers.slurm import under_srun
 from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.meetings.served import AtHorovodrun
 
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 

@@ -9,7 +9,7 @@ from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, Launch
 from dualeval.launch.launchers.slurm import one_a_node
 from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings.master import AtTorchrun
+from dualeval.world.meetings.address import AtTorchrun
 
 _TRACE = (MARK_OF_TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # How often the ranks were started again, by --max-restarts.

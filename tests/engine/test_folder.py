@@ -19,8 +19,8 @@ from dualeval.engine.end.process import how_to_resume
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.lease import Process
 from dualeval.engine.folder.opening import begins_anew
-from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Status, read_status

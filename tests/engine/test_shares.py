@@ -310,7 +310,7 @@ def test_a_killed_share_is_not_waited_for(tmp_path: Path, wanted: str) -> None:
 
 
 def _space() -> dict[str, str]:
-    from dualeval.engine.folder.process import Process
+    from dualeval.engine.folder.lease import Process
 
     return {"space": Process.own().space}
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dualeval.engine.folder.process import Process
+from dualeval.engine.folder.lease import Process
 
 # In the order in which a run goes through them; a batch goes through load to journal. "device" is the wait
 # for what a GPU computes, "collective" any collective of the backend, "idle" between two runs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +27,7 @@ from dualeval.engine.folder.layout import (
     partial_files,
     writable,
 )
-from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S
-from dualeval.engine.folder.process import Process
+from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S, Process
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, with_type
@@ -46,6 +46,7 @@ from dualeval.result import (
     result_from,
 )
 from dualeval.whole_files import write_text
+from dualeval.world import World
 
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 # Between the agents of a launch, in status.json.
@@ -117,8 +118,16 @@ def named_launch(launches: Sequence[str]) -> str | None:
 
 def own_process() -> str:
     """How status.json names this process."""
-    own = Process.own()
-    return f"{own.host} {own.pid} {own.start}".rstrip()
+    return str(Process.own())
+
+
+def launch_of(world: World) -> str | None:
+    """What the ranks have in common that one agent of torchrun starts, and starts again.
+
+    The number of restarts is no help: an agent does not count those that another node has caused.
+    """
+    launch = world.meeting.launch_id
+    return None if launch is None else f"{launch} {Process.of(os.getppid())}"
 
 
 def folder_of_launch(runs: Path, fingerprint: str, launches: Sequence[str]) -> Path | None:
