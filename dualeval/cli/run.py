@@ -23,8 +23,7 @@ from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.engine.session import Session
 from dualeval.errors import EXIT_DONE, UsageError
 from dualeval.launch import examine
-from dualeval.launch.launchers import BACKENDS, LAUNCHERS
-from dualeval.launch.starts import may_start_ranks
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, may_start_ranks
 from dualeval.options.choices import SCHEDULES
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.fields import Given, fields_of

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.engine import numerics
 from dualeval.engine.feed import checked_workers, why_not_forked
@@ -25,10 +26,6 @@ from dualeval.engine.sharding.model import ShardedModel, release, return_large_b
 from dualeval.engine.sharding.parameters import check_device, check_owned, has_late, read_all
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset, Task
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 _MOST_AUTOMATIC_WORKERS = 8
 # The methods that each task has and that are given something.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,7 @@ from dualeval.engine.accelerator import Accelerator, accelerator_of, is_out_of_m
 from dualeval.engine.nests import map_values
 from dualeval.errors import UsageError
 from dualeval.models.model_errors import why_model_failed
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Task
+from dualeval.tasks import Task
 
 # Each batch under way holds activations of its own; more cores than this want more ranks.
 _MOST_THREADS = 16

@@ -16,25 +16,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualeval.backends.base import Backend
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.nests import held_by
+from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.fsdp import is_unit, reshard
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Task
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
-    from dualeval.engine.run_state import Run
 
 # Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
 _OF_STATE_DICTS = (

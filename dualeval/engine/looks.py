@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,10 +26,8 @@ from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE
+from dualeval.tasks import Task
 from dualeval.wording import listed
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Task
 
 # Forwards of a look: the first batch three times, the second twice, and both at the same time.
 _FORWARDS = 7

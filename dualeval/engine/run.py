@@ -5,8 +5,11 @@ Read ``evaluate`` from top to bottom. Each step is a room of its own; what a ste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
@@ -25,15 +28,7 @@ from dualeval.engine.rounds import evaluate_in_rounds, evaluated_together
 from dualeval.engine.run_state import Run
 from dualeval.options.choices import LOCKSTEP
 from dualeval.result import Result
-from dualeval.tasks import Task
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dualeval.tasks import Dataset
+from dualeval.tasks import Dataset, Task
 
 
 def evaluate(task: Task, run: Run) -> Result:

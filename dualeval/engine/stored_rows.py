@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualeval.backends.base import Backend
 from dualeval.columns import Column, Rows, offsets_of, rows_of
 from dualeval.engine.folder.predictions import COLUMN_OF_DATA, COLUMN_OF_TEXT
 from dualeval.engine.folder.windows import (
@@ -27,9 +28,6 @@ from dualeval.engine.parts import texts_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.tasks import Dataset, Task
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
 
 # Of every task's file, and never null.
 _IDS = ("id", "index")

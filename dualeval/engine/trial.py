@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,9 +25,7 @@ from dualeval.engine.measured import check_keys, check_scores, columns_of, plain
 from dualeval.engine.parts import texts_of
 from dualeval.errors import DualevalError, RefusedSamples, UsageError, text_of, with_type
 from dualeval.metrics import Measured, Metric, RowMetric
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Dataset, Task
+from dualeval.tasks import Dataset, Task
 
 # The columns that predictions.parquet and the journal have by themselves.
 _RESERVED = ("id", "index", EVALUATED)

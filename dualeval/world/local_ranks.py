@@ -25,7 +25,7 @@ from dualeval.backends import choose_backend, group_of_caller, world_of_caller
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LaunchError, UsageError
 from dualeval.launch import detect
 from dualeval.launch.cores import usable_cores
-from dualeval.launch.starts import may_start_ranks
+from dualeval.launch.launchers import may_start_ranks
 from dualeval.world import World
 from dualeval.world.devices import device_here
 from dualeval.world.network import LOOPBACK, check_own_name

@@ -13,19 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.nests import map_tensors
 from dualeval.errors import BackendError, UsageError, text_of
 from dualeval.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # By its name: torch.distributed.fsdp takes a second to import, and a model that is sharded has imported it.
 _UNIT = "FSDPModule"

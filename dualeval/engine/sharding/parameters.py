@@ -5,24 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dualeval.backends.base import Backend
 from dualeval.engine.compute import is_compiled
+from dualeval.engine.guest import Snapshot
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import rows_digest, tensor_digest
 from dualeval.engine.layouts import fixed_part
 from dualeval.engine.sharding.fsdp import has_forward, is_sharded
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
-    from dualeval.engine.guest import Snapshot
-    from dualeval.tasks import Task
+from dualeval.tasks import Task
 
 # What is read of a parameter to see that all ranks read the same.
 _PROBED_BYTES = 4096
