@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns import Column, Text, described, parts_of
-from dualeval.engine import trial
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.measured import kept_columns
 from dualeval.engine.options import RunOptions
@@ -37,7 +36,8 @@ _NO_METRICS = (
     "there are no metrics, so the result has no numbers. Let metrics() or metrics= give some, as "
     "[dualeval.metrics.Mean('loss')] of a column 'loss'"
 )
-_OF_FILES = ("id", "index", EVALUATED)
+# The columns that predictions.parquet and the journal have by themselves.
+RESERVED = ("id", "index", EVALUATED)
 _AT_ONCE = 1 << 14
 
 
@@ -112,7 +112,7 @@ def evaluation_of(
     run.note_all(notes)
     columns = tuple(dict.fromkeys((*own, *(data.names if data else ()), *filter(None, [cluster]))))
     _check_by(task, options.by, columns)
-    trial.check_names(chosen, columns)
+    _check_names(chosen, columns)
     if task.on_request:
         task.requested = {name for metric in chosen for name in metric.columns}
     # What nobody reads again is not kept where nothing is written.
@@ -132,6 +132,33 @@ def evaluation_of(
         data=data,
         cluster=cluster,
     )
+
+
+def _check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> None:
+    """Check the names of metrics and kept columns, before anything is computed."""
+    names = [metric.name for metric in metrics]
+    for metric in metrics:
+        size = getattr(metric, "size", 1)
+        if (
+            not isinstance(metric.name, str)
+            or not isinstance(size, int)
+            or isinstance(size, bool)
+            or size < 1
+        ):
+            raise UsageError(
+                f"the metric {type(metric).__name__} has name {metric.name!r} and size {size!r}, expected a "
+                "text and a whole number of at least 1"
+            )
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two metrics are called {name!r}. Give each a name of its own.")
+    for name in kept:
+        if name in RESERVED:
+            raise UsageError(
+                f"the column {name!r} is a name that is taken. predictions.parquet has "
+                f"{', '.join(RESERVED[:2])} by itself, the journal {EVALUATED}: give the column another "
+                "name."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +203,7 @@ def _data_columns_of(
     left_out = kept.left_out if isinstance(kept, KeptColumns) else {}
     if not there and not left_out and not asked:
         return None, []
-    taken = {*taken, *_OF_FILES, *_names_of_texts(task, taken)}
+    taken = {*taken, *RESERVED, *_names_of_texts(task, taken)}
     for name in asked:
         _check(name, there, left_out, taken)
     wanted = {*asked, *also} if options.keep else {*there}

@@ -289,17 +289,8 @@ class Loop:
             check_cluster(of.cluster, columns)
         trial.check_columns(columns, of.kept, len(work.samples), [*of.metrics, *of.row_metrics])
         check_rows(columns, work.batch, work.samples)
-        notes = trial.try_first_batch(
-            of.task,
-            of.dataset,
-            of.metrics,
-            of.row_metrics,
-            of.kept,
-            columns,
-            work.samples,
-            evaluated,
-            writes=self._world.is_main and self._run.options.out is not None,
-        )
+        writes = self._world.is_main and self._run.options.out is not None
+        notes = trial.try_first_batch(of, columns, work.samples, evaluated, writes=writes)
         self._tried = True
         self._run.note_all(notes)
 
