@@ -319,14 +319,11 @@ def _models_of(task: Task) -> list[nn.Module]:
     A trainer, for instance, has the model among its own attributes. One that lies deeper is remembered when
     it is returned.
     """
-    method = inspect.unwrap(task.build_model)
     level: list[Any] = [
         *vars(task).values(),
         *(value for kind in type(task).__mro__ for value in vars(kind).values()),
+        *named_by(inspect.unwrap(task.build_model)),
     ]
-    if inspect.isfunction(method) or inspect.ismethod(method):
-        named = inspect.getclosurevars(method)
-        level += [*named.nonlocals.values(), *named.globals.values()]
     found: dict[int, nn.Module] = {}
     for _ in range(_LEVELS):
         # By their types: a proxy answers isinstance with what it stands for.
@@ -338,6 +335,14 @@ def _models_of(task: Task) -> list[nn.Module]:
             for value in held_by(part, _LOOKED_AT_EACH)
         ]
     return list(found.values())
+
+
+def named_by(function: Any) -> list[Any]:
+    """What the body of a function or method names outside of it; nothing of any other value."""
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
+        return []
+    named = inspect.getclosurevars(function)
+    return [*named.nonlocals.values(), *named.globals.values()]
 
 
 class Generators:

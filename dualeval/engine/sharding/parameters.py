@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from dualeval.backends.base import Backend
 from dualeval.engine.compute import is_compiled
-from dualeval.engine.guest import Snapshot
+from dualeval.engine.guest import Snapshot, named_by
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import rows_digest, tensor_digest
 from dualeval.engine.layouts import fixed_part
@@ -120,7 +119,7 @@ def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None
         )
     if snapshot is None:
         return
-    named = [value for held in vars(task).values() for value in _named_by(held)]
+    named = [value for held in vars(task).values() for value in named_by(held)]
     if snapshot.knows(model) or any(value is model for value in named):
         raise UsageError(
             f"shard divides the parameters of a model, and this {type(model).__name__} is the script's own: "
@@ -128,14 +127,6 @@ def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None
             "model=lambda: make_model(). Or shard it yourself (torch.distributed.fsdp.fully_shard), and "
             "leave shard out."
         )
-
-
-def _named_by(value: Any) -> list[Any]:
-    """What a function's body names outside of it."""
-    if not inspect.isfunction(value):
-        return []
-    named = inspect.getclosurevars(value)
-    return [*named.nonlocals.values(), *named.globals.values()]
 
 
 def _check_model(model: nn.Module) -> None:
@@ -200,14 +191,11 @@ class Reading:
             self._probe += _ends_of(source, parameter)
             if parameter.is_divided:
                 rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
-            else:
-                # With its own strides: they decide last bits.
-                rows = torch.empty_strided(parameter.shape, source.stride(), dtype=parameter.dtype)
-            if rows.numel():
-                source.read_rows(first, last, rows)
-            if parameter.is_divided:
+                if rows.numel():
+                    source.read_rows(first, last, rows)
                 self._late.append(parameter)
             else:
+                rows = _whole(source)
                 self._digests[parameter.name] = tensor_digest(parameter.name, rows, self._hasher.digest)
         else:
             # Every rank has it whole: one that has another is found when the ranks compare their jobs.
@@ -281,7 +269,8 @@ def read_all(model: nn.Module) -> None:
         for name, parameter in parameters.items():
             if isinstance(parameter, _LateRows):
                 if id(parameter) not in made:
-                    made[id(parameter)] = _read(parameter)
+                    values = _whole(parameter)
+                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
                 setattr(module, name, made[id(parameter)])
 
 
@@ -290,8 +279,9 @@ def has_late(model: nn.Module) -> bool:
     return any(isinstance(parameter, _LateRows) for parameter in model.parameters())
 
 
-def _read(parameter: Any) -> nn.Parameter:
-    # With its own strides: they decide last bits.
+def _whole(parameter: Any) -> Tensor:
+    """The values of a late parameter, with its own strides: they decide last bits."""
     values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-    parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)
-    return nn.Parameter(values, parameter.requires_grad)
+    if values.numel():
+        parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)
+    return values
