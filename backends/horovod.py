@@ -282,24 +282,18 @@ def _load() -> Any:
 def _load_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != "horovod":
-            raise _broken(error) from error
-        raise LibraryError(
-            "Horovod is not installed. Type 'dualeval setup-horovod', which builds it for this torch in a "
-            "few minutes, or pass another --backend."
-        ) from error
     except Exception as error:  # a library that does not fit breaks in any way
-        raise _broken(error) from error
-
-
-def _broken(error: Exception) -> LibraryError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return LibraryError(
-        f"Horovod is installed but cannot be loaded: {lines[0]}. It may be built for another torch than "
-        f"{torch.__version__}. Type 'dualeval setup-horovod', which builds it for this one, or pass another "
-        f"--backend."
-    )
+        if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
+            raise LibraryError(
+                "Horovod is not installed. Type 'dualeval setup-horovod', which builds it for this torch in "
+                "a few minutes, or pass another --backend."
+            ) from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LibraryError(
+            f"Horovod is installed but cannot be loaded: {first}. It may be built for another torch than "
+            f"{torch.__version__}. Type 'dualeval setup-horovod', which builds it for this one, or pass "
+            f"another --backend."
+        ) from error
 
 
 def _meets_over_mpi(hvd: Any, world: World) -> bool:
