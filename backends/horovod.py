@@ -16,12 +16,7 @@ from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import awaited_by_mpi, start_mpi, stop_mpi
-from dualeval.backends.rendezvous import (
-    interface_between_nodes,
-    joining,
-    nccl_variables,
-    placed_on_hosts,
-)
+from dualeval.backends.rendezvous import interface_between_nodes, joining, nccl_variables, placed_on_hosts
 from dualeval.errors import BackendError, LaunchError, LibraryError
 from dualeval.launch.launchers import LAUNCHERS
 from dualeval.world import World

@@ -269,8 +269,8 @@ def read_all(model: nn.Module) -> None:
         for name, parameter in parameters.items():
             if isinstance(parameter, _LateRows):
                 if id(parameter) not in made:
-                    values = _whole(parameter)
-                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                    keeps_gradient: bool = parameters[name].requires_grad
+                    made[id(parameter)] = nn.Parameter(_whole(parameter), keeps_gradient)
                 setattr(module, name, made[id(parameter)])
 
 
