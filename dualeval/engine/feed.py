@@ -102,7 +102,7 @@ class Reader(torch.utils.data.Dataset[Read]):
         else:
             failed = ()
             self._ready_batches = not isinstance(samples, list)
-            if samples and not self._ready_batches and not self._fill_tried:
+            if not self._ready_batches and samples and not self._fill_tried:
                 # Found out at the first batch, and not when a sample fails.
                 self._fill_tried = True
                 self._in_place_of(indices[0], "--on-error skip: a sample may be unreadable", samples[0])
