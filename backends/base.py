@@ -27,17 +27,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.backends.exchange import JsonExchange, bytes_of, tensor_of
 from dualeval.errors import BackendError, UsageError
 from dualeval.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Op = Literal["sum", "min", "max"]
 OPS: tuple[Op, ...] = ("sum", "min", "max")
@@ -125,8 +123,6 @@ class Backend(JsonExchange):
     name: ClassVar[str]
     # What to type to run it.
     start: ClassVar[str]
-    # How a tensor in host memory travels, and one of CUDA's, for docs/launchers.md.
-    transports: ClassVar[tuple[str, str]]
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -16,16 +16,11 @@ from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import awaited_by_mpi, start_mpi, stop_mpi
-from dualeval.backends.rendezvous import (
-    interface_between_nodes,
-    joining,
-    nccl_variables,
-    placed_on_hosts,
-)
+from dualeval.backends.rendezvous import interface_between_nodes, joining, nccl_variables, placed_on_hosts
 from dualeval.errors import BackendError, LaunchError, LibraryError
 from dualeval.launch.launchers import LAUNCHERS
 from dualeval.world import World
-from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.meetings.served import AtHorovodrun
 from dualeval.world.network import LATE_S, LOOPBACK
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
 
@@ -73,10 +68,6 @@ class HorovodBackend(Backend):
 
     name = "horovod"
     start = "'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'"
-    transports = (
-        "gloo, or MPI if the ranks meet over MPI",
-        "NCCL if Horovod is built with it, else through host memory",
-    )
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -286,24 +277,18 @@ def _load() -> Any:
 def _load_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != "horovod":
-            raise _broken(error) from error
-        raise LibraryError(
-            "Horovod is not installed. Type 'dualeval setup-horovod', which builds it for this torch in a "
-            "few minutes, or pass another --backend."
-        ) from error
     except Exception as error:  # a library that does not fit breaks in any way
-        raise _broken(error) from error
-
-
-def _broken(error: Exception) -> LibraryError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return LibraryError(
-        f"Horovod is installed but cannot be loaded: {lines[0]}. It may be built for another torch than "
-        f"{torch.__version__}. Type 'dualeval setup-horovod', which builds it for this one, or pass another "
-        f"--backend."
-    )
+        if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
+            raise LibraryError(
+                "Horovod is not installed. Type 'dualeval setup-horovod', which builds it for this torch in "
+                "a few minutes, or pass another --backend."
+            ) from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LibraryError(
+            f"Horovod is installed but cannot be loaded: {first}. It may be built for another torch than "
+            f"{torch.__version__}. Type 'dualeval setup-horovod', which builds it for this one, or pass "
+            f"another --backend."
+        ) from error
 
 
 def _meets_over_mpi(hvd: Any, world: World) -> bool:

@@ -32,7 +32,6 @@ class MpiBackend(Backend):
 
     name = "mpi"
     start = "'mpirun -np N dualeval run --backend mpi'"
-    transports = ("MPI", "copied to host memory, then MPI")
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

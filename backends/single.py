@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.backends.base import Backend, Op
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class SingleBackend(Backend):
@@ -20,7 +17,6 @@ class SingleBackend(Backend):
 
     name = "single"
     start = "'dualeval run'"
-    transports = ("nothing is sent", "nothing is sent")
 
     def carrier(self, device: torch.device) -> torch.device:
         return device

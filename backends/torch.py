@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.backends.base import Backend, Op, variables_set
 from dualeval.backends.rendezvous import (
@@ -25,9 +26,6 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.world import World, place_by_hosts
 from dualeval.world.meetings import PATIENCE
 from dualeval.world.waiting import waiting
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Libraries that send from host memory; what a group has beside them sends from a device's.
@@ -55,7 +53,6 @@ class TorchBackend(Backend):
 
     name = "torch"
     start = "'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'"
-    transports = ("gloo", "NCCL, which is set up with the first such tensor")
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

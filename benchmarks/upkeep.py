@@ -50,11 +50,11 @@ from torch import Tensor
 
 from dualeval import Backend, Result, connect, detect
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.control.progress import Progress, Stage
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.layout import file_name
-from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
 
 WANTED = 1.01

@@ -1,12 +1,10 @@
-"""Write the tables of docs/launchers.md from launchers and backends. ``make tables`` calls this."""
+"""Write the table of launchers and backends in docs/launchers.md. ``make tables`` calls this."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
 from pathlib import Path
 
-from dualeval.backends import class_of
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
 
 PAGE = Path(__file__).resolve().parent / "launchers.md"
@@ -19,14 +17,6 @@ def tables() -> dict[str, str]:
         "backends": _table(
             ("`--launcher`", "started by", *(f"`{name}`" for name in BACKENDS)),
             ((_page(each), f"`{each.start}`", *(_backend(each, name) for name in BACKENDS)) for each in rows),
-        ),
-        "transports": _table(
-            ("backend", "a tensor in host memory", "a CUDA tensor"),
-            ((f"`{name}`", *class_of(name).transports) for name in BACKENDS),
-        ),
-        "exit codes": _table(
-            ("", "bad input", "SIGTERM, SIGINT", "SIGUSR2", "anything else"),
-            ((typed, *astuple(codes)) for each in rows for typed, codes in each.exit_codes.items()),
         ),
     }
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.engine.end.signals import numbers_of
+from dualeval.engine.end.process import numbers_of
 from dualeval.engine.joining import refusing
 from dualeval.engine.options import check_session_options
 from dualeval.engine.session import Session

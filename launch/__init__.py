@@ -1,7 +1,4 @@
-"""Who started this process, and how ``dualeval run --nproc`` starts others.
-
-``dualeval.launch.local`` is imported where it is used: it needs torch, and finding the world does not.
-"""
+"""Who started this process."""
 
 from __future__ import annotations
 

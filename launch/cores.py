@@ -1,14 +1,19 @@
-"""Divide the cores of a node among the ranks on it."""
+"""Divide the cores of a node among the ranks on it, as far as the kernel lets this process have them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 
-from dualeval.launch.quotas import cpu_quotas
 from dualeval.world.network import host_identity
+
+# Where the trees of cgroups are mounted: the second version's, and of the first the one for CPUs.
+_SECOND = ("sys/fs/cgroup",)
+_FIRST = ("sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +51,55 @@ def share_of_cores(own: Cores, everyone: Sequence[Cores]) -> int:
     parts = [Fraction(1, sum(core in numbers for numbers in allowed)) for core in own.numbers]
     quotas = [cpus / sum(name in cores.quotas for cores in neighbours) for name, cpus in own.quotas.items()]
     return max(1, int(min([sum(parts), *quotas])))
+
+
+def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
+    """Read the quotas that hold for this process.
+
+    Each group around the process's own limits it, too: in a container with 8 CPUs in a pod with 4 it gets 4
+    at most, less what the pod's other containers take.
+    """
+    quotas = {}
+    for group in _groups(root):
+        cpus = _quota_of(group)
+        if cpus is not None:
+            found = group.stat()
+            quotas[f"{found.st_dev}:{found.st_ino}"] = cpus
+    return quotas
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's cgroups that may limit CPUs, with those around them, as far as seen."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        places = _FIRST if "cpu" in controllers.split(",") else () if controllers else _SECOND
+        top = next((root / place for place in places if (root / place).is_dir()), None)
+        if top is None:
+            continue
+        folder = top / path.lstrip("/")
+        if ".." in path or not folder.is_dir():
+            # A container may see its own part of the tree alone, and be told its name in the whole.
+            folder = top
+        yield folder
+        while folder != top:
+            folder = folder.parent
+            yield folder
+
+
+def _quota_of(group: Path) -> float | None:
+    """The CPUs that a group may use; None where it has no limit of its own."""
+    words = (_text(group / "cpu.max") or _text(group / "cpu.cfs_quota_us")).split()
+    if not words or words[0] in ("max", "-1"):
+        return None
+    period = words[1] if len(words) > 1 else _text(group / "cpu.cfs_period_us")
+    # Of what is no pair of numbers, no limit is known.
+    with suppress(ValueError, ZeroDivisionError):
+        return int(words[0]) / int(period)
+    return None
+
+
+def _text(file: Path) -> str:
+    # Not every group has every file (the outermost has none), and not every kernel has cgroups.
+    with suppress(OSError):
+        return file.read_text("utf-8", "replace")
+    return ""

@@ -15,11 +15,9 @@ from typing import Any
 
 from dualeval.world import World
 from dualeval.world.meetings import MeetingAtStore
-from dualeval.world.meetings.address import AtAddress
-from dualeval.world.meetings.horovodrun import AtHorovodrun
-from dualeval.world.meetings.master import AtMaster, AtTorchrun
+from dualeval.world.meetings.address import AtAddress, AtMaster, AtTorchrun
 from dualeval.world.meetings.mpi import OverMpi
-from dualeval.world.meetings.pmi import OverPmi
+from dualeval.world.meetings.served import AtHorovodrun, OverPmi
 
 
 @dataclass(frozen=True)

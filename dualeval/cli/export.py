@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dualeval.cli.grouped import PATH
-from dualeval.engine.folder.shares import refuse_unfinished
+from dualeval.engine.folder.layout import refuse_unfinished
 from dualeval.report.loggers.targets import check_installed, targets_of
 
 

@@ -9,7 +9,7 @@ import click
 
 from dualeval.cli.grouped import PATH
 from dualeval.cli.run import evaluate, prepared, run, without_start
-from dualeval.engine.folder.shares import COMMAND, job_of_shares
+from dualeval.engine.folder.layout import COMMAND, job_of_shares
 from dualeval.errors import UsageError
 
 _REFUSED = ("--fresh", "--share", "--out", "--dry-run")

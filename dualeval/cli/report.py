@@ -33,8 +33,8 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
     """
     if out is not None and (out.suffix.lower() != ".html" or out.is_dir()):
         raise UsageError(f"--out {out}: expected the name of a file that ends in .html")
+    from dualeval.engine.agreement import contents_now
     from dualeval.engine.rescoring import check_finished
-    from dualeval.engine.samples_digest import contents_now
     from dualeval.report.page.writing import check_installed, write_report
     from dualeval.result import JOB
     from dualeval.tasks.stored import task_of_run

@@ -18,14 +18,12 @@ import click
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, flags_of, job_flags, jobs_of, task_flags
-from dualeval.engine.end.process import say
-from dualeval.engine.end.signals import numbers_of
+from dualeval.engine.end.process import numbers_of, say
 from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.engine.session import Session
 from dualeval.errors import EXIT_DONE, UsageError
 from dualeval.launch import examine
-from dualeval.launch.launchers import BACKENDS, LAUNCHERS
-from dualeval.launch.starts import may_start_ranks
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, may_start_ranks
 from dualeval.options.choices import SCHEDULES
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.fields import Given, fields_of
@@ -198,7 +196,7 @@ def prepared(
 
 
 def _check_share(invocation: Invocation, jobs: Sequence[tuple[str | None, Job]]) -> None:
-    from dualeval.engine.folder.shares import Share
+    from dualeval.engine.folder.layout import Share
 
     share = f"--share {Share.of_text(invocation.share or '')}"
     if invocation.out is None:

@@ -154,7 +154,7 @@ class Models:
     def _folder(self, session: Session) -> Path:
         """The folder of all models: the one that was asked for, that of this launch, or a new one."""
         from dualeval.engine.folder.layout import check_path
-        from dualeval.engine.folder.process import launch_of
+        from dualeval.engine.folder.opening import launch_of
 
         self._launch = launch_of(session.world)
         if self._out is not None:

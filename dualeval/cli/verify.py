@@ -25,14 +25,13 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
 
     RUN is the output folder of the run and is not changed. Exit code 1 if something differs.
     """
-    from dualeval.engine import verification
-    from dualeval.engine.rescoring import check_finished
+    from dualeval.engine import rescoring
     from dualeval.tasks.stored import metrics_of_run
 
-    check_finished(run)
+    rescoring.check_finished(run)
     own = metrics_of_run(run / JOB)
     found = []
-    for check in verification.verify(run, own):
+    for check in rescoring.verify(run, own):
         found.append(check)
         if not as_json:
             lines = [f"differs  {check.name}: {difference}" for difference in check.differences]

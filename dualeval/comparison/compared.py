@@ -23,7 +23,7 @@ from dualeval.comparison.statistics import (
     holm,
     largest_loss,
 )
-from dualeval.engine.row_comparison import PREDICTION_COLUMNS, same_entries
+from dualeval.engine.differences import PREDICTION_COLUMNS, same_entries
 from dualeval.engine.slices import bins_without_use
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_groups

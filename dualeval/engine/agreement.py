@@ -1,24 +1,46 @@
-"""What the ranks tell each other before they start: the same job, the same data, what machine each one is."""
+"""What the ranks tell each other before they start: the same job, the same data, what machine each one is.
+
+Of the data these are the samples' ids, each its own, and their contents. Ranks share the hashing: of ids all
+ranks, of contents those of a node, for each node may have a copy of its own; nodes compare what they have
+read.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualeval.backends.base import Backend
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.folder.process import launch_of
-from dualeval.engine.identity import ModelIdentity, job_identity
+from dualeval.engine.folder.opening import launch_of
+from dualeval.engine.identity import job_identity
+from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.machines import check_kinds_of_ranks, machine_facts
-from dualeval.engine.parts import identity_of
+from dualeval.engine.parts import identity_of, ids_of
 from dualeval.engine.preparation import identity_of as identity_of_preparation
-from dualeval.engine.samples_digest import check_ids, contents_fingerprint, hashes_of_ids, joined
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
+from dualeval.tasks import Dataset
 from dualeval.world import World
+
+_MOST_BLOCKS = 1024
+_LEAST_BLOCK = 64  # samples
+_WORDS = 2  # int64 a block: 128 bits of the hash of its contents
+_NAMED_AT_MOST = 4
+_AT_ONCE = 1 << 23  # hashes of ids that rank 0 compares: 64 MB
 
 
 def agree(
@@ -73,11 +95,11 @@ def agree(
     )
     hosts = [rank["host"] for rank in everyone]
     check_same_job([rank["job"] for rank in everyone], hosts, [rank["numbers"] for rank in everyone])
-    check_ids(dataset, plan.num_samples, hashes, backend)
+    _check_ids(dataset, plan.num_samples, hashes, backend)
     # What holds a rank's number is another value on each.
     job = everyone[0]["job"]
     # After what costs less to compare, and so of the same samples on every rank.
-    job["contents"] = contents_fingerprint(dataset, plan.num_samples, backend, run.control)
+    job["contents"] = _contents_fingerprint(dataset, plan.num_samples, backend, run.control)
     machines = [rank["machine"] for rank in everyone]
     check_kinds_of_ranks(machines, hosts, mix=options.mix_machines)
     return {
@@ -148,4 +170,136 @@ def _weights_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
         " (weights is a digest of the tensors that a rank has in its model: the file of --weights is not the "
         "same for all ranks. Compare it on both hosts with sha256sum, or give a path on a file system that "
         "all ranks share. A model of your own code may also draw its weights: seed it alike on every rank.)"
+    )
+
+
+def hashes_of_ids(
+    dataset: Dataset, samples: int, world: World, step: Callable[[], None]
+) -> tuple[list[str], npt.NDArray[np.uint64]]:
+    """The hash of the ids in each of this rank's blocks, and of each id; none where ids cost readings."""
+    found, single = list[str](), [np.empty(0, np.uint64)]
+    blocks = [] if getattr(dataset, "reads_for_ids", False) else blocks_of(samples)
+    for block in blocks[world.rank :: world.size]:
+        ids = [*map(str, ids_of(dataset, block))]
+        found.append(sha256_of_json(ids))
+        if not getattr(dataset, "unique_ids", False):
+            single.append(hashed(ids))
+        step()
+    return found, np.concatenate(single)
+
+
+def hashed(ids: Sequence[str]) -> npt.NDArray[np.uint64]:
+    """8 bytes of each id's hash: of 10**8 ids all that can be held."""
+    return np.fromiter(map(_hash, ids), np.uint64, len(ids))
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def repeated(hashes: npt.NDArray[np.uint64], ids: Iterator[str]) -> dict[str, int]:
+    """The ids that are there more than once, and how often; ``ids`` are read where two hashes are alike."""
+    ordered = np.sort(hashes)
+    suspect = frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    counts = Counter(name for name in ids if _hash(name) in suspect) if suspect else {}
+    # Two different ids may have one hash.
+    return {name: count for name, count in counts.items() if count > 1}
+
+
+def _check_ids(dataset: Dataset, samples: int, hashes: npt.NDArray[np.uint64], backend: Backend) -> None:
+    """On rank 0, refuse two samples of one id, by the hashes of all ranks; a collective."""
+    ordered, parts = np.sort(hashes), -(-samples // _AT_ONCE)
+    ends = np.searchsorted(ordered, np.array([(part << 64) // parts for part in range(1, parts)], np.uint64))
+    twice: dict[str, int] = {}
+    for own in np.split(ordered.view(np.int64), ends):
+        of_ranks = backend.gather(torch.from_numpy(own))
+        if of_ranks is not None and not twice:
+            ids = (str(name) for block in blocks_of(samples) for name in ids_of(dataset, block))
+            twice = repeated(torch.cat(of_ranks).numpy().view(np.uint64), ids)
+    for name, count in twice.items():
+        raise UsageError(
+            f"{count:,} samples have the id {name!r}: each sample needs an id of its own. Let ids= (or the "
+            "data set's id()) return another text for each, or leave ids= out: then the index is the id"
+        )
+
+
+def joined(samples: int, ranks: Sequence[list[str]]) -> str | None:
+    """The digest, of what ``hashes_of_ids`` gave on every rank."""
+    if not any(ranks):
+        return None
+    blocks = range(len(blocks_of(samples)))
+    return sha256_of_json([samples, *(ranks[block % len(ranks)][block // len(ranks)] for block in blocks)])
+
+
+def digest_of(samples: int, ids: Iterable[str]) -> str | None:
+    """The digest, of all ids in order."""
+    names = iter(ids)
+    return joined(samples, [[sha256_of_json([*islice(names, len(block))]) for block in blocks_of(samples)]])
+
+
+def _contents_fingerprint(
+    dataset: Dataset, samples: int, backend: Backend, control: ControlPlane
+) -> str | None:
+    """sha256, in hex, over the contents of the first samples; None where the data set gives none.
+
+    A collective, with the same result on every rank. Samples are cut into blocks, by their number alone.
+    Each node reads all of them, for it may have a copy of its own; block b is read by its local rank b mod
+    local size.
+    """
+    read = getattr(dataset, "content_fingerprint", None)
+    if read is None:
+        return None
+    blocks = blocks_of(samples)
+    world = backend.world
+    limits = torch.iinfo(torch.int64)
+    least = torch.full((len(blocks), _WORDS), limits.max)
+    most = torch.full((len(blocks), _WORDS), limits.min)
+    for number in range(world.local_rank, len(blocks), world.local_size):
+        control.progress.step("setup")
+        least[number] = most[number] = torch.frombuffer(_hash_of(read, blocks[number]), dtype=torch.int64)
+    control.meet()
+    own = least.clone()
+    # Two short ones, whatever the number of ranks: a list of each rank's hashes would be megabytes.
+    least, most = backend.all_reduce(least, op="min"), backend.all_reduce(most, op="max")
+    differing = (least != most).any(dim=1).nonzero().flatten().tolist()
+    if differing:
+        _refuse(dataset, blocks, differing, own, backend)
+    return hashlib.sha256(least.numpy().tobytes()).hexdigest()
+
+
+def contents_now(dataset: Dataset, samples: int) -> str | None:
+    """What ``_contents_fingerprint`` is of the data as they lie there now, read by this process alone."""
+    read = getattr(dataset, "content_fingerprint", None)
+    if read is None:
+        return None
+    return hashlib.sha256(b"".join(_hash_of(read, block) for block in blocks_of(samples))).hexdigest()
+
+
+def _hash_of(read: Callable[[range], str], block: range) -> bytearray:
+    return bytearray(hashlib.sha256(str(read(block)).encode()).digest()[: 8 * _WORDS])
+
+
+def blocks_of(samples: int) -> list[range]:
+    """Consecutive samples that are hashed together, cut by their number alone."""
+    size = max(_LEAST_BLOCK, -(-samples // _MOST_BLOCKS))
+    return [range(first, min(first + size, samples)) for first in range(0, samples, size)]
+
+
+def _refuse(
+    dataset: Dataset, blocks: list[range], differing: list[int], own: torch.Tensor, backend: Backend
+) -> None:
+    """Say which hosts have read other contents; a collective."""
+    words = own[differing[0]].tolist()
+    everyone = backend.all_gather_json([socket.gethostname(), words])
+    unread = torch.iinfo(torch.int64).max  # by that rank: another one of its node has read it
+    readers = {
+        f"{host} (rank {rank})": found for rank, (host, found) in enumerate(everyone) if found[0] != unread
+    }
+    first, *_ = readers
+    others = [reader for reader, found in readers.items() if found != readers[first]]
+    block = blocks[differing[0]]
+    raise UsageError(
+        f"the data set has other contents on {', '.join(others[:_NAMED_AT_MOST])} than on {first}: samples "
+        f"{block.start} to {block.stop - 1} ({dataset.id(block.start)} to {dataset.id(block.stop - 1)})"
+        f" differ, and {len(differing) - 1} more of {len(blocks)} such blocks. Give every node the same data."
     )

@@ -6,30 +6,26 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.engine import numerics
 from dualeval.engine.feed import checked_workers, why_not_forked
 from dualeval.engine.forward import settle_layout
 from dualeval.engine.guest import Snapshot
-from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.late_parameters import has_late, read_all
+from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.engine.rounds import settle_schedule
 from dualeval.engine.run_state import Run
 from dualeval.engine.samples import as_dataset
+from dualeval.engine.sharding.fsdp import check_torch
 from dualeval.engine.sharding.model import ShardedModel, release, return_large_blocks
-from dualeval.engine.sharding.parameters import check_device, check_owned
-from dualeval.engine.sharding.torch_fsdp import check_torch
+from dualeval.engine.sharding.parameters import check_device, check_owned, has_late, read_all
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset, Task
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 _MOST_AUTOMATIC_WORKERS = 8
 # The methods that each task has and that are given something.

@@ -1,8 +1,12 @@
-"""From a batch to its columns on the host: forward and observe, several batches at a time.
+"""From a batch to its columns on the host: forward and observe, several batches at a time, and the copies.
 
 On a CPU a kernel may split a sum over its threads, and so give other last bits with another number of them:
 oneDNN does so in many 1x1 convolutions. So a kernel gets one thread here, always, and the threads that a rank
 has each compute a batch of their own.
+
+Batches come to the device, and columns back to the host, beside the computation. What is copied waits in
+pinned memory, which torch keeps and hands out again when the copy is done: asking the system for it takes
+longer than the copy. Nothing of a CPU's batches is copied.
 """
 
 from __future__ import annotations
@@ -13,25 +17,29 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from operator import methodcaller
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dualeval.columns import LateColumns, all_copied, as_columns
+from dualeval.columns import Column, LateColumns, all_copied, as_columns, of_parts, parts_of
 from dualeval.engine import numerics
-from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
-from dualeval.engine.transfer import Columns, Pending, start_download
+from dualeval.engine.accelerator import Accelerator, accelerator_of, is_out_of_memory
+from dualeval.engine.nests import map_values
 from dualeval.errors import UsageError
 from dualeval.models.model_errors import why_model_failed
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Task
+from dualeval.tasks import Task
 
 # Each batch under way holds activations of its own; more cores than this want more ranks.
 _MOST_THREADS = 16
 # Their names begin with it.
 THREADS = "dualeval-compute"
+Columns = Mapping[str, Column]
+# Waits until a batch's columns are complete, and returns them.
+Pending = Callable[[], Columns]
+
+_HOST = torch.device("cpu")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -146,3 +154,109 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
     """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, shared)
+
+
+class Uploads:
+    """Brings batches to the device."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._copies = None if accelerator.is_host else accelerator.new_stream()
+
+    def start(self, data: Any) -> Any:
+        """Start the copies of a batch's tensors; later work of the current stream waits for them."""
+        if self._copies is None:
+            return data
+        # A tensor that is in the batch twice is copied once.
+        on_device: dict[int, Tensor] = {}
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in on_device:
+                on_device[id(tensor)] = self._copied(tensor)
+            return on_device[id(tensor)]
+
+        # What moves itself does so in the computing stream: what memory it takes, only the object knows.
+        found = map_batch(copied, data, methodcaller("to", self._accelerator.device))
+        if on_device:
+            computing = self._accelerator.current_stream()
+            computing.wait_stream(self._copies)
+            for copy in on_device.values():
+                # The allocator would hand the memory on while the computing stream still reads it.
+                self._accelerator.keep_for(copy, computing)
+        return found
+
+    @torch.no_grad()
+    def _copied(self, tensor: Tensor) -> Tensor:
+        pinned = self._accelerator.pinned(tensor)
+        pinned.copy_(tensor)
+        assert self._copies is not None
+        with self._copies:
+            copy = self._accelerator.empty(pinned)
+            self._accelerator.start_copy(pinned, copy)
+        return copy
+
+
+@torch.no_grad()
+def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
+    """Start the copies of a batch's columns to the host, behind what the current stream has been given."""
+    if isinstance(columns, LateColumns):
+        given = start_download(accelerator, columns.given)
+        return lambda: columns.of(given())
+
+    def begin(part: Any) -> Any:
+        if not _is_plain(part, accelerator.device):
+            return part.cpu() if isinstance(part, Tensor) else part
+        # A view that torch negates or conjugates only when it is read would be copied as it lies there.
+        part = part.resolve_conj().resolve_neg()
+        pinned = accelerator.pinned(part)
+        accelerator.start_copy(part, pinned)
+        return pinned
+
+    kinds = {name: type(column) for name, column in columns.items()}
+    # By name, the tensors that each column is made of.
+    parts = {name: [*map(begin, parts_of(column))] for name, column in columns.items()}
+    arrived = accelerator.record_event()
+
+    def wait() -> Columns:
+        arrived.synchronize()
+        # Out of the pinned memory: some columns are held until a run ends.
+        return {name: of_parts(kinds[name], [*map(_cloned, own)]) for name, own in parts.items()}
+
+    return wait
+
+
+def _cloned(part: Any) -> Any:
+    return part.clone() if isinstance(part, Tensor) else part
+
+
+def map_batch(
+    tensor: Callable[[Tensor], Any], batch: Any, moving: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Make a batch of the same structure; on every device in the same way.
+
+    ``moving`` is called with what moves itself, and with tensors that are no plain ones.
+    """
+
+    def leaf(value: Any) -> Any:
+        if type(value) is Tensor and _is_plain(value, _HOST):
+            return tensor(value)
+        return moving(value) if isinstance(value, Tensor) or _moves_itself(value) else value
+
+    return map_values(leaf, batch, is_leaf=_moves_itself)
+
+
+def _is_plain(value: Any, device: torch.device) -> bool:
+    """Whether a value is a tensor that numbers in memory describe, and no class of somebody's own."""
+    return (
+        type(value) is Tensor
+        and value.device.type == device.type
+        and device.index in (None, value.device.index)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_nested
+    )
+
+
+def _moves_itself(value: Any) -> bool:
+    """Whether an object has a method ``to``, as a tensor does, and a batch of transformers."""
+    return not isinstance(value, Tensor) and callable(getattr(type(value), "to", None))

@@ -1,29 +1,44 @@
-"""Evaluation: what is evaluated, known once the model is built, and the same for each batch."""
+"""Evaluation: what is evaluated, known once the model is built, and the same for each batch.
+
+Among its columns are those of the user's data which are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from dualeval.engine import trial
-from dualeval.engine.columns import kept_columns
-from dualeval.engine.data_columns import DataColumns, check_by, data_columns_of
+from dualeval.columns import Column, Text, described, parts_of
+from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.measured import kept_columns
+from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.run_state import Run
+from dualeval.engine.samples import HuggingFaceSamples
 from dualeval.errors import UsageError
+from dualeval.further_columns import NOT_NAMED, FurtherColumns, KeptColumns
 from dualeval.metrics import Metric, RowMetric, split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import NonfiniteWarning
+from dualeval.options.choices import NO_COLUMN, columns_of_groups
 from dualeval.tasks import Dataset, Task
+from dualeval.wording import did_you_mean
 
 _NO_METRICS = (
     "there are no metrics, so the result has no numbers. Let metrics() or metrics= give some, as "
     "[dualeval.metrics.Mean('loss')] of a column 'loss'"
 )
+# The columns that predictions.parquet and the journal have by themselves.
+RESERVED = ("id", "index", EVALUATED)
+_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +108,11 @@ def evaluation_of(
     cluster = options.cluster or task.cluster
     own = kept_columns(rows, metrics, row_metrics)
     step = partial(run.control.progress.step, "setup")
-    data, notes = data_columns_of(task, dataset, options, (*own, *task.on_request), step)
+    data, notes = _data_columns_of(task, dataset, options, (*own, *task.on_request), step)
     run.note_all(notes)
     columns = tuple(dict.fromkeys((*own, *(data.names if data else ()), *filter(None, [cluster]))))
-    check_by(task, options.by, columns)
-    trial.check_names(chosen, columns)
+    _check_by(task, options.by, columns)
+    _check_names(chosen, columns)
     if task.on_request:
         task.requested = {name for metric in chosen for name in metric.columns}
     # What nobody reads again is not kept where nothing is written.
@@ -117,3 +132,177 @@ def evaluation_of(
         data=data,
         cluster=cluster,
     )
+
+
+def _check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> None:
+    """Check the names of metrics and kept columns, before anything is computed."""
+    names = [metric.name for metric in metrics]
+    for metric in metrics:
+        size = getattr(metric, "size", 1)
+        if (
+            not isinstance(metric.name, str)
+            or not isinstance(size, int)
+            or isinstance(size, bool)
+            or size < 1
+        ):
+            raise UsageError(
+                f"the metric {type(metric).__name__} has name {metric.name!r} and size {size!r}, expected a "
+                "text and a whole number of at least 1"
+            )
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two metrics are called {name!r}. Give each a name of its own.")
+    for name in kept:
+        if name in RESERVED:
+            raise UsageError(
+                f"the column {name!r} is a name that is taken. predictions.parquet has "
+                f"{', '.join(RESERVED[:2])} by itself, the journal {EVALUATED}: give the column another "
+                "name."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataColumns:
+    """The columns of the data that the rows of a run keep."""
+
+    names: tuple[str, ...]
+    # Gives those of consecutive samples, each of the type that all its values together have.
+    read: Callable[[range], Mapping[str, Any]]
+
+    def of(self, samples: range) -> dict[str, Column]:
+        """The columns of consecutive samples."""
+        found = self.read(samples)
+        return {
+            name: Text(found[name]) if isinstance(found[name], list) else torch.from_numpy(found[name])
+            for name in self.names
+        }
+
+    def digests(self, count: int, step: Callable[[], None]) -> dict[str, str]:
+        """sha256, in hex, over the values of the first ``count`` samples, by column."""
+        hashes = {name: hashlib.sha256() for name in self.names}
+        for first in range(0, count, _AT_ONCE):
+            for name, column in self.of(range(first, min(first + _AT_ONCE, count))).items():
+                hashes[name].update(described(column).encode())
+                for part in parts_of(column):
+                    hashes[name].update(np.ascontiguousarray(part.numpy()).data)
+            step()
+        return {name: found.hexdigest() for name, found in hashes.items()}
+
+
+def _data_columns_of(
+    task: Task, dataset: Dataset, options: RunOptions, taken: Collection[str], step: Callable[[], None]
+) -> tuple[DataColumns | None, list[str]]:
+    """Choose the columns of the data that are kept beside those ``taken``; and what is to be said of it."""
+    asked = [name for name in options.keep if name != NO_COLUMN]
+    also = (*columns_of_groups(options.by), *filter(None, [options.cluster]))
+    whole: Any = getattr(dataset, "whole", dataset)
+    if isinstance(whole, HuggingFaceSamples):
+        whole.read_columns((*options.keep, *also) if options.keep else ())
+    there = _read(dataset, range(min(1, len(dataset)))) if callable(getattr(dataset, "columns", None)) else {}
+    kept = getattr(whole, "kept", None)
+    left_out = kept.left_out if isinstance(kept, KeptColumns) else {}
+    if not there and not left_out and not asked:
+        return None, []
+    taken = {*taken, *RESERVED, *_names_of_texts(task, taken)}
+    for name in asked:
+        _check(name, there, left_out, taken)
+    wanted = {*asked, *also} if options.keep else {*there}
+    names = tuple(name for name in there if name in wanted and name not in taken)
+    said = {name: "the rows have a column of this name" for name in there if name in taken}
+    notes = [
+        f"the column {name} of the data is not kept: {why}" for name, why in {**left_out, **said}.items()
+    ]
+    if not names:
+        return None, [] if options.keep else notes
+    # The types of a data set of the user's own show when all values have been read, once.
+    read: Any = getattr(dataset, "columns", None)
+    if not isinstance(kept, KeptColumns):
+        read = _whole(dataset, names, options, step).of
+    return DataColumns(names=names, read=read), [] if options.keep else notes
+
+
+def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], taken: Collection[str]) -> None:
+    if (why := left_out.get(name, NOT_NAMED)) != NOT_NAMED:
+        # Of a task that was made in Python without the name.
+        hint = f"Give keep=({name!r},) to the task, too" if why.startswith("it has") else "Leave it out"
+        raise UsageError(f"--keep {name}: the column cannot be kept: {why}. {hint}.")
+    if name not in there:
+        has = f"it has {', '.join((*there, *left_out))}" if there or left_out else "it has none of its own"
+        raise UsageError(f"--keep {name}: the data has no such column; {has}.")
+    if name in taken:
+        raise UsageError(
+            f"--keep {name}: the rows have a column of this name, which is not the data's. Rename the data's."
+        )
+
+
+def _names_of_texts(task: Task, rows: Collection[str]) -> tuple[str, ...]:
+    """The columns of text that a task makes of its rows."""
+    # The user's own method may need more than no rows; the first batch is tried with real ones.
+    with suppress(Exception):
+        return tuple(task.texts({name: np.empty(0, np.int64) for name in rows}, 0))
+    return ()
+
+
+def _whole(
+    dataset: Dataset, names: Sequence[str], options: RunOptions, step: Callable[[], None]
+) -> KeptColumns:
+    """Columns of all samples that are evaluated, by the rules for those of tables."""
+    count = len(dataset) if options.limit is None else min(options.limit, len(dataset))
+    further = FurtherColumns(names, keep=names)
+    for first in range(0, count, _AT_ONCE):
+        samples = range(first, min(first + _AT_ONCE, count))
+        found = _read(dataset, samples)
+        if absent := [name for name in names if name not in found]:
+            raise UsageError(
+                f"columns(indices) of {_kind(dataset)} gives no {absent[0]!r} for samples {first} to "
+                f"{samples.stop - 1}: give the same columns for all samples"
+            )
+        further.take(found)
+        step()
+    kept = further.kept()
+    for name, why in kept.left_out.items():
+        raise UsageError(
+            f"{_kind(dataset)}.columns(indices): the column {name!r} cannot be kept: {why}. "
+            "Expected one text, number or bool a sample: mend it, or leave it out of what columns() returns."
+        )
+    return kept
+
+
+def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
+    """What a data set says of some of its samples, as Python's values by column."""
+    found = dataset.columns(samples)  # type: ignore[attr-defined]
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise UsageError(
+            f"{_kind(dataset)}.columns(indices) returned a {type(found).__name__}, expected a dict of values "
+            "by the names of columns, which are texts, one value a sample. Mend it, or give it another name."
+        )
+    columns = {}
+    for name, values in found.items():
+        plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else values
+        if not isinstance(plain, Sequence) or isinstance(plain, str) or len(plain) != len(samples):
+            entries = f" of {len(plain)} entries" if isinstance(plain, Sequence) else ""
+            raise UsageError(
+                f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__}"
+                f"{entries} for {len(samples)} samples, expected one text, number or bool a sample, in a "
+                "list, array or tensor"
+            )
+        columns[name] = [
+            value.item() if isinstance(value, (np.generic, Tensor)) else value for value in plain
+        ]
+    return columns
+
+
+def _kind(dataset: Dataset) -> str:
+    whole: Any = getattr(dataset, "whole", dataset)
+    return type(getattr(whole, "wrapped", whole)).__name__
+
+
+def _check_by(task: Task, by: Sequence[str], columns: Sequence[str]) -> None:
+    """Check, before anything is evaluated, that the rows have the columns of groups."""
+    known = [*columns, *(_names_of_texts(task, columns) if by else ())]
+    for name in columns_of_groups(by):
+        if name not in known:
+            raise UsageError(
+                f"--by {name}: there is no such column. The columns are {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
+            )

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.compute import Uploads, map_batch
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.nests import zeros_like
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import index_of, name_of
-from dualeval.engine.progress import Stage
 from dualeval.engine.samples import Samples
-from dualeval.engine.transfer import Uploads, map_batch
 from dualeval.errors import DualevalError, UsageError, text_of, with_type
 from dualeval.own_code import keep_own_code, own_code
 from dualeval.process_start import end_with_parent
@@ -104,7 +104,7 @@ class Reader(torch.utils.data.Dataset[Read]):
         else:
             failed = ()
             self._ready_batches = not isinstance(samples, list)
-            if samples and not self._ready_batches and not self._fill_tried:
+            if not self._ready_batches and samples and not self._fill_tried:
                 # Found out at the first batch, and not when a sample fails.
                 self._fill_tried = True
                 self._in_place_of(indices[0], "--on-error skip: a sample may be unreadable", samples[0])

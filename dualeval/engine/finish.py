@@ -15,27 +15,33 @@ from typing import Any
 import torch
 
 from dualeval.columns import Rows
-from dualeval.engine.clusters import columns_wanted, find_clusters, with_clusters
-from dualeval.engine.columns import columns_of
-from dualeval.engine.description import describe
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
+from dualeval.engine.folder.layout import what_they_said
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
-from dualeval.engine.folder.shares import what_they_said
 from dualeval.engine.folder.windows import RowsOfChunks, read_columns
-from dualeval.engine.in_memory import MemoryWriter, collect_rows
 from dualeval.engine.loop import Loop, unwritable
 from dualeval.engine.machines import chunks_by_machine
-from dualeval.engine.measured import check_keys, fields_of_result, plain
+from dualeval.engine.measured import (
+    check_keys,
+    columns_of,
+    columns_wanted,
+    fields_of_result,
+    find_clusters,
+    plain,
+    with_clusters,
+)
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
+from dualeval.engine.plan import EvalPlan
 from dualeval.engine.proving import Proven, batches_of_predictions, metric_digests
 from dualeval.engine.slices import slicing_of
-from dualeval.engine.stored_rows import NewRows
+from dualeval.engine.stored_rows import MemoryWriter, NewRows, collect_rows
 from dualeval.errors import DualevalError, UsageError
-from dualeval.result import PREDICTIONS, Result, checksum_of
-from dualeval.wording import first_of
+from dualeval.result import FIRST_SAMPLES, PREDICTIONS, Result, checksum_of
+from dualeval.tasks import Task
+from dualeval.wording import counted, first_of
 
 _NAMED_AT_MOST = 5
 # Fields of a result that rank 0 makes of what all ranks have counted, and of the rows.
@@ -43,6 +49,7 @@ _NUMBERS = (
     *("metrics", "intervals", "rough", "naive_intervals", "clusters", "nonfinite", "units", "directions"),
     *("scores", "work", "whole_set_intervals", "slices", "reference", "warnings", "machines", "homogeneous"),
 )
+_SHOWN_DIGITS = 8
 
 
 def finish(
@@ -373,3 +380,39 @@ def _warnings(result: Result, of_metrics: Sequence[str]) -> Iterator[str]:
             "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest "
             "cannot be compared with any other"
         )
+
+
+def describe(
+    task: Task, part: Mapping[str, Any], plan: EvalPlan, job: Mapping[str, Any], fingerprint: str
+) -> dict[str, str]:
+    """Complete a task's description with what the engine knows."""
+    own = task.description()
+    first = {} if "model" in own else {"task": task.name}
+    # In this order, whatever the task's.
+    lines = {**first, "model": "", "weights": "", "data": "", **own}
+    weights, data = job["weights"], f"fingerprint {job['data'][:_SHOWN_DIGITS]}"
+    if job["contents"] is not None:
+        data += f", contents {job['contents'][:_SHOWN_DIGITS]}"
+    mark = f"fingerprint {weights['fingerprint'][:_SHOWN_DIGITS]}" if weights["elements"] else ""
+    lines["weights"] = _with(lines["weights"], mark)
+    lines["data"] = _with(lines["data"], f"{_samples(part)}, {data}")
+    done = ", ".join([f"batch size {plan.batch_size}", *_prepared(job)])
+    lines["job"] = f"{done} (fingerprint {fingerprint[:_SHOWN_DIGITS]})"
+    return {label: text for label, text in lines.items() if text}
+
+
+def _prepared(job: Mapping[str, Any]) -> list[str]:
+    """What was done to the model, in the words of the options."""
+    kept = ["batch norms in fp32"] if job.get("keep_batchnorm_fp32") else []
+    return [job["precision"], *kept, *(job[name] for name in ("layout", "optimize") if name in job)]
+
+
+def _with(text: str, more: str) -> str:
+    return f"{text} ({more})" if text and more else text or more
+
+
+def _samples(part: Mapping[str, Any]) -> str:
+    count, total = f"{part['samples']:,}", counted(part["of"], "sample")
+    if part["kind"] == FIRST_SAMPLES:
+        return f"the first {count} of {total}"
+    return f"{count} of {total}, seed {part['seed']}" if "seed" in part else total

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from dualeval.columns import Rows, to_rows
-from dualeval.engine.compute import Compute, copy_sharing_tensors
+from dualeval.engine.compute import Compute, Pending, copy_sharing_tensors
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial, layout_of
@@ -22,12 +23,10 @@ from dualeval.engine.loop import Loop, compute_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
-from dualeval.engine.progress import Stage
 from dualeval.engine.proving import EvaluatesBatch, StoredBatch
 from dualeval.engine.recorder import Work
 from dualeval.engine.run_state import Run
-from dualeval.engine.sharding.detect import is_sharded
-from dualeval.engine.transfer import Pending
+from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.options.choices import COMPILE, LOCKSTEP
 from dualeval.tasks import Dataset, Task
 

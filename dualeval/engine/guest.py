@@ -1,7 +1,8 @@
 """An evaluation inside a caller's script: what the script finds afterwards is what it had before.
 
 A training loop goes on after an evaluation, bit for bit as without it. So the model's modes, hooks, tensors
-and gradients, the states of all random generators and torch's settings are put back, also after an error.
+and gradients, the states of all random generators and torch's settings are put back, also after an error. So
+is what a task or metric and its functions keep between batches, where a batch is only tried.
 """
 
 from __future__ import annotations
@@ -9,27 +10,29 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from types import FunctionType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualeval.backends.base import Backend
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.identity.hasher import Hasher
+from dualeval.engine.identity.source import is_own
 from dualeval.engine.nests import held_by
-from dualeval.engine.sharding.detect import is_unit, reshard
+from dualeval.engine.run_state import Run
+from dualeval.engine.sharding.fsdp import is_unit, reshard
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Task
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
-    from dualeval.engine.run_state import Run
 
 # Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
 _OF_STATE_DICTS = (
@@ -41,6 +44,13 @@ _DICTS = [name for name, value in vars(nn.Module()).items() if isinstance(value,
 # How far models are looked for: attributes and names, what these hold, and what is in that.
 _LEVELS = 3
 _LOOKED_AT_EACH = 256
+OF_TASK = ("collate", "forward", "observe", "postprocess")
+OF_METRIC = ("update", "compute")
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+_LISTS = (list, set, deque)
+# Bytes of an array that is compared by content; attributes of an object.
+_CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 
 
 class Snapshot:
@@ -309,14 +319,11 @@ def _models_of(task: Task) -> list[nn.Module]:
     A trainer, for instance, has the model among its own attributes. One that lies deeper is remembered when
     it is returned.
     """
-    method = inspect.unwrap(task.build_model)
     level: list[Any] = [
         *vars(task).values(),
         *(value for kind in type(task).__mro__ for value in vars(kind).values()),
+        *named_by(inspect.unwrap(task.build_model)),
     ]
-    if inspect.isfunction(method) or inspect.ismethod(method):
-        named = inspect.getclosurevars(method)
-        level += [*named.nonlocals.values(), *named.globals.values()]
     found: dict[int, nn.Module] = {}
     for _ in range(_LEVELS):
         # By their types: a proxy answers isinstance with what it stands for.
@@ -328,6 +335,14 @@ def _models_of(task: Task) -> list[nn.Module]:
             for value in held_by(part, _LOOKED_AT_EACH)
         ]
     return list(found.values())
+
+
+def named_by(function: Any) -> list[Any]:
+    """What the body of a function or method names outside of it; nothing of any other value."""
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
+        return []
+    named = inspect.getclosurevars(function)
+    return [*named.nonlocals.values(), *named.globals.values()]
 
 
 class Generators:
@@ -349,3 +364,86 @@ class Generators:
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
         set_random_states(self._devices)
+
+
+class Kept:
+    """An object's attributes, the names outside of its functions, and what their values hold: as of now.
+
+    Values of values are not looked at: what those decide, the columns show. Of a model see ``Snapshot``.
+    """
+
+    def __init__(self, owner: Any, methods: Sequence[str], model: nn.Module | None = None) -> None:
+        self._owner, self._methods = owner, methods
+        self._of_model = set() if model is None else {id(module) for module in model.modules()}
+        self._attributes = dict(_attributes(owner))
+        self._before = {place: (value, self._inside(value), bind) for place, value, bind in self._places()}
+
+    def changes(self) -> list[str]:
+        """The places of values that are others now, or hold others."""
+        now = {place: [value, *self._inside(value)] for place, value, _ in self._places()}
+        then = {place: [value, *inside] for place, (value, inside, _) in self._before.items()}
+        return [place for place in {**then, **now} if not _are_same(then.get(place), now.get(place))]
+
+    def put_back(self) -> None:
+        """Put back all but what other objects hold: their parts may belong together."""
+        put_back(_attributes(self._owner), self._attributes)
+        for value, inside, bind in self._before.values():
+            bind(value)
+            if issubclass(type(value), dict):
+                half = len(inside) // 2
+                put_back(value, dict(zip(inside[:half], inside[half:], strict=True)))
+            elif type(value) in _LISTS:
+                value.clear()
+                (value.update if type(value) is set else value.extend)(inside)
+
+    def _places(self) -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
+        """Where the values are, the values, and what binds others there."""
+        owner, held = self._owner, _attributes(self._owner)
+        for name, value in list(held.items()):
+            yield f"{type(owner).__name__}.{name}", value, partial(held.__setitem__, name)
+        methods = [getattr(owner, name) for name in self._methods]
+        for function in [getattr(each, "__func__", each) for each in (*methods, *held.values())]:
+            if type(function) is not FunctionType or not is_own(function):
+                continue
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                with suppress(ValueError):  # an empty one
+                    bind = partial(setattr, cell, "cell_contents")
+                    yield f"{name} of {function.__qualname__}", cell.cell_contents, bind
+            read, module = function.__globals__, function.__module__
+            for name in [each for each in function.__code__.co_names if each in read]:
+                yield f"{name} of the module {module}", read[name], partial(read.__setitem__, name)
+
+    def _inside(self, value: Any) -> list[Any]:
+        return [] if id(value) in self._of_model else _inside(value)
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    found = getattr(owner, "__dict__", None)
+    return found if type(found) is dict else {}
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a value holds; a tensor's version, an array's bytes; nothing of an object of a library's class."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        return [version_of(value)]
+    if kind is np.ndarray:
+        return [value.tobytes()] if value.nbytes <= _CONTENT and not value.dtype.hasobject else []
+    if issubclass(kind, dict):
+        return [*dict.keys(value), *held_by(value, len(value))]
+    return (
+        held_by(value, len(value))
+        if kind in _LISTS
+        else held_by(value, _MOST_ATTRIBUTES)
+        if is_own(kind)
+        else []
+    )
+
+
+def _are_same(before: list[Any] | None, now: list[Any] | None) -> bool:
+    if before is None or now is None or len(before) != len(now):
+        return False
+    return all(
+        one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
+        for one, other in zip(before, now, strict=True)
+    )

@@ -11,8 +11,14 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dualeval.engine.end.process import conclude_quietly, install_hook, note_outer_hook, remove_hook, say
-from dualeval.engine.end.signals import Signals
+from dualeval.engine.end.process import (
+    Signals,
+    conclude_quietly,
+    install_hook,
+    note_outer_hook,
+    remove_hook,
+    say,
+)
 from dualeval.engine.options import SessionOptions
 from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
 from dualeval.own_code import wants_debug

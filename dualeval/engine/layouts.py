@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine.sharding.detect import class_of, is_sharded
+from dualeval.engine.sharding.fsdp import class_of, is_sharded
 from dualeval.errors import UsageError, with_type
 from dualeval.options.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 

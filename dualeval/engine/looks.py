@@ -12,26 +12,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from dualeval.columns import Column
-from dualeval.engine.compute import THREADS, Compute, is_compiled, usable_threads
+from dualeval.engine.compute import THREADS, Compute, is_compiled, map_batch, usable_threads
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.guest import Generators, Snapshot
+from dualeval.engine.guest import OF_TASK, Generators, Kept, Snapshot
 from dualeval.engine.identity.hasher import digest_of
-from dualeval.engine.kept import OF_TASK, Kept
 from dualeval.engine.loop import read_alone
 from dualeval.engine.parts import postprocessed
-from dualeval.engine.sharding.detect import is_sharded
-from dualeval.engine.transfer import map_batch
+from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE
+from dualeval.tasks import Task
 from dualeval.wording import listed
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Task
 
 # Forwards of a look: the first batch three times, the second twice, and both at the same time.
 _FORWARDS = 7

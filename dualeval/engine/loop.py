@@ -17,16 +17,16 @@ import torch
 from dualeval.columns import Column
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
-from dualeval.engine.clusters import check_cluster
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.predictions import load_library
-from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.measured import check_cluster
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of, postprocessed
 from dualeval.engine.recorder import Recorder, Work, check_rows
+from dualeval.engine.stored_rows import MemoryWriter
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.options.choices import DYNAMIC
 from dualeval.own_code import keep_own_code
@@ -289,17 +289,8 @@ class Loop:
             check_cluster(of.cluster, columns)
         trial.check_columns(columns, of.kept, len(work.samples), [*of.metrics, *of.row_metrics])
         check_rows(columns, work.batch, work.samples)
-        notes = trial.try_first_batch(
-            of.task,
-            of.dataset,
-            of.metrics,
-            of.row_metrics,
-            of.kept,
-            columns,
-            work.samples,
-            evaluated,
-            writes=self._world.is_main and self._run.options.out is not None,
-        )
+        writes = self._world.is_main and self._run.options.out is not None
+        notes = trial.try_first_batch(of, columns, work.samples, evaluated, writes=writes)
         self._tried = True
         self._run.note_all(notes)
 

@@ -1,4 +1,7 @@
-"""What metrics measure, checked and brought to plain JSON values before it goes anywhere."""
+"""What metrics read of a run's columns; and what they measure: checked, as plain JSON values.
+
+Where samples go together, with the intervals that allow for it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,93 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from dualeval.columns import Column, Rows, Text, described
 from dualeval.errors import UsageError
-from dualeval.metrics import DIRECTIONS, Measured
+from dualeval.metrics import DIRECTIONS, Measured, Metric, RowMetric, keeps_rows, per_batch
+from dualeval.metrics.clusters import ClusterIntervals, cluster_intervals
+from dualeval.metrics.intervals import Ends
 from dualeval.metrics.scores import Score
+from dualeval.wording import did_you_mean
 
+Values = TypeVar("Values")
 # Fields of ``Measured`` and of ``Result``.
 _SAID_BY_KEY = ("intervals", "rough", "nonfinite", "units", "directions", "scores")
+# An interval may miss its value by what rounding leaves.
+_ROUNDING = 2.0**-40
+_NUMBERED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class _Declared(dict[str, Values]):
+    """The columns of one metric, by name."""
+
+    def __init__(self, metric: str, columns: Mapping[str, Values]) -> None:
+        super().__init__(columns)
+        self._metric = metric
+
+    def __missing__(self, name: str) -> Values:
+        raise UsageError(
+            f"metric {self._metric!r} reads column {name!r}, which is not among its columns "
+            f"({', '.join(self)}). Add {name!r} to the metric's 'columns'."
+        )
+
+
+def kept_columns(
+    rows: Sequence[str],
+    metrics: Sequence[Metric],
+    row_metrics: Sequence[RowMetric],
+) -> tuple[str, ...]:
+    """The columns that journal and predictions.parquet hold: the ``rows`` of a task, then what metrics read.
+
+    Without those of metrics that say ``keeps_rows = False``. The same on every rank.
+    """
+    check_declarations([*metrics, *row_metrics])
+    # The rows are all that a row metric has: its columns are kept whatever it says.
+    reading: list[Metric | RowMetric] = [*filter(keeps_rows, metrics), *row_metrics]
+    read = (name for metric in reading for name in metric.columns)
+    return tuple(dict.fromkeys((*rows, *read)))
+
+
+def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:
+    """Check that metrics say which columns they read."""
+    for metric in metrics:
+        declared = getattr(metric, "columns", None)
+        named = isinstance(declared, (tuple, list)) and all(isinstance(name, str) for name in declared)
+        if not named or not declared:
+            raise UsageError(
+                f"metric {metric.name!r} ({type(metric).__name__}) has columns = {declared!r}, expected a "
+                "tuple with the names of the columns that it reads, such as columns = ('loss',)"
+            )
+
+
+def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Mapping[str, Values]:
+    """The columns that a metric has declared, of all that there are; any other one is a ``UsageError``."""
+    absent = [name for name in metric.columns if name not in columns]
+    if absent:
+        raise UsageError(
+            f"metric {metric.name!r} reads column {absent[0]!r}, which the task does not make. Its columns: "
+            f"{', '.join(columns)}."
+        )
+    return _Declared(metric.name, {name: columns[name] for name in metric.columns})
+
+
+def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
+    """Add the samples of consecutive batches to a metric, one batch at a time where it asks for that."""
+    own = columns_of(metric, columns)
+    if not per_batch(metric):
+        metric.update(slots, own)
+        return
+    start = 0
+    for count in batches:
+        if count:
+            part = {name: values[start : start + count] for name, values in own.items()}
+            metric.update(slots, columns_of(metric, part))
+        start += count
 
 
 def _is_count(value: object) -> bool:
@@ -160,3 +239,93 @@ def check_keys(measured: Iterable[Measured]) -> None:
                     "one."
                 )
             seen.add(key)
+
+
+def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
+    """Check that a batch has the column, and that its entries can be told apart."""
+    if name not in columns:
+        raise UsageError(
+            f"--cluster {name!r}: there is no such column. The columns are {', '.join(columns)}. Name one of "
+            "them. Of the data are those that --keep names, without it all small ones (docs/slices.md)."
+            f"{did_you_mean(name, columns)}"
+        )
+    column = columns[name]
+    told_apart = isinstance(column, Text)
+    if isinstance(column, Tensor):
+        told_apart = column.ndim == 1 and column.dtype in _NUMBERED
+    if not told_apart:
+        raise UsageError(
+            f"--cluster {name!r}: the column is {described(column)}. Expected integers, bools or text, one "
+            "entry a sample."
+        )
+
+
+def columns_wanted(name: str, measured: Sequence[Measured], kept: Sequence[str]) -> list[str]:
+    """The columns from which intervals by clusters follow, of those that are kept."""
+    scores = [score for part in measured for score in part.scores.values()]
+    wanted = dict.fromkeys((name, *(column for score in scores for column in score.columns)))
+    return [column for column in wanted if column in kept]
+
+
+def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:
+    """The intervals by clusters of all that metrics have measured."""
+    values = {key: value for part in measured for key, value in part.values.items()}
+    units = {key: unit for part in measured for key, unit in part.units.items()}
+    scores = {key: score for part in measured for key, score in part.scores.items()}
+    absent = {key: [each for each in score.columns if each not in rows] for key, score in scores.items()}
+    known = {key: score for key, score in scores.items() if not absent[key]}
+    found = cluster_intervals(name, rows, values, known, units)
+    without = [
+        f"no interval of {key} by {name}: the run has not kept the column {columns[0]!r}"
+        for key, columns in absent.items()
+        if columns
+    ]
+    apart = [key for key, ends in found.intervals.items() if not _holds(ends, values[key])]
+    without += [
+        f"no interval of {key} by {name}: its score gives another value than its metric" for key in apart
+    ]
+    return replace(
+        found,
+        intervals={key: ends for key, ends in found.intervals.items() if key not in apart},
+        rough={key: why for key, why in found.rough.items() if key not in apart},
+        warnings=(*found.warnings, *without),
+    )
+
+
+def _holds(ends: Ends, value: Any) -> bool:
+    slack = _ROUNDING * max(map(abs, ends))
+    return bool(ends[0] - slack <= value <= ends[1] + slack)
+
+
+def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) -> None:
+    """Check that the columns of metrics' scores hold a number a sample."""
+    for part in measured:
+        for key, score in part.scores.items():
+            for name in score.columns:
+                column = columns.get(name)
+                if column is not None and not (isinstance(column, Tensor) and column.numel() == len(column)):
+                    raise UsageError(
+                        f"the score of {key!r} reads the column {name!r}, which is {described(column)}. "
+                        "Expected one number a sample."
+                    )
+
+
+def with_clusters(
+    fields: Mapping[str, Any], name: str | None, found: ClusterIntervals | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a result with intervals by clusters in place of those of independent samples."""
+    if name is None or found is None:
+        return dict(fields), rough_warnings(fields["rough"])
+    without = [
+        f"no interval of {key} by {name}: its metric does not say how the value follows from each sample"
+        for key in fields["intervals"]
+        if key not in fields["scores"]
+    ]
+    new = {
+        **fields,
+        "intervals": found.intervals,
+        "rough": found.rough,
+        "naive_intervals": fields["intervals"],
+        "clusters": {"column": name, "count": found.count},
+    }
+    return new, [*found.warnings, *without, *rough_warnings(found.rough)]

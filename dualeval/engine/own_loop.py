@@ -1,34 +1,40 @@
-"""OwnLoop: a loop of the caller's own, counted, saved and resumed as the engine's is."""
+"""A loop of the caller's own: counted, saved and resumed as the engine's is; for the engine it is a task."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import default_collate
 
-from dualeval.columns import Column, to_rows
+from dualeval.columns import Column, Ragged, as_column, host_columns, kind_of, of_parts, parts_of, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
 from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
-from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.feed import FailedSample, checked_workers
 from dualeval.engine.finish import finish, let_go
-from dualeval.engine.guest import rank_0s_buffers
+from dualeval.engine.guest import rank_0s_buffers, unwrapped
 from dualeval.engine.loop import Loop, compute_alone
 from dualeval.engine.opened import open_rows
-from dualeval.engine.own_task import LoopKind, LoopTask, check_asked, column_of, named
+from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
+from dualeval.engine.preparation import training_note
 from dualeval.engine.proving import prove, stored_batches
 from dualeval.engine.run_state import Run
-from dualeval.engine.samples import Samples, wrap
-from dualeval.errors import UsageError
+from dualeval.engine.samples import Samples, check_samples, wrap
+from dualeval.engine.sharding.fsdp import is_sharded
+from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.options.choices import DYNAMIC
+from dualeval.metrics.by_name import check_metrics
+from dualeval.metrics.means import Mean
+from dualeval.options.choices import AUTO, DYNAMIC, LOCKSTEP, check_kind
 from dualeval.result import Result
+from dualeval.tasks import Dataset, Task
 
 _HOST = torch.device("cpu")
 _USAGE = "for batch in session.batches(dataset): ...; session.add(batch, loss=losses)"
@@ -36,6 +42,7 @@ _USAGE = "for batch in session.batches(dataset): ...; session.add(batch, loss=lo
 _CALLERS = ("torch.is_grad_enabled()", "torch.get_default_dtype()")
 
 Columns = dict[str, Column]
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class OwnLoop:
@@ -60,7 +67,7 @@ class OwnLoop:
         metrics: Sequence[Metric | RowMetric] | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        check_asked(dataset, run, collate, metrics, model)
+        _check_asked(dataset, run, collate, metrics, model)
         self._run = run
         run.device, run.workers = _HOST, checked_workers(run.options)
         samples = drawn(
@@ -202,7 +209,7 @@ class OwnLoop:
                 # Where a sample could not be read, the loop may find that it can.
                 self._first = None if failed else (batch, own)
                 break
-        kinds = [LoopKind.of(column).plain(name) for name, column in own.items()]
+        kinds = {name: _kind_for_all(column) for name, column in own.items()}
         run.control.meet()
         everyone = run.backend.all_gather_json(kinds)
         task.learn(everyone)
@@ -242,3 +249,223 @@ def _parts(batch: Any) -> list[Any]:
     if isinstance(batch, Mapping):
         return [batch, *batch.values()]
     return [batch, *batch] if isinstance(batch, list | tuple) else [batch]
+
+
+class LoopTask(Task):
+    """What the engine asks of a task, as far as a caller's own loop has it."""
+
+    name = "loop"
+    wants_workers = False
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        collate: Callable[[list[Any]], Any] | None,
+        metrics: Sequence[Metric | RowMetric] | None,
+        model: nn.Module | None,
+    ) -> None:
+        assert isinstance(dataset, Samples)
+        self._samples = dataset
+        self._collate = collate
+        self._given = metrics
+        self._metrics: list[Metric | RowMetric] = []
+        # As given; it may be wrapped for training on several processes.
+        self.given_model = model
+        # What is inside of it; one without modules where there is none.
+        self.model = nn.Module().eval() if model is None else unwrapped(model)
+        # By column, as ``_kind_for_all`` says it; known when the first batch is.
+        self.kinds: dict[str, list[Any]] = {}
+
+    def compare_samples(self, run: Run) -> None:
+        """Compare a few samples over the ranks: who has shared the data out before would share it again."""
+        if run.backend.world.size == 1:
+            return
+        run.control.meet()
+        everyone = run.backend.all_gather_json(self._samples.probe())
+        for rank, probe in enumerate(everyone):
+            for own, other in zip(everyone[0], probe, strict=False):
+                if own is not None and other is not None and own != other:
+                    raise UsageError(
+                        f"rank {rank} has other samples in its data set than rank 0. Give every rank the "
+                        "whole data set, without a sampler, a shard or a Subset of its own: the session "
+                        "divides it"
+                    )
+
+    def learn(self, everyone: Sequence[dict[str, list[Any]]]) -> None:
+        """Learn the kinds of columns from each rank's, by name: none of one that could read nothing."""
+        known = [(rank, kinds) for rank, kinds in enumerate(everyone) if kinds]
+        if not known:
+            raise UsageError("no sample could be read in the first batch of any chunk")
+        first_rank, first = known[0]
+        for rank, others in known:
+            if others != first:
+                raise UsageError(
+                    f"rank {rank} has added other columns than rank {first_rank} ({_listed(others)}; "
+                    f"{_listed(first)}): add the same columns, of the same dtype, on every rank"
+                )
+        self.kinds = first
+        self._make_metrics()
+
+    def _make_metrics(self) -> None:
+        """Make the metrics of the columns that are known now."""
+        given = self._given
+        if given is not None:
+            check_metrics(given)
+            self._metrics = list(given)
+            return
+        for name, (_, dimensions, *form) in self.kinds.items():
+            if form:
+                continue  # kept in predictions.parquet
+            if dimensions != 1:
+                raise UsageError(
+                    f"the column {name!r} has {dimensions} dimensions, and a mean takes one number a sample. "
+                    "Add one, or give the metrics that read it: batches(..., metrics=[...])"
+                )
+            self._metrics.append(Mean(name))
+        if not self._metrics:
+            raise UsageError(
+                f"the columns {', '.join(self.kinds)} are ragged or text, which have no mean. Add a column "
+                "with one number a sample, or give the metrics that read them: batches(..., metrics=[...])"
+            )
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(self.kinds)
+
+    def dataset(self) -> Samples:
+        return self._samples
+
+    def collate(self, samples: Any) -> Any:
+        return (self._collate or default_collate)(samples)
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self.model
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        raise DualevalError("the caller's own loop computes its batches")
+
+    def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        raise DualevalError("the caller's own loop computes its batches")
+
+    def metrics(self) -> Sequence[Metric | RowMetric]:
+        return self._metrics
+
+    def sources(self) -> Sequence[Any]:
+        return () if self._collate is None else (self._collate,)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"columns": self.kinds}
+
+    def unknown(self) -> list[str]:
+        """What a reader should know of what a later run in the same folder is compared with."""
+        unknown = ["the loop's own source"]
+        unknown += [] if self.given_model is not None else ["the weights (give batches(..., model=model))"]
+        unknown += [] if self._samples.is_hashed else [f"the contents of the data set ({self._samples.kind})"]
+        return [
+            f"a later run in this folder cannot see whether {' or '.join(unknown)} changed since: it "
+            "computes two finished batches again, and compares"
+        ]
+
+
+def _check_asked(dataset: Any, run: Run, collate: Any, metrics: Any, model: Any) -> None:
+    """Check what ``Session.batches`` was given, before anything is read."""
+    check_samples(dataset)
+    _check_left_out(run.options)
+    numerics.check_precision(run.options.precision, run.backend.device)
+    kind = "a function of a list of samples, or None for torch's default_collate"
+    check_kind("collate", collate, collate is None or callable(collate), kind)
+    kind = "an nn.Module, or None"
+    check_kind("model", model, model is None or isinstance(model, nn.Module), kind)
+    if model is not None and is_sharded(model) and run.backend.world.size > 1:
+        raise UsageError(
+            "the model is sharded by fully_shard: each forward of one rank waits for all other ranks, "
+            "and ranks have different numbers of batches in your own loop. Let "
+            "dualeval.evaluate(model=..., data=...) compute them: it has all ranks compute together."
+        )
+    if run.options.schedule == LOCKSTEP:
+        raise UsageError(
+            "schedule 'lockstep': in your own loop each rank computes when it likes. Let "
+            "dualeval.evaluate(model=..., data=...) compute, or leave schedule out."
+        )
+    kind = "a list of metrics (docs/metrics.md), or None for the mean of every column"
+    check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
+
+
+# By option, what the caller's own loop does in its place.
+_OWN: Mapping[str, str] = {
+    "precision": "write autocast yourself, as torch.autocast(...) around the forward, or cast the model and "
+    "its inputs, as model.to(torch.bfloat16)",
+    "layout": "bring the model and its inputs into a layout yourself, as "
+    "model.to(memory_format=torch.channels_last)",
+    "optimize": "do that yourself, as with torch.compile(model) or "
+    "torch.fx.experimental.optimization.fuse(model)",
+    "shard": "shard the model yourself, with torch.distributed.fsdp.fully_shard",
+}
+
+
+def _check_left_out(options: RunOptions) -> None:
+    """Check that nothing is asked for that only the caller can do: the forward is the caller's own."""
+    for name, instead in _OWN.items():
+        if (given := getattr(options, name)) not in ("fp32", "tf32", AUTO, None):
+            raise UsageError(f"{name} {given!r}: in your own loop {instead}. Leave {name} out.")
+
+
+def column_of(name: str, values: Any, samples: range) -> Column:
+    column = _as_column(name, values)
+    count = 0 if isinstance(column, Tensor) and column.ndim == 0 else len(column)
+    if count != len(samples):
+        found = f"{count} rows" if isinstance(column, Ragged) or column.ndim else "one number"
+        raise UsageError(
+            f"the column {name!r} has {found} for the batch of {named(samples)}, expected "
+            f"{len(samples)}: one a sample, in order (a loss with reduction='none')"
+        )
+    # The caller may write into it again.
+    parts = [
+        part.detach().to(_HOST, copy=True, memory_format=torch.contiguous_format) for part in parts_of(column)
+    ]
+    return cast(Column, host_columns({name: of_parts(type(column), parts)}, samples)[name])
+
+
+def _as_column(name: str, values: Any) -> Column:
+    """What ``add`` was given as a column, on its device."""
+    if isinstance(values, np.ndarray) and values.dtype.kind == "U":
+        values = values.tolist()
+    if isinstance(values, (list, tuple)) and any(map(_is_row, values)):
+        values = as_column(name, values)
+    if isinstance(values, Ragged):
+        return values if values.values.dtype not in _HALF else Ragged(values.values.float(), values.lengths)
+    try:
+        column = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the column {name!r} is a {type(values).__name__}, expected a tensor, an array or a list of "
+            "numbers, one a sample; or, where rows differ in length, dualeval.Ragged(values, lengths), a "
+            f"list of tensors or a list of str: {error}"
+        ) from error
+    return column.float() if column.dtype in _HALF else column
+
+
+def _is_row(entry: Any) -> bool:
+    """Whether an entry of a list is a row that may have another length than the others."""
+    return isinstance(entry, str) or (isinstance(entry, Tensor) and entry.ndim > 0)
+
+
+def named(samples: range) -> str:
+    return f"samples {samples.start} to {samples.stop - 1}"
+
+
+def _kind_for_all(column: Column) -> list[Any]:
+    """What is the same of a column in all batches of a loop, on all ranks, in plain values.
+
+    Its dtype and its dimensions, of a ragged column those of all samples' values together; and whether it is
+    ragged or text.
+    """
+    form, dtype, row_shape = kind_of(column)
+    return [str(dtype), 1 + len(row_shape), *([] if form == "plain" else [form])]
+
+
+def _listed(kinds: Mapping[str, Sequence[Any]]) -> str:
+    return ", ".join(
+        f"{name}: {' '.join([*form, dtype.removeprefix('torch.')])}"
+        for name, (dtype, _, *form) in kinds.items()
+    )

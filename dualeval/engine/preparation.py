@@ -1,4 +1,4 @@
-"""The model that computes, made from the model as it was built: folded, cast, laid out, compiled.
+"""The model that computes, made from the model as it was built: in evaluation mode, folded, cast, compiled.
 
 The job's identity is that of the model as it was built. What is done to it here is in the identity by name.
 """
@@ -6,28 +6,38 @@ The job's identity is that of the model as it was built. What is done to it here
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualeval.engine import numerics
-from dualeval.engine.folding import fold
+from dualeval.engine.compute import copy_sharing_tensors
 from dualeval.engine.layouts import converter, fixed_part, is_changeable, layout_of
 from dualeval.engine.nests import map_tensors
 from dualeval.engine.options import RunOptions
-from dualeval.engine.sharding.detect import is_sharded
-from dualeval.engine.sharding.torch_fsdp import NOT_GATHERED
+from dualeval.engine.sharding.fsdp import NOT_GATHERED, is_sharded
 from dualeval.errors import UsageError, text_of, with_type
 from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
+from dualeval.wording import counted, listed
 
 # Shapes of batches that may each be compiled; torch's own limit is 8.
 _MOST_SHAPES = 64
 _OF_DTYPES = ("dtype", "same type", "scalar type", "should be the same", "expected m1 and m2")
+_LISTED_AT_MOST = 3
+# What torch.fx.experimental.optimization.fuse folds. Exactly these: a class of one's own may do more.
+_PAIRS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: nn.Conv1d,
+    nn.BatchNorm2d: nn.Conv2d,
+    nn.BatchNorm3d: nn.Conv3d,
+}
 
 
 def prepare(
@@ -45,7 +55,7 @@ def prepare(
     """
     check_model(model, options)
     layout = layout_of(model, options.layout)
-    if options.optimize == FOLD and not fold(model):
+    if options.optimize == FOLD and not _fold(model):
         note(
             "--optimize fold: nothing was folded, because no batch norm directly follows a convolution of "
             "torch (a subclass of nn.Conv2d does not count)"
@@ -265,3 +275,176 @@ def _compile(model: nn.Module) -> None:
             "compile_threads": 1,
         },
     )
+
+
+# -- evaluation mode ---------------------------------------------------------------------------------------
+
+
+def set_evaluation_mode(model: nn.Module) -> list[str]:
+    """Set a model to evaluation where a module of it is in training mode."""
+    before = _in_training(model)
+    if not before:
+        return []
+    try:
+        model.eval()
+    except NotImplementedError:
+        # A graph of torch.export's: it has no modes, and does what it did when it was exported.
+        return [
+            "the model cannot be set to evaluation mode (torch.export keeps the mode that it was exported "
+            "in): export it after model.eval()"
+        ]
+    after = _in_training(model)
+    done = [name for name in before if name not in after]
+    notes = []
+    if done:
+        notes.append(f"the model was in training mode, and was set to evaluation mode ({_listed(done)})")
+    if after:
+        notes.append(
+            f"the model stays in training mode after model.eval() in {_listed(after)}: a train() of the "
+            "model's own does that. Dropout and batch norm in there work as in training"
+        )
+    return notes
+
+
+def training_note(model: nn.Module) -> list[str]:
+    """What is said of a model that is used as it is, where a module of it is in training mode."""
+    found = _in_training(model)
+    if not found:
+        return []
+    return [
+        f"the model is in training mode ({_listed(found)}), and so dropout and batch norms work as in "
+        "training: call model.eval() before the loop"
+    ]
+
+
+def _in_training(model: nn.Module) -> list[str]:
+    # A frozen one of TorchScript has no such attribute.
+    return [name for name, module in model.named_modules() if getattr(module, "training", False)]
+
+
+def _listed(names: list[str]) -> str:
+    shown = listed((name or "the model itself" for name in names), _LISTED_AT_MOST)
+    return f"{counted(len(names), 'module')}: {shown}"
+
+
+# -- folding -----------------------------------------------------------------------------------------------
+
+
+class _Folded(nn.Identity):
+    """In the place of a norm: what its convolution gives comes here next, or the forward is refused."""
+
+    def __init__(self, convolution: nn.Module, names: str) -> None:
+        super().__init__()
+        # Methods, which are bound anew in a copy of the model.
+        self._compute, self._names, self._given = convolution.forward, names, None
+        vars(convolution)["forward"] = self._convolve
+
+    def _convolve(self, images: Tensor) -> Any:
+        self._check(self._given is None)
+        self._given = self._compute(images)
+        return self._given
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check(self._given is input)
+        self._given = None
+        return input
+
+    def _check(self, fits: bool) -> None:
+        if not fits:
+            raise UsageError(
+                f"--optimize fold: {self._names} are one operation now, and the task's forward calls one "
+                "without the other. Let it call model(...), or leave --optimize fold out"
+            )
+
+
+def _fold(model: nn.Module) -> int:
+    """Fold a model's batch norms into the convolutions before them; ``nn.Identity`` takes their places.
+
+    These are the pairs that ``torch.fx.experimental.optimization.fuse`` finds, with the same weights. But the
+    model keeps its own forward, its methods and its signature. Modules are exchanged; no tensor is written.
+    """
+    pairs = _pairs(model, _traced(model, {}))
+    if pairs and (defaults := _defaults(model)):
+        # An argument that may be left out, "mask=None", is a tensor for the tracer, and may take other ways.
+        without = _pairs(model, _traced(model, defaults))
+        pairs = [pair for pair in pairs if pair in without]
+    for before, after in pairs:
+        # What ``_pairs`` has found to be a convolution and a batch norm.
+        convolution: Any = model.get_submodule(before)
+        norm: Any = model.get_submodule(after)
+        with torch.no_grad():
+            fused = fuse_conv_bn_eval(convolution, norm).requires_grad_(False)
+        _exchange(model, before, fused)
+        _exchange(model, after, _Folded(fused, f"{before} and {after}"))
+    return len(pairs)
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """The arguments of a model's forward that may be left out, with what they are then."""
+    arguments = inspect.signature(type(model).forward).parameters.values()
+    return {each.name: each.default for each in arguments if each.default is not each.empty}
+
+
+def _traced(model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
+    """The graph of a model's forward with some of its arguments given."""
+    if "forward" in vars(model):
+        raise UsageError(
+            f"--optimize fold: the forward of this {type(model).__name__} is an attribute of the object "
+            "(model.forward = ...), and torch.fx follows that of the class. Leave --optimize fold out."
+        )
+    tracer = fx.Tracer()
+    tracer.proxy_buffer_attributes = True
+    try:
+        # It runs the forward with stand-ins for tensors: what the model keeps of them stays with a copy.
+        return tracer.trace(copy_sharing_tensors(model), concrete_args=arguments)
+    except Exception as error:
+        raise UsageError(
+            f"--optimize fold: torch.fx cannot follow the forward of {type(model).__name__}: "
+            f"{with_type(error)}. It may not branch on values or sizes of tensors. Leave --optimize fold "
+            "out, or give a model whose batch norms are folded already."
+        ) from error
+
+
+def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
+    """The names of convolutions and batch norms that follow them, and nothing else does."""
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    # The forward may read a tensor by itself, to add a penalty, for instance.
+    read = {node.target for node in graph.nodes if node.op == "get_attr"}
+    names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    read_tensors = {id(tensor) for name, tensor in names if name in read}
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_module" or calls[node.target] > 1:
+            continue
+        norm = model.get_submodule(node.target)
+        before = node.args[0] if len(node.args) == 1 else None
+        if type(norm) not in _PAIRS or not isinstance(before, fx.Node) or before.op != "call_module":
+            continue
+        convolution = model.get_submodule(str(before.target))
+        if (
+            type(convolution) is _PAIRS[type(norm)]
+            and len(before.users) == 1
+            and calls[before.target] == 1
+            and isinstance(norm, nn.modules.batchnorm._BatchNorm)
+            and norm.running_mean is not None
+            and not _does_more(convolution, read_tensors)
+            and not _does_more(norm, read_tensors)
+        ):
+            found.append((str(before.target), str(node.target)))
+    return found
+
+
+def _does_more(module: nn.Module, read: Collection[int]) -> bool:
+    """Whether a module cannot be exchanged: it does more, is in training mode, or its tensors are read."""
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module.training:
+        return True
+    return any(id(tensor) in read for tensor in [*module.parameters(), *module.buffers()])
+
+
+def _exchange(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in another one's place, under each name that the model has for it."""
+    old = model.get_submodule(name)
+    for parent in list(model.modules()):
+        for child, held in list(parent._modules.items()):
+            if held is old:
+                parent._modules[child] = module

@@ -19,18 +19,17 @@ import torch
 from torch import Tensor
 
 from dualeval.columns import Rows, kind_of, to_column
-from dualeval.engine.columns import columns_of
+from dualeval.engine.differences import differing_rows
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.windows import EVALUATED, evaluated_of
-from dualeval.engine.ledger import Ledger
 from dualeval.engine.machines import is_same
-from dualeval.engine.measured import plain
+from dualeval.engine.measured import columns_of, plain
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.row_comparison import differing_rows
+from dualeval.engine.recorder import Ledger
 from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError

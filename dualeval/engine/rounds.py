@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from dualeval.engine.compute import Compute
+from dualeval.engine.compute import Compute, Pending
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, of_first
@@ -26,8 +26,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.proving import EvaluatesBatch, StoredBatch
 from dualeval.engine.recorder import Work
 from dualeval.engine.run_state import Run
-from dualeval.engine.sharding.detect import check_sharded, is_sharded
-from dualeval.engine.transfer import Pending
+from dualeval.engine.sharding.fsdp import check_sharded, is_sharded
 from dualeval.errors import BackendError, PeerError, Stopped, UsageError
 from dualeval.options.choices import DYNAMIC, LOCKSTEP
 

@@ -5,14 +5,16 @@ Read ``evaluate`` from top to bottom. Each step is a room of its own; what a ste
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
 from dualeval.engine.building import build, check, identify_and_prepare, mesh_of, samples_of
 from dualeval.engine.evaluation import evaluation_of
-from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.finish import finish, finish_share, let_go
 from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
 from dualeval.engine.guest import as_it_was
@@ -20,21 +22,13 @@ from dualeval.engine.identity import task_attributes
 from dualeval.engine.looks import as_before
 from dualeval.engine.loop import Loop
 from dualeval.engine.opened import open_rows
-from dualeval.engine.preparation import compiler_settings
+from dualeval.engine.preparation import compiler_settings, set_evaluation_mode
 from dualeval.engine.proving import prove, stored_batches
 from dualeval.engine.rounds import evaluate_in_rounds, evaluated_together
 from dualeval.engine.run_state import Run
 from dualeval.options.choices import LOCKSTEP
 from dualeval.result import Result
-from dualeval.tasks import Task
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dualeval.tasks import Dataset
+from dualeval.tasks import Dataset, Task
 
 
 def evaluate(task: Task, run: Run) -> Result:

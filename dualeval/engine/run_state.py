@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
+from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.watch import Watch
-from dualeval.engine.folder.shares import Share
+from dualeval.engine.folder.layout import Share
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.gathers import Gathers
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from dualeval.backends.base import Backend
 
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
 Show: TypeAlias = Callable[[int, int], None]

@@ -270,7 +270,7 @@ class Session:
             UsageError: there is no ``out``, or it holds another job, or another number of shares.
             PeerError, Stopped: as for ``evaluate``; what was finished is saved.
         """
-        from dualeval.engine.folder.shares import Share
+        from dualeval.engine.folder.layout import Share
         from dualeval.engine.run import evaluate_share
 
         self._check_usable()
@@ -291,7 +291,7 @@ class Session:
         Returns:
             The options as the result would have them.
         """
-        from dualeval.engine.reference import Reference
+        from dualeval.engine.opened import Reference
         from dualeval.engine.run import try_out
 
         self._check_usable()

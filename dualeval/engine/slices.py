@@ -16,11 +16,18 @@ import numpy.typing as npt
 import torch
 
 from dualeval.columns import RaggedRows, Rows, to_column
-from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
-from dualeval.engine.columns import columns_of, update
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.windows import WINDOW_ROWS, MappedColumns, copied
-from dualeval.engine.measured import fields_of_result, plain
+from dualeval.engine.measured import (
+    check_cluster,
+    columns_of,
+    columns_wanted,
+    fields_of_result,
+    find_clusters,
+    plain,
+    update,
+    with_clusters,
+)
 from dualeval.engine.rescoring import check_column_of_clusters
 from dualeval.engine.stored_rows import RowSource
 from dualeval.errors import UsageError, text_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,24 +16,17 @@ from torch import Tensor
 
 from dualeval.columns import Column, Ragged, Rows, parts_of, to_rows
 from dualeval.columns import copied as copied_column
-from dualeval.engine.clusters import check_scores
-from dualeval.engine.columns import columns_of
+from dualeval.engine.evaluation import RESERVED, Evaluation
 from dualeval.engine.folder.predictions import json_entries, parquet_bytes
 from dualeval.engine.folder.windows import EVALUATED, read_only
-from dualeval.engine.guest import version_of
+from dualeval.engine.guest import OF_METRIC, Kept, version_of
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.identity.source import is_own
-from dualeval.engine.kept import OF_METRIC, Kept
-from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.measured import check_keys, check_scores, columns_of, plain
 from dualeval.engine.parts import texts_of
 from dualeval.errors import DualevalError, RefusedSamples, UsageError, text_of, with_type
 from dualeval.metrics import Measured, Metric, RowMetric
 
-if TYPE_CHECKING:
-    from dualeval.tasks import Dataset, Task
-
-# The columns that predictions.parquet and the journal have by themselves.
-_RESERVED = ("id", "index", EVALUATED)
 _LARGEST_RANK = 2
 # What numpy and Parquet both have.
 _WRITABLE = (
@@ -43,39 +35,8 @@ _WRITABLE = (
 )
 
 
-def check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> None:
-    """Check the names of metrics and kept columns, before anything is computed."""
-    names = [metric.name for metric in metrics]
-    for metric in metrics:
-        size = getattr(metric, "size", 1)
-        if (
-            not isinstance(metric.name, str)
-            or not isinstance(size, int)
-            or isinstance(size, bool)
-            or size < 1
-        ):
-            raise UsageError(
-                f"the metric {type(metric).__name__} has name {metric.name!r} and size {size!r}, expected a "
-                "text and a whole number of at least 1"
-            )
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"two metrics are called {name!r}. Give each a name of its own.")
-    for name in kept:
-        if name in _RESERVED:
-            raise UsageError(
-                f"the column {name!r} is a name that is taken. predictions.parquet has "
-                f"{', '.join(_RESERVED[:2])} by itself, the journal {EVALUATED}: give the column another "
-                "name."
-            )
-
-
 def try_first_batch(
-    task: Task,
-    dataset: Dataset,
-    metrics: Sequence[Metric],
-    row_metrics: Sequence[RowMetric],
-    kept: Sequence[str],
+    evaluation: Evaluation,
     columns: Mapping[str, Column],
     samples: range,
     evaluated: Tensor,
@@ -84,13 +45,14 @@ def try_first_batch(
 ) -> list[str]:
     """Take one batch through all that comes after the last one, in memory; nothing is kept of it."""
     present = {name: column[evaluated] for name, column in columns.items()}
-    tried = [_try_metric(metric, present) for metric in metrics]
-    tried += [_try_row_metric(metric, {name: present[name] for name in kept}) for metric in row_metrics]
+    rows = {name: present[name] for name in evaluation.kept}
+    tried = [_try_metric(metric, present) for metric in evaluation.metrics]
+    tried += [_try_row_metric(metric, rows) for metric in evaluation.row_metrics]
     found = [measured for measured, _ in tried if measured is not None]
     check_keys(found)
     check_scores(found, present)
     if writes:
-        _try_files(task, dataset, kept, columns, samples, evaluated)
+        _try_files(evaluation, columns, samples, evaluated)
     return [note for _, notes in tried for note in notes]
 
 
@@ -268,18 +230,14 @@ def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured |
 
 
 def _try_files(
-    task: Task,
-    dataset: Dataset,
-    kept: Sequence[str],
-    columns: Mapping[str, Column],
-    samples: range,
-    evaluated: Tensor,
+    evaluation: Evaluation, columns: Mapping[str, Column], samples: range, evaluated: Tensor
 ) -> None:
     """Write the batch's part of predictions.parquet and of the task's own files, in memory."""
+    task, dataset, kept = evaluation.task, evaluation.dataset, evaluation.kept
     rows: dict[str, Rows] = {name: to_rows(columns[name]) for name in kept}
     rows[EVALUATED] = evaluated.numpy().astype(np.uint8)
     for name in texts_of(task, dataset, rows, samples.start):
-        if name in (*_RESERVED, *kept):
+        if name in (*RESERVED, *kept):
             raise UsageError(f"the task's texts have a column {name!r}, and so do its rows. Rename one.")
     parquet_bytes(task, dataset, kept, rows, samples.start)
     for file, column in task.exports.items():

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dualeval.errors import UsageError
 from dualeval.options.choices import columns_of_groups
 from dualeval.options.evaluation import LAUNCH, EvaluationOptions
-from dualeval.options.fields import (
-    Given,
-    OptionField,
-    as_json,
-    check_fields,
-    fields_of,
-    flag_of,
-    option,
-)
+from dualeval.options.fields import Given, OptionField, as_json, check_fields, fields_of, flag_of, option
 from dualeval.options.plugins import (
     BUILT_IN,
     DEFAULT_TASK,

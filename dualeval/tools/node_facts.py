@@ -17,9 +17,8 @@ from typing import Any
 
 from dualeval.errors import DualevalError, LaunchError
 from dualeval.launch.cores import usable_cores
-from dualeval.launch.hostlist import expand_hosts, expand_tasks
 from dualeval.launch.launchers import WAYS
-from dualeval.launch.launchers.slurm import is_step_of_tasks, under_srun
+from dualeval.launch.launchers.slurm import expand_hosts, expand_tasks, is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
 from dualeval.tools.supervise import ask
 

@@ -12,9 +12,8 @@ import click
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch import detect
-from dualeval.launch.launchers import WAYS
+from dualeval.launch.launchers import WAYS, may_start_ranks, start_words, why_not
 from dualeval.launch.site import Site, default_ranks, spread
-from dualeval.launch.starts import may_start_ranks, start_words, why_not
 from dualeval.tools.supervise import Ended, Interrupted, Interrupts, run_supervised
 
 # Outcomes of a trial that has no result.

@@ -1,26 +1,45 @@
-"""Ranks on this machine, started for a command line or for a script, which then waits for them."""
+"""Ranks on this machine, started for a command line or for a script, which then waits for them.
+
+The ranks have the variables of torchrun's, and are watched and ended as torchrun does it. What differs: the
+parent prints nothing of its own, it hands on what stops a run, and its exit code is that of the ranks.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Collection, Mapping
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
+from time import monotonic, sleep
+from types import FrameType, MappingProxyType
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends import choose_backend, group_of_caller, world_of_caller
-from dualeval.errors import DualevalError, LaunchError, UsageError
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LaunchError, UsageError
 from dualeval.launch import detect
-from dualeval.launch.local import run_local
-from dualeval.launch.starts import may_start_ranks
+from dualeval.launch.cores import usable_cores
+from dualeval.launch.launchers import may_start_ranks
 from dualeval.world import World
 from dualeval.world.devices import device_here
+from dualeval.world.network import LOOPBACK, check_own_name
+from dualeval.world.store import JOINING, allow_connections
 
 # In the environment of a script's ranks: by which launcher's variables they find their places.
 _STARTED = "DUALEVAL_STARTED_RANKS"
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Half of it is what a run loses at its end on average.
+_LOOK_EVERY_S = 0.03
+# Ranks that are asked to stop have ended after 5 s, if they can.
+_STOP_WITHIN_S = 10.0
+# What ranks that are told to end get before they are killed, as under torchrun.
+_END_WITHIN_S = 30.0
 
 
 def last_rank(nproc: int, world: World, backend: str | None) -> World:
@@ -139,3 +158,172 @@ def _own_command(nproc: int) -> list[str]:
         names = [Path(word).name for word in words]
         words[names.index(Path(file).name)] = file
     return [sys.executable, *words]
+
+
+def run_local(
+    command: list[str],
+    processes: int,
+    environ: Mapping[str, str],
+    variables_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    stop_signals: Collection[signal.Signals] = (),
+    *,
+    takes_signals: bool = False,
+) -> int:
+    """Run a command as the ranks of one run on this machine, and wait for them. Only in the main thread.
+
+    Their standard output and error are this process's own. They get torchrun's variables beside ``environ``
+    (but not its OMP_NUM_THREADS=1: the ranks divide the cores themselves). When a rank fails, the others get
+    SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are passed to
+    the ranks in the same way, but ``stop_signals`` leave them time to end by themselves; ranks that take
+    these themselves are started with them blocked.
+    """
+    cores = usable_cores()
+    limit = process_limit(cores)
+    if not 1 <= processes <= limit:
+        raise UsageError(
+            f"--nproc {processes} is out of range: this machine takes 1 to {limit} processes (16 for each of "
+            f"the {cores} cores that it may use, and at least 64: each needs about 150 MB and a second of "
+            f"one core before it begins). Type a smaller --nproc, or use more nodes."
+        )
+    check_own_name()
+    # It serves the store in which the ranks meet, and they inherit its limit.
+    allow_connections(JOINING * processes, "the process that starts the ranks")
+    # Port 0: the kernel picks a free one, so that two runs on one machine cannot collide.
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    shared = {**environ, **_variables_of_torchrun(processes, store.port)}
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _SignalWatch(stop_signals) as watch:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals if takes_signals else ())
+        try:
+            for rank in range(processes):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+                variables = {**shared, **own, **variables_of(rank)}
+                ranks.append(subprocess.Popen(command, env=variables, start_new_session=True))
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            codes = _codes_of(ranks, watch)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            _end(ranks, watch.ending or signal.SIGTERM)
+    if codes is None:
+        assert watch.received is not None
+        return 128 + watch.received
+    return _exit_code(codes, ranks)
+
+
+def process_limit(cores: int) -> int:
+    """The greatest number of ranks that a machine with that many cores is asked to run."""
+    return max(64, 16 * cores)
+
+
+def exit_code_of(codes: list[int]) -> int:
+    """The exit code of a run from those of its failed ranks, first failure first (-N: died by signal N)."""
+    if EXIT_USAGE in codes:
+        return EXIT_USAGE
+    first = codes[0]
+    if first in (-signal.SIGINT, -signal.SIGTERM):
+        return 128 - first
+    return first if first > 0 else EXIT_FAILED
+
+
+def _variables_of_torchrun(size: int, port: int) -> dict[str, str]:
+    """What torchrun tells all ranks of one node, beside the number of each."""
+    return {
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+class _SignalWatch:
+    """Remembers signals that ask this process to end; puts the handlers back afterwards.
+
+    The handler does not raise: while the ranks are started, the exception would leave some without a parent.
+    """
+
+    def __init__(self, stop_signals: Collection[signal.Signals]) -> None:
+        self._stop_signals = frozenset(stop_signals)
+        # The first.
+        self.received: signal.Signals | None = None
+        self._since = 0.0
+        # Signals on which the ranks end by themselves, and which they have not been sent.
+        self._to_pass_on: list[signal.Signals] = []
+
+    @property
+    def ending(self) -> signal.Signals | None:
+        """The signal after which the ranks have to be ended."""
+        if self.received in self._stop_signals and monotonic() - self._since < _STOP_WITHIN_S:
+            return None
+        return self.received
+
+    def pass_on(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Send the ranks, which are all started, the signals on which they end by themselves."""
+        while self._to_pass_on:
+            number = self._to_pass_on.pop(0)
+            for rank in ranks:
+                rank.send_signal(number)
+
+    def __enter__(self) -> _SignalWatch:
+        # A signal that is ignored here (nohup, a job in a shell's background) stays ignored.
+        wanted = [
+            number
+            for number in {*_ENDING_SIGNALS, *self._stop_signals}
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        self._previous = {number: signal.signal(number, self._remember) for number in wanted}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._since = signal.Signals(number), monotonic()
+        if number in self._stop_signals:
+            self._to_pass_on.append(signal.Signals(number))
+
+
+def _codes_of(ranks: Sequence[subprocess.Popen[bytes]], watch: _SignalWatch) -> dict[int, int] | None:
+    """Wait until a rank has failed or all are done: the codes of those that failed; None after a signal."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        if failed or None not in codes:
+            return failed
+        watch.pass_on(ranks)
+        if watch.ending is not None:
+            return None
+        sleep(_LOOK_EVERY_S)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """Send those that still run a signal, and after their time SIGKILL, with what they have started."""
+    running = [rank for rank in ranks if rank.poll() is None]
+    for rank in running:
+        os.killpg(rank.pid, number)
+    deadline = monotonic() + _END_WITHIN_S
+    for rank in running:
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, deadline - monotonic()))
+    for rank in running:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+
+def _exit_code(failed: Mapping[int, int], ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    if not failed:
+        return EXIT_DONE
+    code = exit_code_of([*failed.values()])
+    rank, first = next(iter(failed.items()))
+    if code == EXIT_FAILED and first < 0:
+        # It could not speak for itself.
+        raise DualevalError(f"rank {rank} (pid {ranks[rank].pid}) was ended by {signal.Signals(-first).name}")
+    return code

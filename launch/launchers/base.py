@@ -52,23 +52,6 @@ class Way:
     has_doctor: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExitCodes:
-    """What a launcher makes of its ranks' exit codes and of signals to it, as the docs say it.
-
-    Where nothing else is said, it passes on the signal, and the ranks' own code.
-    """
-
-    # After wrong usage or bad input, where the ranks exit with 2.
-    bad_input: str = "2"
-    # After SIGTERM or SIGINT to it.
-    stop: str = "75"
-    # After SIGUSR2 to it.
-    sigusr2: str = "75"
-    # After anything else.
-    otherwise: str = "1"
-
-
 @dataclass(frozen=True)
 class Environment:
     """The environment, as the probe of one launcher reads it; what is wrong there is a LaunchError."""
@@ -210,8 +193,6 @@ class Launcher:
     not_handed_on: Callable[[Mapping[str, str]], Collection[str]] = lambda environ: ()
     # How ``dualeval conformance`` starts it.
     ways: tuple[Way, ...] = ()
-    # By what is typed; empty where they have not been tried.
-    exit_codes: Mapping[str, ExitCodes]
 
     def probe(self, environ: Mapping[str, str]) -> World | None:
         """Find the World in the environment; None where this launcher left no trace there."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher
+from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.world import World
-from dualeval.world.meetings.master import AtMaster
+from dualeval.world.meetings.address import AtMaster
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPTIONAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -59,5 +59,4 @@ LAUNCHER = Launcher(
     backends={"torch": "", "horovod": "over gloo"},
     may_start=True,
     not_handed_on=lambda environ: (*_NEEDED, *_OPTIONAL),
-    exit_codes={"variables alone: each rank's own": ExitCodes()},
 )

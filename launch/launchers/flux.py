@@ -8,7 +8,7 @@ from dataclasses import replace
 from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
-from dualeval.world.meetings.pmi import OverPmi
+from dualeval.world.meetings.served import OverPmi
 
 # Those of the task; Flux's own PMI sets PMI_RANK, PMI_SIZE and PMI_FD besides. It tells no number of tasks on
 # the node.
@@ -62,5 +62,4 @@ LAUNCHER = Launcher(
     backends={"torch": "", "horovod": "over gloo"},
     may_start=True,
     not_handed_on=_not_handed_on,
-    exit_codes={},  # Flux itself was not at hand
 )

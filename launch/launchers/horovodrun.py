@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher, Way
+from dualeval.launch.launchers.base import Environment, Launcher, Way
 from dualeval.launch.launchers.slurm import under_srun
 from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.meetings.served import AtHorovodrun
 
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
@@ -55,7 +55,6 @@ def _lacks_mpi(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:
     return site.libraries.lack_horovod("mpi") or site.libraries.no_mpi
 
 
-_SIGNALLED = "[see there](launchers/horovodrun.md#exit-codes)"
 LAUNCHER = Launcher(
     name="horovodrun",
     page="horovodrun",
@@ -74,8 +73,4 @@ LAUNCHER = Launcher(
             ("horovodrun-mpi", _words_mpi, _lacks_mpi),
         )
     ),
-    exit_codes={
-        "`horovodrun --gloo`": ExitCodes(bad_input="1", stop="1", sigusr2="it dies; the ranks save"),
-        "`horovodrun --mpi`": ExitCodes(stop=_SIGNALLED, sigusr2=_SIGNALLED),
-    },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualeval.launch.launchers import openmpi
-from dualeval.launch.launchers.base import ExitCodes, Launcher
+from dualeval.launch.launchers.base import Launcher
 
 LAUNCHER = Launcher(
     name="mpich",
@@ -19,5 +19,4 @@ LAUNCHER = Launcher(
     backends=openmpi.LAUNCHER.backends,
     starts_mpi=True,
     ways=openmpi.LAUNCHER.ways,
-    exit_codes={"`mpirun` of MPICH": ExitCodes(sigusr2="it dies, with the ranks")},
 )

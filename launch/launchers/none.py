@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dualeval.launch.launchers.base import ExitCodes, Launcher, Way
+from dualeval.launch.launchers.base import Launcher, Way
 from dualeval.launch.launchers.slurm import one_a_node
 from dualeval.launch.site import Site
 from dualeval.world import World
@@ -41,5 +41,4 @@ LAUNCHER = Launcher(
             has_doctor=False,
         ),
     ),
-    exit_codes={"`dualeval run`, with `--nproc` too": ExitCodes()},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dualeval.launch.launchers.base import ExitCodes, Launcher, Way
+from dualeval.launch.launchers.base import Launcher, Way
 from dualeval.launch.site import Site
 
 
@@ -47,5 +47,4 @@ LAUNCHER = Launcher(
             lacks=_lacks,
         ),
     ),
-    exit_codes={"`mpirun` of Open MPI": ExitCodes(stop="1; it gives the ranks 1 s")},
 )

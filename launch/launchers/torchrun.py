@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, ExitCodes, Launcher, Way
+from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, Launcher, Way
 from dualeval.launch.launchers.slurm import one_a_node
 from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings.master import AtTorchrun
+from dualeval.world.meetings.address import AtTorchrun
 
 _TRACE = (MARK_OF_TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # How often the ranks were started again, by --max-restarts.
@@ -77,11 +77,4 @@ LAUNCHER = Launcher(
     backends={"torch": ""},
     not_handed_on=lambda environ: [name for name in environ if name in _TRACE or name.startswith(_OPTIONS)],
     ways=(Way(name="torchrun", backends=("torch",), program="torchrun", words=_words, lacks=_lacks),),
-    exit_codes={
-        "`torchrun`": ExitCodes(
-            bad_input="1",
-            stop="1; it gives the ranks 30 s",
-            sigusr2="it dies, unless `--signals-to-handle` has it",
-        )
-    },
 )

@@ -27,7 +27,7 @@ from dualeval.cli.several import exit_code_of
 from dualeval.data import image_files, image_folder
 from dualeval.data.class_folders import class_folders
 from dualeval.data.files import digest_of_file
-from dualeval.engine import evaluation_mode
+from dualeval.engine import preparation
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from dualeval.options.job import Job
 from dualeval.options.several import TABLES, candidates_of, expanded, found_models, is_several, names_of
@@ -331,7 +331,7 @@ def test_each_result_is_that_of_a_run_alone(
 def _models_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many models there are each time that one has been built; filled as they are."""
     counts: list[int] = []
-    set_mode = evaluation_mode.set_evaluation_mode
+    set_mode = preparation.set_evaluation_mode
 
     def counted(model: nn.Module) -> list[str]:
         counts.append(sum(type(each).__name__ == Little.__name__ for each in gc.get_objects()))

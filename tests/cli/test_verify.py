@@ -21,7 +21,7 @@ from rich.console import Console
 
 import dualeval
 from dualeval import cli
-from dualeval.engine import verification
+from dualeval.engine import rescoring
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import classification_metric, default_metrics
 from dualeval.report.table import print_result
@@ -55,7 +55,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 def differences(run: Path) -> dict[str, tuple[str, ...]]:
     """What differs, by the name of the check."""
     metrics = [classification_metric(name, CLASSES) for name in default_metrics(CLASSES)]
-    return {check.name: check.differences for check in verification.verify(run, metrics) if check.differences}
+    return {check.name: check.differences for check in rescoring.verify(run, metrics) if check.differences}
 
 
 def rewrite(run: Path, change: Callable[[dict[str, list[Any]]], Any]) -> None:

@@ -28,14 +28,14 @@ from dualeval.columns import (
     to_rows,
     values_of,
 )
+from dualeval.engine.compute import start_download
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder import windows
 from dualeval.engine.folder.journal import JournalWriter, read_journal_file
 from dualeval.engine.folder.windows import MappedColumns
-from dualeval.engine.in_memory import MemoryWriter, collect_rows
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
-from dualeval.engine.transfer import start_download
+from dualeval.engine.stored_rows import MemoryWriter, collect_rows
 from dualeval.engine.trial import check_columns
 from dualeval.errors import UsageError
 from tests.played_device import Played

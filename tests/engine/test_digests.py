@@ -15,7 +15,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from dualeval.engine.samples_digest import digest_of
+from dualeval.engine.agreement import digest_of
 from tests.assets import build_pictures
 from tests.conftest import ROOT, Launch
 from tests.engine.test_engine_ranks import run_ranks

@@ -15,9 +15,9 @@ import torch._dynamo  # here, not with the first export: the import sets an envi
 from torch import nn
 
 from dualeval.engine import numerics, plan, recorder
-from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.folder import journal, predictions, windows
 from dualeval.engine.options import NEW_FOLDER
+from dualeval.engine.preparation import set_evaluation_mode
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.options import choices
 from dualeval.tasks import Task

@@ -19,8 +19,8 @@ from dualeval.engine.end.process import how_to_resume
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.lease import Process
 from dualeval.engine.folder.opening import begins_anew
-from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Status, read_status
@@ -226,14 +226,14 @@ def refused(out: Path, said: str) -> None:
     assert task.dataset().reads == []
 
 
-@pytest.mark.parametrize("name", ["probe_of", "write_text"])
+@pytest.mark.parametrize("name", ["layout.probe_of", "write_text"])
 def test_a_folder_without_room_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder_module, name, full)
+    monkeypatch.setattr(f"{folder_module.__name__}.{name}", full)
     with pytest.raises(UsageError, match="No space left on device"):
         RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
     assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import dualeval
 from dualeval.engine.guest import Snapshot, as_it_was
-from dualeval.engine.sharding.detect import check_sharded
+from dualeval.engine.sharding.fsdp import check_sharded
 from dualeval.errors import UsageError
 from dualeval.world import World
 from tests import sessions

@@ -17,9 +17,8 @@ import torch
 
 from dualeval.backends.base import Op
 from dualeval.backends.single import SingleBackend
-from dualeval.engine.control.heartbeat import Heartbeat, Name, Work
 from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor
-from dualeval.engine.progress import Progress
+from dualeval.engine.control.progress import Heartbeat, Name, Progress, Work
 from dualeval.world import World
 
 NAMES = {rank: Name(rank=rank, host=f"n{rank}", pid=4711, space="here", start="1") for rank in range(3)}

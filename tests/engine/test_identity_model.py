@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.agreement import _numbers_of, _of_one, check_same_job
-from dualeval.engine.identity import tensors
+from dualeval.engine.identity import plain
 from dualeval.engine.identity.model import ModelHasher, model_fingerprint
 from dualeval.errors import UsageError
 from dualeval.models.text_models import TextModel
@@ -259,12 +259,12 @@ def test_tensors_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
     same = [pair for pair in itertools.combinations(found, 2) if found[pair[0]] == found[pair[1]]]
     assert not same
-    monkeypatch.setattr(tensors, "_PIECE_BYTES", 4)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 4)
     assert found == {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
 
 
 def test_strides_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_PIECE_BYTES", 4)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 4)
     base = torch.arange(24.0).reshape(2, 3, 4)
     wanted = with_tensor(base)
     assert with_tensor(base.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == wanted

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualeval.engine import numerics, numerics_probe
-from dualeval.engine.numerics_probe import numeric_bits
+from dualeval.engine import machines, numerics
+from dualeval.engine.machines import numeric_bits
 from tests.conftest import Launch
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 PRINT_BITS = """
 import sys, torch
 from dualeval.engine import numerics
-from dualeval.engine.numerics_probe import numeric_bits
+from dualeval.engine.machines import numeric_bits
 
 for precision in sys.argv[1:]:
     with numerics.settings(precision, torch.device("cpu")):
@@ -70,9 +70,9 @@ def test_it_reads_no_random_numbers() -> None:
 
 def test_a_kernel_that_gives_other_bits_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = own_bits("fp32")
-    names = [name for name, _ in numerics_probe._results(CPU, torch.float32)]
+    names = [name for name, _ in machines._results(CPU, torch.float32)]
     assert len(names) == len(set(names))
-    whole = numerics_probe._results
+    whole = machines._results
 
     for changed in names:
 
@@ -84,7 +84,7 @@ def test_a_kernel_that_gives_other_bits_shows(monkeypatch: pytest.MonkeyPatch) -
                 bits[-1] = bits[-1].nextafter(bits.new_tensor(9))
                 yield name, bits.reshape(result.shape) if name == changed else result
 
-        monkeypatch.setattr(numerics_probe, "_results", results)
+        monkeypatch.setattr(machines, "_results", results)
         assert own_bits("fp32") != wanted, changed
 
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from dualeval.engine.own_loop import OwnLoop
-from dualeval.engine.own_task import LoopTask
+from dualeval.engine.own_loop import LoopTask, OwnLoop
 from dualeval.engine.samples import wrap
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean

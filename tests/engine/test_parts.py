@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import dualeval
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.engine import parts, verification
+from dualeval.engine import parts, rescoring
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
@@ -343,7 +343,7 @@ def test_intervals_of_the_whole_set_and_beyond_it(tmp_path: Path) -> None:
         )
     again = rescore(tmp_path, metrics=[classification_metric("top1", CLASSES)])
     assert again.whole_set_intervals == {"top1": result.whole_set_intervals["top1"]}
-    checks = verification.verify(tmp_path, TinyTask(200).metrics())
+    checks = rescoring.verify(tmp_path, TinyTask(200).metrics())
     assert [check.name for check in checks if check.differences] == []
 
 

@@ -17,7 +17,7 @@ import dualeval
 from dualeval.columns import Ragged, to_rows
 from dualeval.engine import proving, recorder
 from dualeval.engine.folder import windows
-from dualeval.engine.verification import verify
+from dualeval.engine.rescoring import verify
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
 from tests.conftest import Launch

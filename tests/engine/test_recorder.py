@@ -17,10 +17,9 @@ from dualeval.engine import recorder
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalWriter, read_journal, read_journal_file
 from dualeval.engine.folder.windows import EVALUATED
-from dualeval.engine.in_memory import MemoryWriter
-from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import MAX_CHUNKS, EvalPlan
-from dualeval.engine.recorder import Recorder
+from dualeval.engine.recorder import Ledger, Recorder
+from dualeval.engine.stored_rows import MemoryWriter
 from dualeval.errors import DualevalError, ExactlyOnceError
 from dualeval.metrics import Mean
 from tests.works import work_of

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval import cli
-from dualeval.engine import stored_rows, verification
+from dualeval.engine import rescoring, stored_rows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -407,7 +407,7 @@ def test_verify_and_score(runs: Path, name: str) -> None:
 def test_a_task_of_ones_own(runs: Path) -> None:
     """Its metrics are known to its file alone; columns of every form, and a sample that failed."""
     digest, values = WANTED["own"]
-    found = list(verification.verify(runs / "own", own_metrics(runs)))
+    found = list(rescoring.verify(runs / "own", own_metrics(runs)))
     assert [check for check in found if check.differences] == []
     result = dualeval.rescore(runs / "own", metrics=own_metrics(runs))
     assert (result.metrics_digest, result.metrics) == (digest, values)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dualeval.engine import finish, recorder
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.folder import folder, opening
 from dualeval.engine.folder import lease as lease_module
-from dualeval.engine.ledger import Ledger
+from dualeval.engine.folder import opening
 from dualeval.engine.options import NEW_FOLDER, RunOptions
+from dualeval.engine.recorder import Ledger
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Result, Status, read_result, read_status
 from dualeval.world import Meeting, World
@@ -352,8 +352,7 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
 
     def run(task: TinyTask, restarts: int, launch_id: str = "mine") -> Result:
         # Each start is a process of its own.
-        for module in (folder, opening):
-            monkeypatch.setattr(module, "own_process", lambda: f"host {restarts}")
+        monkeypatch.setattr(opening, "own_process", lambda: f"host {restarts}")
         world = replace(World.alone(), meeting=Meeting(restarts=restarts, launch_id=launch_id))
         with connect(None, world, "cpu") as backend:
             return run_task(

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import dualeval
+from dualeval.engine.agreement import blocks_of, digest_of, hashes_of_ids, joined
 from dualeval.engine.samples import wrap
-from dualeval.engine.samples_digest import blocks_of, digest_of, hashes_of_ids, joined
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.result import Result

@@ -17,10 +17,10 @@ import dualeval
 from dualeval.backends import check_mesh
 from dualeval.backends.base import Backend
 from dualeval.cli import dualeval as command
-from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.identity.model import ModelIdentity
+from dualeval.engine.sharding.fsdp import check_torch
 from dualeval.engine.sharding.model import units_of
 from dualeval.engine.sharding.parameters import parameters_of
-from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch

@@ -16,8 +16,8 @@ from dualeval.engine import machines, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import lease, opening
 from dualeval.engine.folder.journal import read_journal_file
+from dualeval.engine.folder.layout import Share, unfinished
 from dualeval.engine.folder.lease import Lease
-from dualeval.engine.folder.shares import Share, unfinished
 from dualeval.engine.options import RunOptions
 from dualeval.engine.run import evaluate_share
 from dualeval.errors import DualevalError, UsageError
@@ -310,7 +310,7 @@ def test_a_killed_share_is_not_waited_for(tmp_path: Path, wanted: str) -> None:
 
 
 def _space() -> dict[str, str]:
-    from dualeval.engine.folder.process import Process
+    from dualeval.engine.folder.lease import Process
 
     return {"space": Process.own().space}
 

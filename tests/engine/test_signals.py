@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.engine.end.signals import Signals
+from dualeval.engine.end.process import Signals
 from tests.conftest import Launch
 
 BEGIN = """
 import faulthandler, multiprocessing, os, select, signal, sys, threading
-from dualeval.engine.end.signals import DEFAULT_SIGNALS, Signals
+from dualeval.engine.end.process import DEFAULT_SIGNALS, Signals
 
 def state():
     wakeup = signal.set_wakeup_fd(-1)

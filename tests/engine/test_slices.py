@@ -174,7 +174,7 @@ def test_columns_that_are_none(tmp_path: Path, made: Callable[..., Any], says: s
     task = TinyTask(70)
     task._dataset = Odd(70)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match=says):
-        patch.setattr("dualeval.engine.data_columns._AT_ONCE", 64)
+        patch.setattr("dualeval.engine.evaluation._AT_ONCE", 64)
         evaluate(task, tmp_path / "out")
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.launch.cores import Cores, share_of_cores
-from dualeval.launch.quotas import cpu_quotas
+from dualeval.launch.cores import Cores, cpu_quotas, share_of_cores
 from tests.conftest import BIN, Launch
 from tests.launchers import needs, start
 from tests.requirements import CPU_CGROUPS

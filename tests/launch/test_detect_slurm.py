@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dualeval.errors import LaunchError
 from dualeval.launch import detect, examine
-from dualeval.launch.hostlist import expand_hosts, expand_tasks
+from dualeval.launch.launchers.slurm import expand_hosts, expand_tasks
 from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
 from tests.environments import read_variables, world_at

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dualeval.world import place_by_hosts
-from dualeval.world.meetings.master import AtMaster
+from dualeval.world.meetings.address import AtMaster
 from tests.conftest import ROOT, Finished, Launch
 from tests.environments import world_at
 from tests.requirements import MPI_WHEELS

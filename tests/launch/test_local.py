@@ -14,7 +14,7 @@ import pytest
 
 from dualeval.errors import UsageError
 from dualeval.launch.cores import usable_cores
-from dualeval.launch.local import exit_code_of, process_limit, run_local
+from dualeval.world.local_ranks import exit_code_of, process_limit, run_local
 from tests.conftest import ROOT, Launch
 
 WORKER = ROOT / "tests/workers/local_worker.py"

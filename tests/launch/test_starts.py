@@ -9,9 +9,16 @@ from dataclasses import replace
 import pytest
 
 from dualeval.errors import UsageError
-from dualeval.launch.launchers import LAUNCHERS, WAYS
+from dualeval.launch.launchers import (
+    LAUNCHERS,
+    WAYS,
+    child_environ,
+    choose_ways,
+    may_start_ranks,
+    start_words,
+    why_not,
+)
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
-from dualeval.launch.starts import child_environ, choose_ways, may_start_ranks, start_words, why_not
 from dualeval.tools.trials import plan_trials
 from dualeval.world import World
 from tests.conftest import ROOT

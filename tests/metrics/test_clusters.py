@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.columns import Text, to_rows
-from dualeval.engine.verification import verify
+from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Measured, Metric, Ratio, RowMetric, Score, TopK
 from dualeval.metrics.clusters import ClusterIntervals, Clusters, cluster_intervals, degrees_of_freedom

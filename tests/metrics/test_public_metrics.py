@@ -18,7 +18,8 @@ from torch import Tensor
 
 import dualeval
 from dualeval import Ragged, Text
-from dualeval.engine.identity import ModelIdentity, job_identity, metric_fingerprint
+from dualeval.engine.identity import job_identity, metric_fingerprint
+from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import (

@@ -15,7 +15,7 @@ import torch
 
 import dualeval
 from dualeval.engine import recorder, stored_rows
-from dualeval.engine.verification import verify
+from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, is_of_rows
 from dualeval.metrics.torchmetrics.library import read

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import dualeval
-from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.late_parameters import read_all
-from dualeval.engine.sharding.parameters import parameters_of
+from dualeval.engine.identity.model import ModelIdentity
+from dualeval.engine.sharding.parameters import parameters_of, read_all
 from dualeval.errors import UsageError
 from dualeval.models import classifiers
 from dualeval.models.checkpoints import read_state_dict

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from dualeval.data.image_folder import ImageFolder
-from dualeval.engine.verification import verify
+from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.result import read_result
 from dualeval.tasks.image_classification import ImageClassification

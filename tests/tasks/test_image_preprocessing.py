@@ -13,7 +13,7 @@ from PIL import Image
 
 import dualeval.tasks
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.engine.description import _samples
+from dualeval.engine.finish import _samples
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers
 from dualeval.models.fashion_cnn import FashionCNN

@@ -18,9 +18,9 @@ from dualeval.backends import horovod, rendezvous
 from dualeval.backends.horovod import gloo_variables
 from dualeval.errors import BackendError
 from dualeval.world import World, waiting
-from dualeval.world.meetings import MeetingAtStore, master
-from dualeval.world.meetings.horovodrun import AtHorovodrun
-from dualeval.world.meetings.master import AtMaster, AtTorchrun
+from dualeval.world.meetings import MeetingAtStore, address
+from dualeval.world.meetings.address import AtMaster, AtTorchrun
+from dualeval.world.meetings.served import AtHorovodrun
 from dualeval.world.network import LOOPBACK
 from dualeval.world.store import names_of_absent
 from tests.environments import world_at
@@ -109,7 +109,7 @@ def test_a_rank_alone_meets_nobody() -> None:
 
 def test_an_address_of_torchruns_that_leads_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch itself would try for as long as a rank may be late."""
-    monkeypatch.setattr(master, "_NAMED_WITHIN_S", 0.0)
+    monkeypatch.setattr(address, "_NAMED_WITHIN_S", 0.0)
     world = world_at("torchrun", 1, 2, 0, 1, 1, meeting=AtTorchrun(address=("h0.invalid", 29500)))
     with (
         pytest.raises(BackendError, match=r"meet the others at h0\.invalid:29500, .* --local-addr ADDRESS"),
@@ -133,7 +133,7 @@ def test_a_masters_name_that_is_not_known_yet_is_waited_for(
         return really(LOOPBACK if host == "master" else host, *others, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(master, "_LOOK_UP_EVERY_S", 0.01)
+    monkeypatch.setattr(address, "_LOOK_UP_EVERY_S", 0.01)
     monkeypatch.setattr(waiting, "FIRST_WORD_S", 0.05)
     monkeypatch.setattr(AtMaster, "_connect", lambda self, world: "the store")
     world = replace(world_of(1, (2,)), launcher="env")

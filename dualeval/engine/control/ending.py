@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.control.heartbeat import Name
 from dualeval.engine.control.meeting import Meetings
+from dualeval.engine.control.progress import Name
 from dualeval.engine.control.verdict import Verdict
 from dualeval.errors import DualevalError, PeerError
 

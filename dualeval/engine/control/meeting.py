@@ -14,7 +14,7 @@ from time import monotonic, sleep
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.control.heartbeat import Name
+from dualeval.engine.control.progress import Name
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
 from dualeval.world.store import limit_for, names_of_absent, pause_for

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name
+from dualeval.engine.control.progress import LEFT, Heartbeat, Name
 from dualeval.world.store import limit_for
 
 # A rank may be there for as long as the others, or its caller, need.

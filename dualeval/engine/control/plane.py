@@ -16,24 +16,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dualeval.backends.base import Backend
 from dualeval.engine.control.ending import Ending, how_it_ended
-from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name, Tally, Work
 from dualeval.engine.control.meeting import VERDICT, Meetings
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
+from dualeval.engine.control.progress import LEFT, Heartbeat, Name, Progress, Tally, Work
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict
 from dualeval.engine.end.process import say
-from dualeval.engine.progress import Progress
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.world.network import at
 from dualeval.world.store import join_store, pause_for, serve_store
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
 
 _TIMEOUT_S, _FORWARD_TIMEOUT_S = 60.0, 1800.0
 _LEAVE_AFTER_FAILURE_S = 2.0

@@ -9,39 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.end.process import try_for
+from dualeval.engine.folder import layout, opening
 from dualeval.engine.folder.journal import JournalFile, read_journal, read_journal_file
-from dualeval.engine.folder.layout import (
-    STACKS,
-    check_file_names,
-    check_path,
-    file_name,
-    files_of_a_run,
-    job_there,
-    journal_of,
-    probe_of,
-    remove_if_empty,
-    writable,
-)
 from dualeval.engine.folder.lease import Lease, gone
-from dualeval.engine.folder.opening import (
-    PreviousRun,
-    begins_anew,
-    in_job,
-    named_launch,
-    own_process,
-    read_previous,
-    remove_leftovers,
-)
-from dualeval.engine.folder.shares import (
-    SAID,
-    Share,
-    check_idle,
-    check_joined_by_none,
-    files_of_share,
-    job_of_shares,
-    missing,
-    remove_shares,
-)
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of
 from dualeval.result import JOB, RESULT, Result, Status, json_text, read_status
@@ -65,7 +35,7 @@ class RunFolder:
         self._closing = threading.Event()
         self._writing_status = threading.Lock()
         # The folder of the journal's files.
-        self.journal = journal_of(path)
+        self.journal = layout.journal_of(path)
         # Whether this rank sees the files of rank 0.
         self.shared = self._probe.exists()
 
@@ -80,29 +50,29 @@ class RunFolder:
         fresh: bool,
         mix_machines: bool = False,
         evaluates: bool = True,
-        share: Share | None = None,
+        share: layout.Share | None = None,
         step: Callable[[], None] = lambda: None,
         lost: Callable[[str], None] = lambda reason: None,
-    ) -> tuple[RunFolder, PreviousRun]:
+    ) -> tuple[RunFolder, opening.PreviousRun]:
         """Make the folder, or go on in it; rank 0 calls it.
 
         ``evaluates``: it may lack something. It is that of one ``share``, or of the whole job. ``lost`` is
         called as by ``Lease.take``.
         """
-        check_file_names(facts["files"])
-        check_path(path)
-        with writable(path):
+        layout.check_file_names(facts["files"])
+        layout.check_path(path)
+        with layout.writable(path):
             is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
         held = folder = None
         try:
-            with writable(path):
+            with layout.writable(path):
                 held = Lease.take(path, token, waiting=step, lost=lost)
                 # Not before: a run that ends here meanwhile removes its own.
-                journal_of(path).mkdir(exist_ok=True)
-                probe_of(journal_of(path), token).touch()
+                layout.journal_of(path).mkdir(exist_ok=True)
+                layout.probe_of(layout.journal_of(path), token).touch()
                 folder = cls(path, token, rank=0)
-            folder._lease, folder._launch = held, named_launch(facts["launches"])
+            folder._lease, folder._launch = held, opening.named_launch(facts["launches"])
             return folder, folder._begin(plan, facts, fresh, mix_machines, evaluates, share, step)
         except BaseException:
             if folder is not None:
@@ -110,8 +80,8 @@ class RunFolder:
             elif held is not None:
                 held.close()
             if is_new:
-                remove_if_empty(journal_of(path))
-                remove_if_empty(path)
+                layout.remove_if_empty(layout.journal_of(path))
+                layout.remove_if_empty(path)
             raise
 
     def _begin(
@@ -121,36 +91,36 @@ class RunFolder:
         fresh: bool,
         mix_machines: bool,
         evaluates: bool,
-        share: Share | None,
+        share: layout.Share | None,
         step: Callable[[], None],
-    ) -> PreviousRun:
+    ) -> opening.PreviousRun:
         """Read what is there, remove what is not wanted, and say that this run is at work."""
-        with writable(self.path):
+        with layout.writable(self.path):
             # With its own lease in hand: of a share and of who joins them, one sees the other.
-            (check_idle if share is None else check_joined_by_none)(self.path, step)
-            if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
-                remove_shares(self.path)
-                for file in (files_of_a_run if share is None else files_of_share)(self.path):
+            (layout.check_idle if share is None else layout.check_joined_by_none)(self.path, step)
+            if opening.begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
+                layout.remove_shares(self.path)
+                for file in (layout.files_of_a_run if share is None else layout.files_of_share)(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
-            remove_leftovers(self.path)
-            previous = read_previous(
+            opening.remove_leftovers(self.path)
+            previous = opening.read_previous(
                 self.path, plan, facts, mix_machines, step, kept=self._probe, share=share
             )
             if previous.finished is None:
                 if previous.chunks.remaining and not evaluates:
                     why = previous.chunks.left_out or previous.notes
-                    raise UsageError(missing(self.path, previous.chunks.remaining, why))
+                    raise UsageError(layout.missing(self.path, previous.chunks.remaining, why))
                 # That of shares stays: it names the kind of machine that they are computed on.
-                if job_of_shares(self.path) is None:
-                    write_text(self.path / JOB, json_text(in_job(facts)))
+                if layout.job_of_shares(self.path) is None:
+                    write_text(self.path / JOB, json_text(opening.in_job(facts)))
                 self._status("running").write(self.path)
             else:
                 self.finish(previous)
         self._fingerprint = facts["fingerprint"]
         return previous
 
-    def to_message(self, previous: PreviousRun, plan: EvalPlan) -> dict[str, Any]:
+    def to_message(self, previous: opening.PreviousRun, plan: EvalPlan) -> dict[str, Any]:
         """What the other ranks need to know of the folder, in plain values."""
         return {
             "path": str(self.path),
@@ -163,18 +133,18 @@ class RunFolder:
     @classmethod
     def from_message(
         cls, message: Mapping[str, Any], plan: EvalPlan, *, rank: int, path: Path | None
-    ) -> tuple[RunFolder, PreviousRun]:
+    ) -> tuple[RunFolder, opening.PreviousRun]:
         """Another rank's view of the folder that rank 0 has opened."""
         # A path that was given is this rank's to resolve: without a shared folder it names another disk.
         where = Path(message["path"]) if path is None else path.absolute()
         folder = cls(where, message["token"], rank=rank)
         folder._launch = message["launch"]
         folder._fingerprint = message["fingerprint"]
-        return folder, PreviousRun.from_message(message, plan)
+        return folder, opening.PreviousRun.from_message(message, plan)
 
     @property
     def _probe(self) -> Path:
-        return probe_of(self.journal, self.token)
+        return layout.probe_of(self.journal, self.token)
 
     @property
     def is_done(self) -> bool:
@@ -194,19 +164,21 @@ class RunFolder:
             return self.path.is_dir()
         status = read_status(self.path)
         is_in_status = status is not None and status.run == self.token
-        return is_in_status or job_there(self.path).get("fingerprint") == self._fingerprint
+        return is_in_status or layout.job_there(self.path).get("fingerprint") == self._fingerprint
 
     @property
     def stacks(self) -> Path:
         """Where this rank writes its stacks, should it hang."""
-        return self.path / STACKS / f"rank-{self._rank:05d}.txt"
+        return self.path / layout.STACKS / f"rank-{self._rank:05d}.txt"
 
     def prefix(self, rank: int) -> str:
         """The start of the names of a rank's journal files."""
         return f"{self.token}-{rank:05d}"
 
     def _status(self, state: str, **said: Any) -> Status:
-        return Status(state=state, launch_id=self._launch, run=self.token, process=own_process(), **said)
+        return Status(
+            state=state, launch_id=self._launch, run=self.token, process=opening.own_process(), **said
+        )
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -231,12 +203,12 @@ class RunFolder:
                     status.write(self.path)
 
     def merged_files(
-        self, previous: PreviousRun, counts: Sequence[int], step: Callable[[], None]
+        self, previous: opening.PreviousRun, counts: Sequence[int], step: Callable[[], None]
     ) -> list[JournalFile]:
         """Check the journal files of the result: ``counts`` of each rank's, and earlier runs' once more."""
         # By name: a list of the folder may be seconds old where it is on NFS.
         names = [
-            file_name(self.prefix(rank), number)
+            layout.file_name(self.prefix(rank), number)
             for rank, count in enumerate(counts)
             for number in range(count)
         ]
@@ -268,16 +240,16 @@ class RunFolder:
         """Write result.json, when all that lies beside it is there."""
         write_text(self.path / RESULT, result.to_json())
 
-    def finish(self, previous: PreviousRun, files: Sequence[Path] = ()) -> None:
+    def finish(self, previous: opening.PreviousRun, files: Sequence[Path] = ()) -> None:
         """Say that the result is there, and remove what has served to make it."""
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
         for file in (*files, *previous.stale):
             file.unlink(missing_ok=True)
-        remove_shares(self.path)
+        layout.remove_shares(self.path)
 
     def finish_share(
-        self, plan: EvalPlan, share: Share, previous: PreviousRun, said: Mapping[str, Any]
+        self, plan: EvalPlan, share: layout.Share, previous: opening.PreviousRun, said: Mapping[str, Any]
     ) -> str:
         """Check that all chunks of a share are on the disk, and say that it is done; returns a sentence."""
         self.check()
@@ -293,8 +265,8 @@ class RunFolder:
                 "command again."
             )
         # What was said of chunks that were finished before stays.
-        if previous.chunks.remaining or not (self.path / SAID).exists():
-            write_text(self.path / SAID, json_text(said))
+        if previous.chunks.remaining or not (self.path / layout.SAID).exists():
+            write_text(self.path / layout.SAID, json_text(said))
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
         failed = sum(file.failed for file in chunks.files)
@@ -316,8 +288,8 @@ class RunFolder:
             status = read_status(self.path)
             # Another run, which has taken over, may be about to write into them.
             if status is None or status.run in (None, self.token):
-                remove_if_empty(self.journal)
-                remove_if_empty(self.path / STACKS)
+                layout.remove_if_empty(self.journal)
+                layout.remove_if_empty(self.path / layout.STACKS)
         with suppress(OSError):
             if self._lease is not None:
                 self._lease.close()

@@ -1,12 +1,11 @@
-"""The lease of an output folder, which keeps two runs from working in one folder at once.
+"""The lease of an output folder, which keeps two runs from working in one folder at once; and who holds it.
 
 It saves waste and nothing more: no result depends on it, and in rare races two runs hold it until the next
 ``renew``.
 
 The holder keeps counting in lease.json. A newcomer watches by its own clock whether the count moves, so that
-the clocks of two hosts need not agree. A holder on the newcomer's own kernel is asked for directly.
-No lock of the system is used: closing any descriptor of the file drops POSIX locks, and not every disk has
-them.
+the clocks of two hosts need not agree. A holder on the newcomer's own kernel is asked for directly. No lock
+of the system is used: closing any descriptor of the file drops POSIX locks, and not every disk has them.
 """
 
 from __future__ import annotations
@@ -14,20 +13,23 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from dualeval.engine.folder.layout import LEASE
-from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
 from dualeval.result import JOB
 from dualeval.whole_files import whole_file
 
+# Of the fields of /proc/PID/stat behind the process's name.
+_STATE, _START_TIME = 0, 19
+LEASE = "lease.json"
 # How often the holder calls ``renew``.
 RENEW_EVERY_S = 2.0
 # A lease that stands still for so long is a dead run's, or that of a run that hangs.
@@ -37,6 +39,75 @@ LOOK_EVERY_S = 0.25
 _LENGTH = 1024
 # NFS says ESTALE of a file that another host has removed.
 _GONE = (errno.ENOENT, errno.ESTALE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process, for people and for whoever asks whether it still runs."""
+
+    host: str
+    # Its number there.
+    pid: int
+    # Its kernel's boot and its PID namespace; "" where there is no /proc, as on other systems.
+    space: str
+    # When it began, in the kernel's ticks; "" likewise.
+    start: str
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """A process of this host."""
+        stat = _stat(pid)
+        start = "" if stat is None else stat[_START_TIME]
+        return cls(host=socket.gethostname(), pid=pid, space=_space(), start=start)
+
+    @classmethod
+    def own(cls) -> Process:
+        """This process."""
+        return cls.of(os.getpid())
+
+    def __str__(self) -> str:
+        # A process id may be another one's later; along with the time of its start it is not.
+        return f"{self.host} {self.pid} {self.start}".rstrip()
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Process | None:
+        """Read the fields of a mapping; None where it does not describe a process."""
+        try:
+            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError):
+            return None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended; False where it runs, and where nothing is known of it."""
+        if not self.space or self.space != _space():
+            return False  # it could not be seen from here
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return True
+        except PermissionError:
+            pass
+        stat = _stat(self.pid)
+        # Another user's may be hidden. Another start: the number is another process's by now.
+        return stat is not None and (stat[_START_TIME] != self.start or stat[_STATE] in "ZX")
+
+
+@cache
+def _space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot}.{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of a process behind its name; None where they cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 class Lease:

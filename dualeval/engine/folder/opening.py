@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,18 +14,9 @@ from typing import Any
 import numpy as np
 
 from dualeval.engine.differences import differences, listing, structure_hint
+from dualeval.engine.folder import layout
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
-from dualeval.engine.folder.layout import (
-    LEASE,
-    job_there,
-    journal_files,
-    journal_of,
-    partial_files,
-    writable,
-)
-from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
-from dualeval.engine.folder.process import Process
-from dualeval.engine.folder.shares import COMMAND, COUNT, Share, folders_of, job_of_shares
+from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S, Process
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, with_type
@@ -43,6 +35,7 @@ from dualeval.result import (
     result_from,
 )
 from dualeval.whole_files import write_text
+from dualeval.world import World
 
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 # Between the agents of a launch, in status.json.
@@ -97,7 +90,7 @@ def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh:
         # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
         raise Stopped(status.signal or "a signal")
     # A script may evaluate several jobs in one folder, one after the other.
-    return fresh and job_there(path).get("fingerprint") != fingerprint
+    return fresh and layout.job_there(path).get("fingerprint") != fingerprint
 
 
 def _is_restarted(status: Status, launches: Sequence[str]) -> bool:
@@ -114,8 +107,16 @@ def named_launch(launches: Sequence[str]) -> str | None:
 
 def own_process() -> str:
     """How status.json names this process."""
-    own = Process.own()
-    return f"{own.host} {own.pid} {own.start}".rstrip()
+    return str(Process.own())
+
+
+def launch_of(world: World) -> str | None:
+    """What the ranks have in common that one agent of torchrun starts, and starts again.
+
+    The number of restarts is no help: an agent does not count those that another node has caused.
+    """
+    launch = world.meeting.launch_id
+    return None if launch is None else f"{launch} {Process.of(os.getppid())}"
 
 
 def folder_of_launch(runs: Path, fingerprint: str, launches: Sequence[str]) -> Path | None:
@@ -129,7 +130,7 @@ def folder_of_launch(runs: Path, fingerprint: str, launches: Sequence[str]) -> P
 
 def join_shares(
     out: Path,
-    share: Share,
+    share: layout.Share,
     facts: Mapping[str, Any],
     command: Mapping[str, Any] | None,
     *,
@@ -139,24 +140,25 @@ def join_shares(
 
     False where there is the result of all shares already, so that nothing is left to do.
     """
-    with writable(out):
+    with layout.writable(out):
         _check_same_job(out, facts)
         if finished_result(out, facts["fingerprint"]) is not None:
             return False
         out.mkdir(parents=True, exist_ok=True)
         if not (out / JOB).exists():
             # Of several at once the last one's is there: the same, or all others are refused.
-            write_text(out / JOB, json_text({**in_job(facts), COMMAND: command, COUNT: share.count}))
+            of_shares = {layout.COMMAND: command, layout.COUNT: share.count}
+            write_text(out / JOB, json_text({**in_job(facts), **of_shares}))
             _check_same_job(out, facts)
-    there = job_of_shares(out)
+    there = layout.job_of_shares(out)
     if there is None:
         raise UsageError(
             f"{out} holds a run of the whole job. Go on with it without --share, or give another --out."
         )
-    if there[COUNT] != share.count:
+    if (count := there[layout.COUNT]) != share.count:
         raise UsageError(
-            f"{out} holds shares of {there[COUNT]}, and this is share {share}. Give "
-            f"--share I/{there[COUNT]}, or another --out."
+            f"{out} holds shares of {count}, and this is share {share}. Give --share I/{count}, or another "
+            "--out."
         )
     check_kinds_of_parts(
         out, [there["machine"]], facts["machine"], mix=mix_machines, to_start_over=f"remove {out}"
@@ -172,7 +174,7 @@ def read_previous(
     step: Callable[[], None],
     *,
     kept: Path,
-    share: Share | None,
+    share: layout.Share | None,
 ) -> PreviousRun:
     """Find out what a folder holds beside the file ``kept``, and whether this job may go on there."""
     _check_same_job(path, facts)
@@ -190,12 +192,12 @@ def read_previous(
     except DualevalError as error:
         finished = None
         notes.append(f"{error}; all samples are evaluated again")
-    journal = journal_of(path)
+    journal = layout.journal_of(path)
     # Shares are whole, where they are done; a run of the whole job that has ended early is not.
-    folders = [*map(journal_of, folders_of(path)), journal]
+    folders = [*map(layout.journal_of, layout.folders_of(path)), journal]
     wanted = None if share is None else share.chunks(plan)
     chunks = read_journal(folders, plan, facts["fingerprint"], step, retried=journal, wanted=wanted)
-    stale = tuple(file for file in journal_files(journal) if file not in {*chunks.foreign, kept})
+    stale = tuple(file for file in layout.journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
     parts = [file.machine for file in chunks.files] if finished is None else finished.machines
     check_kinds_of_parts(path, parts, chunks.machine(facts["machine"]), mix=mix_machines)
@@ -209,7 +211,7 @@ def remove_leftovers(path: Path) -> None:
     """
     # The disk's clock, which may be another host's.
     now = (path / LEASE).stat().st_mtime
-    for file in partial_files(path):
+    for file in layout.partial_files(path):
         with suppress(FileNotFoundError):
             if now - file.stat().st_mtime > TAKE_OVER_AFTER_S:
                 file.unlink()
@@ -249,7 +251,9 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     differing = differences(kept, own)
     if differing:
         shown = listing(differing, "there", "now")
-        remedy = "--fresh to remove that job's files" if job_of_shares(path) is None else f"remove {path}"
+        remedy = (
+            "--fresh to remove that job's files" if layout.job_of_shares(path) is None else f"remove {path}"
+        )
         raise UsageError(
             f"{path} holds another job ({shown}). Give another --out, or {remedy} and start over."
             f"{structure_hint(differing)}"

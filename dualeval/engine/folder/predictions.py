@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,8 @@ from dualeval.columns import RaggedRows, Rows, TextRows
 from dualeval.engine.folder.windows import EVALUATED, RowsOfChunks, evaluated_of, windows_of
 from dualeval.engine.parts import indices_of, texts_of
 from dualeval.engine.plan import EvalPlan
+from dualeval.tasks import Dataset, Task
 from dualeval.whole_files import whole_file
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Dataset, Task
 
 # Of a field of the schema whose strings are a column, and not what the task's ``texts`` has made of others.
 COLUMN_OF_TEXT = {b"dualeval": b"column of text"}

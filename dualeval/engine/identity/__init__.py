@@ -22,12 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.identity.model import (
-    ModelHasher,
-    ModelIdentity,
-    model_fingerprint,
-    structure_fingerprint,
-)
+from dualeval.engine.identity.model import ModelHasher, ModelIdentity
 from dualeval.engine.identity.plain import (
     attributes_of,
     ignored_by,
@@ -39,19 +34,10 @@ from dualeval.engine.identity.plain import (
 )
 from dualeval.engine.identity.source import has_source, is_own, names_in, source_fingerprints
 from dualeval.engine.nests import held_by, own_attributes
-from dualeval.engine.sharding.detect import class_of
+from dualeval.engine.sharding.fsdp import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
-
-__all__ = [
-    "ModelIdentity",
-    "job_identity",
-    "metric_fingerprint",
-    "model_fingerprint",
-    "structure_fingerprint",
-    "task_attributes",
-]
 
 _VALUES = (
     *(bool, int, float, complex, str, bytes, enum.Enum),

@@ -55,9 +55,9 @@ from dualeval.engine.identity.plain import (
     name_of,
     plain_digest,
     sha256_of,
+    tensor_digest,
 )
 from dualeval.engine.identity.source import definition, has_source, is_own, names_in
-from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.errors import DualevalError, UsageError
 
 # What it wraps is in its closure. Torch keeps one that is not compiled beside it, and an address.

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from dualeval.engine.identity.hasher import Hasher, script_code
-from dualeval.engine.identity.plain import attributes_of, is_incidental, short_hex
-from dualeval.engine.identity.tensors import tensor_digest
-from dualeval.engine.sharding.detect import class_of, is_of_fsdp, is_state_of_fsdp, whole
+from dualeval.engine.identity.plain import attributes_of, is_incidental, short_hex, tensor_digest
+from dualeval.engine.sharding.fsdp import class_of, is_of_fsdp, is_state_of_fsdp, whole
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
 _BOOKKEEPING = {

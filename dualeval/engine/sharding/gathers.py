@@ -19,20 +19,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from dualeval.backends.base import Backend
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.progress import Position
-from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
-from dualeval.engine.sharding.torch_fsdp import reads_refused
+from dualeval.engine.control.progress import Position
+from dualeval.engine.sharding.fsdp import is_of_fsdp, is_unit, reads_refused
 from dualeval.errors import BackendError, PeerError, UsageError, text_of
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
 
 
 @dataclass(frozen=True, kw_only=True)

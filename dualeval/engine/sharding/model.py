@@ -13,24 +13,19 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.engine import numerics
-from dualeval.engine.identity import ModelIdentity
-from dualeval.engine.identity.model import model_fingerprint
+from dualeval.engine.identity.model import ModelIdentity, model_fingerprint
 from dualeval.engine.layouts import converter
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import convert_each, dtype_in, set_door
 from dualeval.engine.run_state import Run
-from dualeval.engine.sharding.detect import has_forward
+from dualeval.engine.sharding.fsdp import has_forward, of_rows, refuse_own_rows, set_strides
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
-from dualeval.engine.sharding.torch_fsdp import of_rows, refuse_own_rows, set_strides
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _LARGEST_PART = 32
 _SMALLEST_PART = 1024

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dualeval.backends.base import Backend
 from dualeval.engine.compute import is_compiled
+from dualeval.engine.guest import Snapshot, named_by
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.identity.tensors import rows_digest, tensor_digest
+from dualeval.engine.identity.plain import rows_digest, tensor_digest
 from dualeval.engine.layouts import fixed_part
-from dualeval.engine.sharding.detect import has_forward, is_sharded
+from dualeval.engine.sharding.fsdp import has_forward, is_sharded
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
-    from dualeval.engine.guest import Snapshot
-    from dualeval.tasks import Task
+from dualeval.tasks import Task
 
 # What is read of a parameter to see that all ranks read the same.
 _PROBED_BYTES = 4096
@@ -30,7 +27,7 @@ _IMAGE_DIMENSIONS = 4
 
 
 @runtime_checkable
-class LateRows(Protocol):
+class _LateRows(Protocol):
     """A parameter whose values are still where they were saved."""
 
     def read_rows(self, first: int, last: int, into: Tensor) -> None:
@@ -122,7 +119,7 @@ def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None
         )
     if snapshot is None:
         return
-    named = [value for held in vars(task).values() for value in _named_by(held)]
+    named = [value for held in vars(task).values() for value in named_by(held)]
     if snapshot.knows(model) or any(value is model for value in named):
         raise UsageError(
             f"shard divides the parameters of a model, and this {type(model).__name__} is the script's own: "
@@ -130,14 +127,6 @@ def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None
             "model=lambda: make_model(). Or shard it yourself (torch.distributed.fsdp.fully_shard), and "
             "leave shard out."
         )
-
-
-def _named_by(value: Any) -> list[Any]:
-    """What a function's body names outside of it."""
-    if not inspect.isfunction(value):
-        return []
-    named = inspect.getclosurevars(value)
-    return [*named.nonlocals.values(), *named.globals.values()]
 
 
 def _check_model(model: nn.Module) -> None:
@@ -161,7 +150,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_values(name: str, parameter: nn.Parameter) -> None:
-    is_late = isinstance(parameter, LateRows)
+    is_late = isinstance(parameter, _LateRows)
     if is_lazy(parameter) or (parameter.is_meta and not is_late):
         tensor_digest(name, parameter, Hasher().digest)  # which says what to do
     is_plain = is_late or type(parameter) in (nn.Parameter, Tensor)
@@ -198,18 +187,15 @@ class Reading:
         source, parameter.source = parameter.source, None
         assert source is not None, "each parameter is read once"
         first, last = parameter.rows_of(self._rank, self._size)
-        if isinstance(source, LateRows):
+        if isinstance(source, _LateRows):
             self._probe += _ends_of(source, parameter)
             if parameter.is_divided:
                 rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
-            else:
-                # With its own strides: they decide last bits.
-                rows = torch.empty_strided(parameter.shape, source.stride(), dtype=parameter.dtype)
-            if rows.numel():
-                source.read_rows(first, last, rows)
-            if parameter.is_divided:
+                if rows.numel():
+                    source.read_rows(first, last, rows)
                 self._late.append(parameter)
             else:
+                rows = _whole(source)
                 self._digests[parameter.name] = tensor_digest(parameter.name, rows, self._hasher.digest)
         else:
             # Every rank has it whole: one that has another is found when the ranks compare their jobs.
@@ -242,7 +228,7 @@ class Reading:
         return self._digests
 
 
-def _ends_of(source: LateRows, parameter: Parameter) -> list[str]:
+def _ends_of(source: _LateRows, parameter: Parameter) -> list[str]:
     """Digests of the first and the last rows of a late parameter."""
     count = parameter.shape[0] if parameter.shape else 1
     most = max(1, min(count, _PROBED_BYTES * count // max(1, parameter.nbytes)))
@@ -273,3 +259,29 @@ def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     else:
         # Recurrent layers keep a list of their weights beside.
         setattr(module, own, parameter)
+
+
+def read_all(model: nn.Module) -> None:
+    """Read the values of all late parameters into memory, in place; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        parameters: dict[str, Any] = dict(module._parameters)
+        for name, parameter in parameters.items():
+            if isinstance(parameter, _LateRows):
+                if id(parameter) not in made:
+                    keeps_gradient: bool = parameters[name].requires_grad
+                    made[id(parameter)] = nn.Parameter(_whole(parameter), keeps_gradient)
+                setattr(module, name, made[id(parameter)])
+
+
+def has_late(model: nn.Module) -> bool:
+    """Whether a parameter of a model is still in a file."""
+    return any(isinstance(parameter, _LateRows) for parameter in model.parameters())
+
+
+def _whole(parameter: Any) -> Tensor:
+    """The values of a late parameter, with its own strides: they decide last bits."""
+    values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    if values.numel():
+        parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)
+    return values

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.cli.options import work_in_session
-from dualeval.engine.end.signals import numbers_of
+from dualeval.engine.end.process import numbers_of
 from dualeval.engine.session import Session
 from dualeval.launch import detect
 from dualeval.options.job import Job

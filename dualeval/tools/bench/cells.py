@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.errors import EXIT_DONE, UsageError
+from dualeval.launch.launchers import child_environ, why_not
 from dualeval.launch.site import Site, default_ranks
-from dualeval.launch.starts import child_environ, why_not
 from dualeval.options.job import Job
 from dualeval.result import json_text
 from dualeval.tools import node_facts

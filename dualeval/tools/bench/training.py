@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from dualeval.backends.base import Backend
 from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.compute import Uploads
 from dualeval.engine.options import run_options_of
 from dualeval.engine.parts import drawn
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.session import Session
-from dualeval.engine.transfer import Uploads
 from dualeval.errors import UsageError
 from dualeval.tasks import Task
 from dualeval.tools.bench.evaluation import facts_of_ranks, split_batches

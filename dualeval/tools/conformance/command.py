@@ -19,9 +19,8 @@ import click
 
 from dualeval.cli.grouped import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
-from dualeval.launch.launchers import WAYS
+from dualeval.launch.launchers import WAYS, child_environ, choose_ways
 from dualeval.launch.site import Site
-from dualeval.launch.starts import child_environ, choose_ways
 from dualeval.report.anonymous import Names
 from dualeval.result import RESULT, json_text, read_status
 from dualeval.tools import node_facts

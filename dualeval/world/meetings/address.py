@@ -1,21 +1,29 @@
-"""At an address that all ranks know: rank 0 tells there, to all who come, where its store is."""
+"""At an address that all ranks know: rank 0 tells there where its store is, or the store itself is there.
+
+The first follows from what Slurm or Flux says. The second is MASTER_ADDR and MASTER_PORT, where torchrun, or
+rank 0 in its place, serves a store.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dualeval.errors import BackendError
+from dualeval.errors import BackendError, LaunchError
 from dualeval.world import World
-from dualeval.world.meetings import MeetingAtStore
-from dualeval.world.network import LATE_S, LOOPBACK, NAME_TOO_LONG, REACH_S
-from dualeval.world.waiting import waiting
+from dualeval.world.meetings import PATIENCE, MeetingAtStore, arrival
+from dualeval.world.network import LATE_S, LOOPBACK, NAME_TOO_LONG, REACH_S, at
+from dualeval.world.waiting import STARTED, waiting
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
 # A meeting takes the first free one of so many ports from the agreed one on.
 _PORTS_TRIED = 16
@@ -26,6 +34,10 @@ _LONGEST_ANSWER = 2**20  # bytes
 _UNREACHABLE_S = 60.0
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
+_SHORTEST_PAUSE_S = 0.005
+_PAUSE_PER_RANK_S = 1e-4
+_NAMED_WITHIN_S = 60.0
+_LOOK_UP_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,3 +219,173 @@ def _ask(host: str, port: int, run_id: str) -> dict[str, Any] | None:
         if isinstance(answer, dict) and answer.get("run") == run_id:
             return answer
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtMaster(MeetingAtStore):
+    """At a store that rank 0 serves."""
+
+    # Host and port of the store.
+    address: tuple[str, int]
+    # What the store is called in messages.
+    name: ClassVar = "rank 0's store"
+    # What has to be there, in advice.
+    server: ClassVar = "rank 0 has been started"
+    # What to do where the host's name leads nowhere.
+    remedy: ClassVar = "Set MASTER_ADDR to an address of rank 0's host."
+    # The store is new, and all who come to it are ranks of this start. That of torchrun may still name ranks
+    # that have ended: others, and more or fewer.
+    served_by_rank_0: ClassVar = True
+
+    @property
+    def host_of_rank_0(self) -> str:
+        return self.address[0]
+
+    @contextmanager
+    def open(self, world: World, purpose: str) -> Iterator[tuple[Store, str, int | None]]:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        store = self._join(world)
+        own = PrefixStore(f"dualeval/{self._agree_on_name(store, world)}", store)
+        own.set(arrival(world.rank), "")
+        yield own, *self.address
+
+    def _join(self, world: World) -> Store:
+        """Join the store."""
+        host, port = self.address
+        in_dns = (
+            f"Check that rank 0 has been started, and that 'getent hosts {host}' prints its address here."
+        )
+        with waiting(world, f"the name {host} (MASTER_ADDR) to lead to a host", in_dns, each_node=True):
+            self._await_name(world)
+        check = (
+            f"Check that {self.server}, that 'getent hosts {host}' prints its address on this node, and that "
+            f"this port is open between the nodes."
+        )
+        with waiting(world, f"{self.name} at {at(host, port)}", check, each_node=True):
+            return self._connect(world)
+
+    def _await_name(self, world: World) -> None:
+        """Wait until the host's name is known: that of a pod comes into the DNS when the pod runs."""
+        host, port = self.address
+        start = monotonic()
+        while True:
+            try:
+                socket.getaddrinfo(host, port)
+                return
+            except socket.gaierror as error:
+                if error.errno == socket.EAI_AGAIN:
+                    return  # no name server answers, and torch tries again by itself
+                if monotonic() - start > _NAMED_WITHIN_S:
+                    # torch would try for half an hour, and log pages of C++ frames.
+                    raise BackendError(
+                        f"rank {world.rank} is to meet the others at {at(host, port)}, by MASTER_ADDR and "
+                        f"MASTER_PORT, but {socket.gethostname()} knows no host of that name, also after "
+                        f"{_NAMED_WITHIN_S:.0f} s. {self.remedy}"
+                    ) from error
+            sleep(_LOOK_UP_EVERY_S)
+
+    def _connect(self, world: World) -> Store:
+        from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+
+        host, port = self.address
+        try:
+            # Rank 0 does not wait here for the others: behind this it can name those that are missing.
+            return TCPStore(
+                host,
+                port,
+                is_master=world.is_main,
+                timeout=PATIENCE,
+                wait_for_workers=False,
+                # This process may have served a store here before, as the doctor does.
+                multi_tenant=True,
+            )
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise BackendError(
+                f"port {port} of {socket.gethostname()}, where rank 0 is to serve by MASTER_PORT, is another "
+                f"program's. Set another MASTER_PORT on all ranks: each job on a host needs its own."
+            ) from error
+
+    def _agree_on_name(self, store: Store, world: World) -> str:
+        """Agree on a name that the ranks of this start have in common, and those of no other. A collective.
+
+        torchrun keeps one store for all its starts, with the addresses of ranks that have ended in it; and
+        the number of starts that it tells may differ from node to node.
+        """
+        from dualeval.world.store import names_of_absent
+
+        own = secrets.token_hex(8)
+        store.set(arrival(world.rank), own)
+        start = monotonic()
+        pause = max(_SHORTEST_PAUSE_S, world.size * _PAUSE_PER_RANK_S)
+        all_here = [arrival(rank) for rank in range(world.size)]
+        come: list[str] = []
+        awaited = all_here
+        missing = names_of_absent(store, lambda: awaited) if world.is_main else None
+        where = f"all ranks to come to {self.name} at {at(*self.address)}"
+        with waiting(world, where, STARTED, known=missing):
+            while monotonic() - start < PATIENCE.total_seconds():
+                if self.served_by_rank_0 and store.get(arrival(world.rank)).decode() != own:
+                    raise LaunchError(
+                        f"another process has come to {at(*self.address)} as rank {world.rank}, too. Give "
+                        f"each rank a RANK of its own, and each job on a host a MASTER_PORT of its own."
+                    )
+                if world.is_main and store.check(all_here):
+                    # Of ranks that have ended, perhaps: theirs do not agree, and are written over.
+                    now = [text.decode() for text in store.multi_get(all_here)]
+                    if now != come:
+                        come = now
+                        store.set("dualeval/name", json.dumps([secrets.token_hex(8), *come]))
+                # Rank 0 goes by a name of its own start alone. The others may wait for it in the store,
+                # unless they have to look whether another has come in their place.
+                if world.is_main:
+                    named_yet = bool(come)
+                else:
+                    named_yet = not self.served_by_rank_0 or store.check(["dualeval/name"])
+                if named_yet:
+                    name, *named = json.loads(store.get("dualeval/name"))
+                    if self.served_by_rank_0 and len(named) != world.size:
+                        store.set(f"dualeval/{name}/size", str(world.size))
+                        raise _different_sizes(world.rank, world.size, len(named))
+                    awaited = [f"dualeval/{name}/agreed/{rank}" for rank in range(world.size)]
+                    if world.is_main and store.check([f"dualeval/{name}/size"]):
+                        other = int(store.get(f"dualeval/{name}/size"))
+                        raise _different_sizes(None, other, world.size)
+                    if named == come or (not world.is_main and named[world.rank : world.rank + 1] == [own]):
+                        store.set(awaited[world.rank], "")
+                        if world.is_main and store.check(awaited):
+                            store.set(f"dualeval/{name}/go", "")
+                        if store.check([f"dualeval/{name}/go"]):
+                            return str(name)
+                sleep(pause)
+        raise BackendError(
+            f"the {world.size} ranks have not met at {self.name} in "
+            f"{PATIENCE.total_seconds() / 60:.0f} minutes{f': {missing()}' if missing else ''}"
+        )
+
+
+class AtTorchrun(AtMaster):
+    """At torchrun's own store, which outlives the ranks that its agent starts again."""
+
+    name = "torchrun's store"
+    server = "torchrun runs on the first node"
+    remedy = (
+        "Start torchrun with an address in its place: --rdzv-endpoint ADDRESS:PORT, and --local-addr "
+        "ADDRESS on the first node, or --master-addr ADDRESS."
+    )
+    served_by_rank_0 = False
+
+    def _connect(self, world: World) -> Store:
+        from torch.distributed import rendezvous  # type: ignore[attr-defined]
+
+        return next(rendezvous("env://", timeout=PATIENCE))[0]  # type: ignore[no-any-return]
+
+
+def _different_sizes(rank: int | None, size: int, rank_0s: int) -> LaunchError:
+    who = "another rank" if rank is None else f"rank {rank}"
+    return LaunchError(
+        f"{who} was told that there are {size} ranks, and rank 0 that there are {rank_0s}. Set WORLD_SIZE to "
+        f"the number of ranks, the same on each of them."
+    )

@@ -1,6 +1,6 @@
-"""Heartbeats: what a rank reports of itself, twice a second, and what rank 0 counts of them.
+"""Progress: what a rank is at, what it reports of itself twice a second, and what rank 0 counts of that.
 
-A rank says how many steps its main thread has made, whether it computes, and how often it has reported.
+A rank reports how many steps its main thread has made, whether it computes, and how often it has reported.
 """
 
 from __future__ import annotations
@@ -9,14 +9,30 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from dualeval.engine.folder.process import Process
-from dualeval.engine.progress import described
+from dualeval.engine.folder.lease import Process
 
+# In the order in which a run goes through them; a batch goes through load to journal. "device" is the wait
+# for what a GPU computes, "collective" any collective of the backend, "idle" between two runs.
+Stage = Literal[
+    "setup",
+    "load",
+    "transfer",
+    "forward",
+    "device",
+    "metrics",
+    "journal",
+    "meet",
+    "collective",
+    "write",
+    "end",
+    "idle",
+]
 # In place of the heartbeat of a rank that has left.
 LEFT = "left"
 # What a window of time must have in it to count as work: waiting loops take hundredths of a core, and reading
@@ -26,6 +42,48 @@ _LEAST_CORES = 0.1
 _LEAST_BYTES_A_S = 65_536
 _SHOW_EVERY_S = 0.5
 _LAST_SHOWN_WITHIN_S = 2.0
+
+
+class Position(NamedTuple):
+    """One moment of a rank."""
+
+    # Grows with every step; a rank whose steps stand still makes no progress.
+    steps: int = 0
+    # What it is doing.
+    stage: Stage = "setup"
+    # The chunk in hand; None outside of the loop.
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        return described(self.stage, self.chunk)
+
+
+def described(stage: str, chunk: int | None) -> str:
+    """Where a rank is, for people."""
+    return f"stage {stage}" if chunk is None else f"chunk {chunk}, stage {stage}"
+
+
+class Progress:
+    """Where a rank is. Its main thread steps, until another one saves what it had; any thread may look."""
+
+    def __init__(self) -> None:
+        # The last step.
+        self.position = Position()
+
+    def step(self, stage: Stage, chunk: int | None = None) -> None:
+        """Note that the main thread has come to a stage. Costs less than a microsecond."""
+        # One assignment: another thread sees the old position or the new one, never a mixture.
+        self.position = Position(self.position.steps + 1, stage, chunk)
+
+    @contextmanager
+    def inside(self, stage: Stage) -> Iterator[None]:
+        """Note that the main thread is at a stage within the block, and then again where it was before."""
+        before = self.position
+        self.step(stage, before.chunk)
+        try:
+            yield
+        finally:
+            self.step(before.stage, before.chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
