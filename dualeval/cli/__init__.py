@@ -55,7 +55,7 @@ COMMANDS = {
     "conformance": "dualeval.tools.conformance.command:conformance",
     "doctor": "dualeval.tools.doctor.command:doctor",
     "setup-horovod": "dualeval.tools.horovod.setup:setup_horovod",
-    "submit": "dualeval.tools.submit.command:submit",
+    "submit": "dualeval.tools.submit:submit",
 }
 
 

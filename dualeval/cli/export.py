@@ -9,7 +9,7 @@ import click
 
 from dualeval.cli.grouped import PATH
 from dualeval.engine.folder.shares import refuse_unfinished
-from dualeval.report.loggers.targets import check_installed, targets_of
+from dualeval.report.loggers import check_installed, targets_of
 
 
 @click.command()

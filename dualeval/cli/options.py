@@ -16,7 +16,7 @@ from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
-    from dualeval.report.loggers.targets import Target
+    from dualeval.report.loggers import Target
     from dualeval.result import Result
 
 _T = TypeVar("_T")

@@ -35,7 +35,7 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
         raise UsageError(f"--out {out}: expected the name of a file that ends in .html")
     from dualeval.engine.rescoring import check_finished
     from dualeval.engine.samples_digest import contents_now
-    from dualeval.report.page.writing import check_installed, write_report
+    from dualeval.report.page import check_installed, write_report
     from dualeval.result import JOB
     from dualeval.tasks.stored import task_of_run
 

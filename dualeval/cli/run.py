@@ -31,7 +31,7 @@ from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.fields import Given, fields_of
 from dualeval.options.job import Job, owners_of, start_of
 from dualeval.options.several import is_several
-from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
+from dualeval.report.loggers import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
 from dualeval.world import World
 

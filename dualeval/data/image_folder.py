@@ -10,8 +10,7 @@ import numpy as np
 
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
-from dualeval.data.files import FileNames
-from dualeval.data.image_files import ImageFiles
+from dualeval.data.image_files import FileNames, ImageFiles
 from dualeval.data.labels import Labels, choose_labels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.data.cache import DataCache
-from dualeval.data.files import FileNames
-from dualeval.data.image_files import ImageFiles
+from dualeval.data.image_files import FileNames, ImageFiles
 from dualeval.data.labels import KnownClasses, Labels, indices_of_classes
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.table import Table, column_of, is_unicode, open_table

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
-from dualeval.data.files import FileNames
-from dualeval.data.image_files import ImageFiles
+from dualeval.data.image_files import FileNames, ImageFiles
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.manifest import PATH_COLUMNS
 from dualeval.data.pictures import prepare, read_pixels, size_of

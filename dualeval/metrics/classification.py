@@ -25,7 +25,6 @@ from torch import Tensor
 from dualeval.columns import LateColumns
 from dualeval.errors import UsageError
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
-from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
     NONFINITE_KINDS,
     SUM_LIMBS,
@@ -37,7 +36,7 @@ from dualeval.metrics.exact import (
 )
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
-from dualeval.metrics.metric import Measured, Metric, RowMetric
+from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMetric
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_kind

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
     DOUBLE_UNIT_BITS,
     SUM_UNIT_BITS,
@@ -33,7 +32,7 @@ from dualeval.metrics.intervals import (
     spread_of_ratio,
     wilson_interval,
 )
-from dualeval.metrics.metric import Measured
+from dualeval.metrics.metric import FRACTION, Described, Measured
 from dualeval.metrics.moments import Moments, Sums, finite_of, numbers_of
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_choice

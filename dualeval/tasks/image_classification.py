@@ -21,18 +21,17 @@ from dualeval.models.weights import OtherClasses
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.image_data import ASSETS, DataSource
-from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
-from dualeval.tasks.image_preprocessing import (
+from dualeval.tasks.labels import FolderLabels, agreed_classes, hint_for, names_of
+from dualeval.tasks.options import ImageClassificationOptions
+from dualeval.tasks.picture_task import (
     NEEDED,
     ChosenPreprocessing,
+    PictureTask,
     choose_for_files,
     choose_for_small,
     named_preprocessing,
 )
-from dualeval.tasks.image_refusals import no_logits, refuse_other_shapes, refuse_other_task
-from dualeval.tasks.options import ImageClassificationOptions
-from dualeval.tasks.picture_task import PictureTask
-from dualeval.tasks.refusals import refuse_probabilities
+from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
 
 if TYPE_CHECKING:
     from dualeval.tasks.image_data import ImageData

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dualeval.data.idx import SPLITS as IDX_SPLITS
-from dualeval.data.idx import IdxImages
 from dualeval.data.imagenet import imagenet_wnids
 from dualeval.data.labels import indices_of_classes
-from dualeval.data.named_sets import FASHION_MNIST_CLASSES, read_small
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import IMAGENET, named_set
-from dualeval.data.small_images import SmallImages
+from dualeval.data.small_images import FASHION_MNIST_CLASSES, IdxImages, SmallImages, read_small
+from dualeval.data.small_images import SPLITS as IDX_SPLITS
 from dualeval.data.table import SUFFIXES, is_table
 from dualeval.errors import UsageError
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.data.image_files import ImageFiles
     from dualeval.data.labels import KnownClasses
-    from dualeval.tasks.image_labels import FolderLabels
+    from dualeval.tasks.labels import FolderLabels
     from dualeval.tasks.options import ImageClassificationOptions
 
     ImageData: TypeAlias = ImageFiles | SmallImages

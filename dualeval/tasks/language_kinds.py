@@ -20,7 +20,7 @@ from dualeval.further_columns import KeptColumns, WithColumns
 from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import normalize_answer
-from dualeval.models.causal import NONE, CausalTokens, greedy, losses_of
+from dualeval.models.text_models import NONE, CausalTokens, greedy, losses_of
 
 _ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 _SIZES = ("tokens", "bytes", "words")

@@ -16,8 +16,16 @@ from dualeval.data.rows import PythonRows
 from dualeval.data.token_windows import DocumentWindows
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logits_of
-from dualeval.models.text_models import Use, check_vocabulary, read_tokenizer, try_out
+from dualeval.models.text_models import (
+    CausalTokens,
+    Use,
+    check_vocabulary,
+    end_tokens,
+    is_of_library,
+    logits_of,
+    read_tokenizer,
+    try_out,
+)
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of

@@ -29,11 +29,10 @@ from dualeval.metrics.texts import Pearson, Spearman, TextWork
 from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
-from dualeval.tasks.image_labels import names_of
+from dualeval.tasks.labels import class_targets, names_of, names_of_classes, number_targets
 from dualeval.tasks.options import TextClassificationOptions
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
-from dualeval.tasks.text_labels import class_targets, names_of_classes, number_targets
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="text classification", kind="AutoModelForSequenceClassification")

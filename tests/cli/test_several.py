@@ -26,12 +26,12 @@ from dualeval.cli import dualeval
 from dualeval.cli.several import exit_code_of
 from dualeval.data import image_files, image_folder
 from dualeval.data.class_folders import class_folders
-from dualeval.data.files import digest_of_file
+from dualeval.data.image_files import digest_of_file
 from dualeval.engine import evaluation_mode
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from dualeval.options.job import Job
 from dualeval.options.several import TABLES, candidates_of, expanded, found_models, is_several, names_of
-from dualeval.report.loggers.targets import of_model, targets_of
+from dualeval.report.loggers import of_model, targets_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
 from dualeval.vision_library import torchvision

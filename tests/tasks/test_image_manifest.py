@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 
 from dualeval.data import manifest
-from dualeval.data.files import FileNames
+from dualeval.data.image_files import FileNames
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.labels import KnownClasses
 from dualeval.data.manifest import ManifestImages
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.own_code import own_code
-from dualeval.tasks.image_labels import FolderLabels
+from dualeval.tasks.labels import FolderLabels
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.test_image_labels import MODELS, class_map, lay_out, task

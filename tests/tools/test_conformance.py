@@ -24,8 +24,7 @@ from dualeval.report.anonymous import Names
 from dualeval.tools.conformance.command import _Runs
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
-from dualeval.tools.supervise import Ended, Interrupts
-from dualeval.tools.trials import Trial
+from dualeval.tools.trials import Ended, Interrupts, Trial
 from tests.conftest import BIN, ROOT, Launch
 
 CONFORMANCE: list[str | Path] = [BIN / "dualeval", "conformance"]

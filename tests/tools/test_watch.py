@@ -19,8 +19,7 @@ import torch
 
 from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from dualeval.result import RESULT, read_result
-from dualeval.tools.watch.board import Board
-from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
+from dualeval.tools.watch.checkpoints import Board, Checkpoint, Checkpoints, step_of
 from dualeval.tools.watch.watching import Wanted, Watching
 from tests.cli.test_several import Little, in_process, pictures  # noqa: F401 - a fixture
 from tests.conftest import Launch

@@ -22,8 +22,7 @@ from dualeval.options.job import Job
 from dualeval.result import json_text
 from dualeval.tools import node_facts
 from dualeval.tools.bench.cell import OWN_COMMAND
-from dualeval.tools.bench.figures import MEASURED, with_figures
-from dualeval.tools.bench.page import SCHEMA_VERSION, progress_line
+from dualeval.tools.bench.page import MEASURED, SCHEMA_VERSION, progress_line, with_figures
 from dualeval.tools.bench.plan import (
     DATAPARALLEL,
     MODES,
@@ -34,8 +33,7 @@ from dualeval.tools.bench.plan import (
     order_of_round,
     plan_cells,
 )
-from dualeval.tools.supervise import Ended, Interrupts
-from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN, Trials
+from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN, Ended, Interrupts, Trials
 from dualeval.whole_files import write_text
 from dualeval.wording import counted
 

@@ -20,12 +20,17 @@ from dualeval.options.job import COMMON, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
 from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
 from dualeval.tools.bench.cells import prepare
-from dualeval.tools.bench.figures import MEASURED
-from dualeval.tools.bench.page import page
+from dualeval.tools.bench.page import MEASURED, check_plots, draw, page
 from dualeval.tools.bench.plan import DATAPARALLEL, MODES, CellStart
-from dualeval.tools.bench.plots import check_plots, draw
-from dualeval.tools.supervise import Interrupted, Interrupts
-from dualeval.tools.trials import FAILED, check_no_rank, counts_of, new_folder, words_of
+from dualeval.tools.trials import (
+    FAILED,
+    Interrupted,
+    Interrupts,
+    check_no_rank,
+    counts_of,
+    new_folder,
+    words_of,
+)
 from dualeval.whole_files import write_text
 
 _MEASURE = "Measure"

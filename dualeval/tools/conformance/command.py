@@ -26,11 +26,13 @@ from dualeval.report.anonymous import Names
 from dualeval.result import RESULT, json_text, read_status
 from dualeval.tools import node_facts
 from dualeval.tools.conformance import page as judging
-from dualeval.tools.supervise import Ended, Interrupted, Interrupts
 from dualeval.tools.trials import (
     FAILED,
     NOT_HERE,
     NOT_RUN,
+    Ended,
+    Interrupted,
+    Interrupts,
     Trial,
     Trials,
     check_no_rank,

@@ -22,8 +22,7 @@ from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.plugins import BUILT_IN
 from dualeval.process_start import unwritten
 from dualeval.report.models_table import ModelRow, ModelsTable
-from dualeval.tools.watch.board import LEADERBOARD, Board
-from dualeval.tools.watch.checkpoints import Checkpoints
+from dualeval.tools.watch.checkpoints import LEADERBOARD, Board, Checkpoints
 from dualeval.tools.watch.watching import Wanted, Watching
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from dualeval.engine.end.process import say
 from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.report.models_table import DONE, ModelRow, ModelsTable, number_of
 from dualeval.result import json_text
-from dualeval.tools.watch.board import Board
-from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
+from dualeval.tools.watch.checkpoints import Board, Checkpoint, Checkpoints, step_of
 from dualeval.whole_files import write_text
 from dualeval.wording import counted, listed, printable
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
-    from dualeval.report.loggers.targets import Target
+    from dualeval.report.loggers import Target
     from dualeval.result import Result
 
 # What the runs of a folder have in common; a watcher with other options is refused there.

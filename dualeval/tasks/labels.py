@@ -1,18 +1,127 @@
-"""Which class of a model each label of a table is, or which number a label is."""
+"""Which class of a model, or which number, each folder or label is, and what the result says of it."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.labels import KnownClasses, Labels, indices_of_classes
+from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.labels import (
+    KnownClasses,
+    Labels,
+    are_wnids,
+    check_indices,
+    choose_labels,
+    indices_of_classes,
+    read_class_map,
+)
 from dualeval.data.rows import Rows
 from dualeval.errors import UsageError
+from dualeval.models import published
+from dualeval.options.choices import CLASS_ORDERS, check_choice
 from dualeval.wording import first_of
+
+
+class FolderLabels:
+    """Decides which class each folder or label is, from what was asked for and from the weights' classes."""
+
+    def __init__(
+        self,
+        *,
+        class_map: Path | None,
+        order: str | None,
+        num_classes: int | None,
+        of_weights: KnownClasses | None,
+    ) -> None:
+        if order is not None:
+            check_choice("--class-order", order, CLASS_ORDERS)
+            if class_map is not None:
+                raise UsageError(
+                    f"--class-map {class_map} and --class-order {order} both say which class a folder is. "
+                    "Leave one out."
+                )
+        self._map = None if class_map is None else read_class_map(class_map)
+        self._order = order
+        self._num_classes = num_classes
+        self.known = of_weights
+
+    @property
+    def takes_names(self) -> bool:
+        """Whether a class map or an order says what labels are: names, also those that look like numbers."""
+        return self._map is not None or self._order is not None
+
+    def __call__(self, names: Sequence[str], noun: str = "class folder") -> Labels:
+        """Decide for folders or labels."""
+        known = self._classes_of(names)
+        return choose_labels(names, class_map=self._map, order=self._order, known=known, noun=noun)
+
+    def _classes_of(self, folders: Sequence[str]) -> KnownClasses | None:
+        """The weights' classes, or ImageNet's where the folders are named by its wnids."""
+        if self.known is not None:
+            return self.known
+        wnids = imagenet_wnids()
+        if len(wnids) in (self._num_classes, len(folders)) and are_wnids(folders, wnids):
+            return published.imagenet_classes()
+        return None
+
+
+def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) -> int | None:
+    """The number of classes by data and options; None where neither tells."""
+    if labels.are_partial:
+        if asked is not None:
+            said = f"--class-map {class_map}"
+            check_indices(labels.classes, asked, said, f"--num-classes is {asked}")
+        return asked or labels.largest + 1
+    if labels.num_classes is None or asked in (None, labels.num_classes):
+        return labels.num_classes or asked
+    if not labels.classes:
+        raise UsageError(
+            f"--num-classes {asked}, but the data has {labels.num_classes} classes. Leave --num-classes out."
+        )
+    number = len(labels.classes)
+    count = f"the data has {number} {'class folders' if labels.noun == 'folder' else 'labels'}"
+    if labels.num_classes != number:
+        count += f" of {labels.num_classes} classes ({labels.rule})"
+    each = "Give one folder a class, empty ones too, or say" if labels.noun == "folder" else "Say"
+    raise UsageError(
+        f"--num-classes {asked}, but {count}. {each} which classes the {labels.noun}s are with --class-map "
+        f"FILE ({labels.noun} to index, JSON)."
+    )
+
+
+def hint_for(labels: Labels, classes: int) -> str:
+    """What to type where a model tells more classes apart than there are folders; "" for nothing to say."""
+    if not labels.classes:
+        return ""
+    wnids = imagenet_wnids()
+    if labels.rule != "class map" and classes == len(wnids) and are_wnids(labels.classes, wnids):
+        return (
+            f" The {labels.noun}s are {len(labels.classes):,} of ImageNet's {classes:,} wnids: add "
+            f"--num-classes {classes}."
+        )
+    if classes > len(labels.classes):
+        return (
+            f" Where the {labels.noun}s are some of the model's classes, say which with --class-map FILE "
+            f"({labels.noun} to index, JSON)."
+        )
+    return ""
+
+
+def names_of(labels: Labels, rows: Mapping[str, Any]) -> dict[str, list[str | None]]:
+    """Columns of text: the names of each sample's class and of the predicted one; None where not known."""
+    if not labels.names:
+        return {}
+    return {
+        f"{column}_name": [labels.names.get(index) for index in rows[column].tolist()]
+        for column in ("target", "prediction")
+    }
+
 
 _PLACEHOLDER = re.compile(r"LABEL_[0-9]+")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
