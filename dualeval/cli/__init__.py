@@ -1,4 +1,4 @@
-"""The command line: one command a file, and the one place that turns errors into exit codes."""
+"""The command line: which command is where, and the one place that turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ COMMANDS = {
     "watch": "dualeval.tools.watch.command:watch",
     "finish": "dualeval.cli.finish:finish",
     "score": "dualeval.cli.score:score",
-    "verify": "dualeval.cli.verify:verify",
+    "verify": "dualeval.cli.finished:verify",
     "compare": "dualeval.cli.compare:compare",
-    "report": "dualeval.cli.report:report",
+    "report": "dualeval.cli.finished:report",
     "show": "dualeval.cli.show:show",
-    "slice": "dualeval.cli.slice:slice_run",
-    "export": "dualeval.cli.export:export",
+    "slice": "dualeval.cli.finished:slice_run",
+    "export": "dualeval.cli.finished:export",
     "list": "dualeval.cli.listing:list_names",
     "init": "dualeval.cli.init:init",
     "bench": "dualeval.tools.bench.command:bench",

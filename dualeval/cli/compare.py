@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from dualeval.cli.grouped import PATH
-from dualeval.cli.options import BINS, BY
+from dualeval.cli.options import BINS, BY, PATH
 from dualeval.errors import EXIT_DONE, EXIT_GATE, UsageError
 from dualeval.result import json_text
 

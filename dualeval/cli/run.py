@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.cli import options
-from dualeval.cli.grouped import PATH, Words, grouped
+from dualeval.cli.options import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, flags_of, job_flags, jobs_of, task_flags
 from dualeval.engine.end.process import say
 from dualeval.engine.end.signals import numbers_of

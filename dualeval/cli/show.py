@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.cli.grouped import PATH
+from dualeval.cli.options import PATH
 from dualeval.errors import UsageError
 from dualeval.wording import printable
 

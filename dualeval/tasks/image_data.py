@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import IMAGENET, named_set
@@ -132,7 +132,7 @@ class DataSource:
     def _folder(self) -> Path:
         if self._named is None:
             return self._path
-        from dualeval.data.imagenet import imagenet_folder
+        from dualeval.data.class_folders import imagenet_folder
 
         return imagenet_folder(self._named.root, self._named.split)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import (
     KnownClasses,
     Labels,
@@ -21,7 +21,7 @@ from dualeval.data.labels import (
     indices_of_classes,
     read_class_map,
 )
-from dualeval.data.rows import Rows
+from dualeval.data.table import Rows
 from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.options.choices import CLASS_ORDERS, check_choice

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, LanguageData, read_language_data
-from dualeval.data.rows import PythonRows
-from dualeval.data.token_windows import DocumentWindows
+from dualeval.data.table import PythonRows
+from dualeval.data.token_groups import DocumentWindows
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.models.text_models import (

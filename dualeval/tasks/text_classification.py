@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
-from dualeval.data.rows import PythonRows, Rows, read_rows
-from dualeval.data.table import Choose, column_of
+from dualeval.data.table import Choose, PythonRows, Rows, column_of, read_rows
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.data.imagenet import imagenet_folder, imagenet_wnids
+from dualeval.data.class_folders import imagenet_folder, imagenet_wnids
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import SPLITS, data_beside, named_set

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from dualeval.cli.grouped import PATH, grouped
+from dualeval.cli.options import PATH, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from dualeval.options.choices import CAST, PRECISIONS, check_choice

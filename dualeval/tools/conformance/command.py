@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from dualeval.cli.grouped import PATH
+from dualeval.cli.options import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
 from dualeval.launch.launchers import WAYS
 from dualeval.launch.site import Site

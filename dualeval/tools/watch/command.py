@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.cli import options
-from dualeval.cli.grouped import PATH, GroupedOption
+from dualeval.cli.options import PATH, GroupedOption
 from dualeval.cli.run import evaluate_job, of_one_model, prepared, run, session_of, task_of
 from dualeval.cli.several import exit_code_of
 from dualeval.cli.task_flags import TaskCommand
