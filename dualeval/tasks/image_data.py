@@ -111,8 +111,7 @@ class DataSource:
     def open_files(self, label: FolderLabels, *, whole_files: bool, cache: DataCache) -> ImageData:
         """Open pictures in files; what is done to each is decided afterwards (``prepared``)."""
         # With Pillow, which small images do without.
-        from dualeval.data.image_folder import ImageFolder
-        from dualeval.data.manifest import ManifestImages
+        from dualeval.data.labelled_images import ImageFolder, ManifestImages
 
         if self._is_manifest:
             options = self._options

@@ -16,9 +16,9 @@ import pytest
 
 from dualeval import further_columns
 from dualeval.data.cache import DataCache
+from dualeval.data.labelled_images import ManifestImages
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.language_rows import read_language_data
-from dualeval.data.manifest import ManifestImages
 from dualeval.data.masks import LabelRule, open_masked
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.table import open_table, read_rows

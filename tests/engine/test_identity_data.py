@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualeval.data.image_folder import ImageFolder
+from dualeval.data.labelled_images import ImageFolder
 from dualeval.data.small_images import IdxImages
 from dualeval.errors import UsageError
 from dualeval.options.job import Job

@@ -21,17 +21,19 @@ from torch import nn
 from dualeval import Session, UsageError
 from dualeval.cli import dualeval
 from dualeval.options.job import Job
-from dualeval.tools.bench.cell import measure_evaluation, measure_training, split_batches
-from dualeval.tools.bench.page import MEASURED, draw, page, with_figures
-from dualeval.tools.bench.plan import (
+from dualeval.tools.bench.cell import (
     STAGES,
     Cell,
     CellStart,
     cores_of_processes,
+    measure_evaluation,
+    measure_training,
     order_of_round,
     own_part,
     plan_cells,
+    split_batches,
 )
+from dualeval.tools.bench.page import MEASURED, draw, page, with_figures
 from dualeval.tools.trials import FAILED, NOT_HERE, Interrupted
 from tests.conftest import BIN, Launch
 from tests.engine.test_endings import await_that

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.errors import UsageError
-from dualeval.tools.bench.plan import DATAPARALLEL, MODES, SINGLE, STAGES
+from dualeval.tools.bench.cell import DATAPARALLEL, MODES, SINGLE, STAGES
 from dualeval.wording import counted
 
 if TYPE_CHECKING:
