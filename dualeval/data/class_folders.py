@@ -15,7 +15,7 @@ from dualeval.wording import counted, first_of
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pictures that are not read: a data set may have lost samples by them.
-OTHER_PICTURES = frozenset(
+_OTHER_PICTURES = frozenset(
     (".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".jpe", ".jfif", ".tga", ".ico", ".psd", ".svg")
 )
 _HIDDEN = "hidden"
@@ -44,7 +44,7 @@ class PassedOver:
     @property
     def holds_pictures(self) -> bool:
         """Whether some may have been meant as samples."""
-        return bool(self.beside or OTHER_PICTURES & self.files.keys())
+        return bool(self.beside or _OTHER_PICTURES & self.files.keys())
 
     def to_json(self) -> dict[str, Any]:
         """Counts by kind, as in result.json."""

@@ -82,7 +82,7 @@ class FileNames:
         return found
 
 
-def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+def _on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
     """Call a function for each item, several at a time; gives its results in the order of the items."""
     size = max(_FILES_A_TURN, -(-len(items) // _MOST_TURNS))
     turns = (items[first : first + size] for first in range(0, len(items), size))
@@ -94,7 +94,7 @@ def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> 
             yield from results
 
 
-def size_and_time(file: Path | str | int) -> tuple[int, int]:
+def _size_and_time(file: Path | str | int) -> tuple[int, int]:
     """A file's size in bytes and time of change in ns; (MISSING, 0) where it cannot be had."""
     try:
         found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
@@ -253,7 +253,7 @@ class ImageFiles:
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):
             return
-        (size, time), (now, now_time) = self._first_seen[index].tolist(), size_and_time(descriptor)
+        (size, time), (now, now_time) = self._first_seen[index].tolist(), _size_and_time(descriptor)
         if (size, time) == (now, now_time):
             return
         then = "it was missing" if size == MISSING else f"{size:,} bytes of {_date(time)}"
@@ -269,7 +269,7 @@ class ImageFiles:
         """
         chosen = range(min(count, len(self)))
         # A link to nowhere has no size; reading it fails later, and is handled there.
-        found = on_threads(lambda index: size_and_time(self.path(index)), chosen)
+        found = _on_threads(lambda index: _size_and_time(self.path(index)), chosen)
         seen = np.empty((len(chosen), 2), np.int64)
         digest = hashlib.sha256()
         for index, (size, time) in enumerate(found):
@@ -295,7 +295,7 @@ class ImageFiles:
         key = hashlib.sha256(names + b"\0" + seen.tobytes()).digest()
         if is_seen and key in self._known_contents:
             return self._known_contents[key]
-        found = on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
+        found = _on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
         contents = hashlib.sha256(b"".join(found)).hexdigest()
         if is_seen:
             self._known_contents[key] = contents

@@ -90,7 +90,7 @@ def _listed(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
 
 
 PATH_COLUMNS = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file", "image")
-LABEL_COLUMNS = ("label", "class", "target", "y")
+_LABEL_COLUMNS = ("label", "class", "target", "y")
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
@@ -100,7 +100,7 @@ _LOOKED_FOR = 1000
 _LEFT_OUT = -1
 
 
-class Labeler(Protocol):
+class _Labeler(Protocol):
     """Decides which class each label is."""
 
     @property
@@ -123,7 +123,7 @@ class ManifestImages(WithColumns, ImageFiles):
         path: Path,
         preprocessing: Preprocessing,
         *,
-        label: Labeler,
+        label: _Labeler,
         image_root: Path | None = None,
         path_column: str | None = None,
         label_column: str | None = None,
@@ -189,7 +189,7 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, keep:
             )
         return (
             column_of(path, found, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths", hint),
-            column_of(path, found, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
+            column_of(path, found, label_column, _LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
     of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
@@ -263,7 +263,7 @@ def _no_path(of: Table, number: int, path: object) -> UsageError:
 # -- labels ----------------------------------------------------------------------------------------------
 
 
-def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
+def _classes(read: _Read, label: _Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
     """Which class each label of a manifest is."""
     if label.takes_names:
         return _named(read, label)
@@ -295,7 +295,7 @@ def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]
     return indices_of_classes((), label.known), classes
 
 
-def _named(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
+def _named(read: _Read, label: _Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
     texts = [str(text) for text in read.labels]
     labels = label(sorted({*texts}), "label")
     return labels, np.array([labels.classes.get(text, _LEFT_OUT) for text in texts], np.int64)

@@ -45,7 +45,7 @@ _TRIED = (
 )
 
 
-def cut_out(image: Image.Image, wanted: Preprocessing) -> Tensor:
+def _cut_out(image: Image.Image, wanted: Preprocessing) -> Tensor:
     """Bring a picture to its size, and cut out its centre."""
     resized = _resized_size(image.size, wanted)
     resample = Resampling[wanted.interpolation.upper()]
@@ -182,7 +182,7 @@ def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
     if isinstance(wanted, Uncropped):
         wanted = whole(image.size, wanted)
     if isinstance(wanted, Preprocessing):
-        return cut_out(_with_channels(_eight_bits(image), wanted.channels), wanted)
+        return _cut_out(_with_channels(_eight_bits(image), wanted.channels), wanted)
     colours = _with_channels(_eight_bits(image), 3)
     if not isinstance(wanted, OwnPreprocessing):
         return from_numpy(np.array(colours)).permute(2, 0, 1).contiguous()

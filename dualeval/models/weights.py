@@ -105,7 +105,7 @@ def load_state_dict(
     """Copy a state_dict from a file into a model, without the prefixes of wrappers before its names."""
     own = model.state_dict().keys()
     tensors = found.tensors
-    taken = unwrap_for(tensors, own) if prefix is None else take_prefix(tensors, prefix, source)
+    taken = _unwrap_for(tensors, own) if prefix is None else _take_prefix(tensors, prefix, source)
     loaded = LoadedWeights(file=str(found.path), key=found.key, prefix=taken.prefix, left_out=taken.left_out)
     chosen = [
         *([f"under {loaded.key!r}"] if loaded.key else []),
@@ -114,7 +114,7 @@ def load_state_dict(
     try:
         load_into(model, taken.tensors, f"{source} ({', '.join(chosen)})" if chosen else source)
     except UsageError as error:
-        fitting = prefixes_that_fit(tensors, own)
+        fitting = _prefixes_that_fit(tensors, own)
         if not fitting or taken.prefix in fitting:
             raise
         raise UsageError(f"{str(error).removesuffix(_OTHER_WEIGHTS)} {_advice(fitting)}") from error
@@ -140,7 +140,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     The model's own loading goes first: some modules convert an older layout of their tensors.
     """
     own = model.state_dict()
-    state = with_tied_names(model, state, source)
+    state = _with_tied_names(model, state, source)
     unread = [name for name, value in state.items() if name in own and not is_read(value)]
     if unread:
         raise UsageError(
@@ -259,13 +259,13 @@ def _class_counts(
 
 
 # DataParallel, DistributedDataParallel, AveragedModel; torch.compile; the attribute of most LightningModules.
-WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 # What AveragedModel keeps beside "module.*": how many models were averaged.
 _AVERAGED = ("module.", "n_averaged")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unwrapped:
+class _Unwrapped:
     """A state_dict with a prefix removed."""
 
     # By the names that are left; with the `_metadata` of a state_dict where there were any.
@@ -276,7 +276,7 @@ class Unwrapped:
     left_out: tuple[str, ...] = ()
 
 
-def unwrap_for(tensors: OrderedDict[str, Tensor], own: Collection[str]) -> Unwrapped:
+def _unwrap_for(tensors: OrderedDict[str, Tensor], own: Collection[str]) -> _Unwrapped:
     """Remove as many wrappers' prefixes as give most of a model's names.
 
     So names that fit as they are stay as they are, also those of a model with an attribute ``module``; and
@@ -287,20 +287,20 @@ def unwrap_for(tensors: OrderedDict[str, Tensor], own: Collection[str]) -> Unwra
     return max(reversed(unwrapped(tensors)), key=lambda stage: len(names & stage.tensors.keys()))
 
 
-def unwrapped(tensors: OrderedDict[str, Tensor]) -> list[Unwrapped]:
+def unwrapped(tensors: OrderedDict[str, Tensor]) -> list[_Unwrapped]:
     """A state_dict as it is, with the first wrapper's prefix removed, with the second's too, and so on."""
-    stages = [Unwrapped(tensors=tensors)]
+    stages = [_Unwrapped(tensors=tensors)]
     while (following := _without_outermost(stages[-1])) is not None:
         stages.append(following)
     return stages
 
 
-def _without_outermost(stage: Unwrapped) -> Unwrapped | None:
-    for prefix in WRAPPER_PREFIXES:
+def _without_outermost(stage: _Unwrapped) -> _Unwrapped | None:
+    for prefix in _WRAPPER_PREFIXES:
         inside = [name for name in stage.tensors if name.startswith(prefix)]
         outside = [name for name in stage.tensors if not name.startswith(prefix)]
         if inside and all((prefix, name) == _AVERAGED for name in outside):
-            return Unwrapped(
+            return _Unwrapped(
                 tensors=_without(stage.tensors, prefix),
                 prefix=stage.prefix + prefix,
                 left_out=(*stage.left_out, *outside),
@@ -308,10 +308,10 @@ def _without_outermost(stage: Unwrapped) -> Unwrapped | None:
     return None
 
 
-def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> Unwrapped:
+def _take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> _Unwrapped:
     """Take only the names that begin with a prefix, and remove it from them."""
     if not prefix:
-        return Unwrapped(tensors=tensors)
+        return _Unwrapped(tensors=tensors)
     inside = [name for name in tensors if name.startswith(prefix) and name != prefix]
     if not inside:
         raise UsageError(
@@ -321,14 +321,14 @@ def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> 
     # "model" is "model." also where there is a "model_ema.": what is left out is said.
     if any(name.startswith(f"{prefix}.") for name in inside):
         prefix += "."
-    return Unwrapped(
+    return _Unwrapped(
         tensors=_without(tensors, prefix),
         prefix=prefix,
         left_out=tuple(name for name in tensors if not name.startswith(prefix)),
     )
 
 
-def prefixes_that_fit(tensors: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
+def _prefixes_that_fit(tensors: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
     """The prefixes with each of which all of a model's names are among the tensors' names."""
     first = next(iter(own), None)
     if first is None:
@@ -358,7 +358,7 @@ def _without(tensors: OrderedDict[str, Tensor], prefix: str) -> OrderedDict[str,
 _PIECE_BYTES = 1 << 22
 
 
-def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """A state_dict with the names that a file has left out because another name has the same tensor."""
     left_out: dict[str, Any] = {}
     for names in _tied(model):

@@ -80,7 +80,7 @@ def from_text(text: str, available: Collection[str] | None = None) -> Metric | R
     metric, columns, name = read(text)
     _check(metric)
     if columns is None:
-        columns = usual_columns(metric, available, text)
+        columns = _usual_columns(metric, available, text)
         if available is not None and "rank" in available:  # else 'prediction' may hold scores
             columns = _classes_or_scores(metric, columns, available, text)
     made: Any = from_torchmetrics(metric, columns, name=name)
@@ -93,7 +93,7 @@ def _check(metric: Any) -> None:
         raise UsageError(
             f"{metric.__name__} is the class of a metric: give an object of it, {metric.__name__}(...)"
         )
-    why = why_refused(metric) if isinstance(metric, torch.nn.Module) else None
+    why = _why_refused(metric) if isinstance(metric, torch.nn.Module) else None
     if why:
         raise UsageError(why)
     if not is_metric(metric):
@@ -139,7 +139,7 @@ _OF_CLASSES = {"prediction", "predictions", "target", "targets", "label", "label
 
 # Its public rooms; where two have a class of the same name the first counts. The package itself comes last:
 # it has classes of their old place, which warn of that.
-ROOMS = (
+_ROOMS = (
     *("aggregation", "classification", "regression", "text", "detection", "segmentation", "image", "audio"),
     *("clustering", "nominal", "retrieval", "shape", "multimodal", "video", "wrappers", ""),
 )
@@ -175,7 +175,7 @@ _REFUSED = {
     **dict.fromkeys(("MetricCollection", "MetricTracker", "FeatureShare"), _NO_METRIC),
 }
 
-SYNTAX = "'torchmetrics:Class(argument=value)@preds=column,target=column as name'"
+_SYNTAX = "'torchmetrics:Class(argument=value)@preds=column,target=column as name'"
 # A class, with what is in its brackets; what stands behind @; and a name behind "as".
 _FORM = re.compile(r"([\w.\s]+(?:\(.*?\))?\s*)(?:@(.*?))?(?: as ([^'\"()\[\]{}@]+))?", re.DOTALL)
 
@@ -206,7 +206,7 @@ def classes() -> dict[str, type]:
     """TorchMetrics' public classes by name, those of its wrappers and collections too."""
     torchmetrics()
     found: dict[str, type] = {}
-    for room in ROOMS:
+    for room in _ROOMS:
         module = importlib.import_module(f"torchmetrics.{room}" if room else "torchmetrics")
         names = getattr(module, "__all__", None) or [name for name in vars(module) if name.endswith("Metric")]
         for name in names:
@@ -223,7 +223,7 @@ def find_class(name: str) -> type:
     if why := _REFUSED.get(own):
         raise UsageError(f"TorchMetrics' {own} {why}.")
     known = classes()
-    if own in known and room in ("", *ROOMS):
+    if own in known and room in ("", *_ROOMS):
         return known[own]
     raise UsageError(
         f"TorchMetrics {torchmetrics().__version__} has no class {name!r}, or a package that the class needs "
@@ -231,7 +231,7 @@ def find_class(name: str) -> type:
     )
 
 
-def why_refused(metric: Any) -> str | None:
+def _why_refused(metric: Any) -> str | None:
     """Why a metric cannot be evaluated; None where nothing speaks against it."""
     for part in metric.modules():
         for kind in type(part).__mro__:
@@ -247,13 +247,13 @@ def read(text: str) -> tuple[Any, dict[str, Shape] | None, str | None]:
     """The metric that a text spells, its columns where it has any, and its name likewise."""
     found = _FORM.fullmatch(text.removeprefix("torchmetrics:"))
     if found is None:
-        raise UsageError(f"{text!r} cannot be read, expected {SYNTAX}")
+        raise UsageError(f"{text!r} cannot be read, expected {_SYNTAX}")
     call, columns, name = found.groups()
     metric = _built(_parsed(call, text), text)
     return metric, None if columns is None else _columns(columns, text), name and name.strip()
 
 
-def usual_columns(metric: Any, available: Collection[str] | None, text: str) -> dict[str, Shape]:
+def _usual_columns(metric: Any, available: Collection[str] | None, text: str) -> dict[str, Shape]:
     """The columns that the arguments of an update have where nobody names any."""
     parameters = inspect.signature(metric.update).parameters.values()
     needed = [
@@ -271,7 +271,7 @@ def usual_columns(metric: Any, available: Collection[str] | None, text: str) -> 
             )
         found[argument] = column
     if not found:
-        raise UsageError(f"{text}: name its columns, as in {SYNTAX}")
+        raise UsageError(f"{text}: name its columns, as in {_SYNTAX}")
     return found
 
 
@@ -279,7 +279,7 @@ def _parsed(source: str, text: str) -> ast.expr:
     try:
         return ast.parse(source.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise UsageError(f"{text!r} cannot be read ({error}), expected {SYNTAX}") from error
+        raise UsageError(f"{text!r} cannot be read ({error}), expected {_SYNTAX}") from error
 
 
 def _built(node: ast.expr, text: str) -> Any:
@@ -310,7 +310,7 @@ def _columns(source: str, text: str) -> dict[str, Shape]:
     found: dict[str, Shape] = {argument: column.strip("'\"") for argument, column in pairs}
     if not re.fullmatch(f"{_COLUMN}(,{_COLUMN})*", source) or len(found) < len(pairs):
         raise UsageError(
-            f"{text!r}: behind @ expected argument=column, separated by commas, as in {SYNTAX}. Lists and "
+            f"{text!r}: behind @ expected argument=column, separated by commas, as in {_SYNTAX}. Lists and "
             "dicts of columns are for dualeval.metrics.from_torchmetrics"
         )
     return found

@@ -36,14 +36,14 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
     """Find a state_dict in a checkpoint. Of other tensors, such as an optimizer's, no value is read."""
     saved = path
     if path.is_dir():
-        saved = saved_in(path)
+        saved = _saved_in(path)
         if saved.name == METADATA:
             distributed = DistributedFolder(path)
             found, tensors = choose(path, distributed.tree, key)
             return StateDict(path=path, key=found, tensors=distributed.late_state_dict(tensors))
     _check_file(saved)
-    if is_index(saved) or saved.suffix == ".safetensors":
-        content = read_shards(saved, trust=trust) if is_index(saved) else read_safetensors(saved)
+    if _is_index(saved) or saved.suffix == ".safetensors":
+        content = _read_shards(saved, trust=trust) if _is_index(saved) else _read_safetensors(saved)
         found, tensors = choose(path, content, key)
         return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
     file = TorchFile(saved, trust=trust)
@@ -55,8 +55,8 @@ def _check_file(path: Path) -> None:
     """Check that a file is there and can be one of weights, by its first bytes."""
     if not path.is_file():
         raise UsageError(f"weights file {path} does not exist. Give a state_dict file with --weights PATH.")
-    refuse_part_of_folder(path)
-    if is_index(path):
+    _refuse_part_of_folder(path)
+    if _is_index(path):
         return
     try:
         other = what_weights_are(path)
@@ -73,33 +73,33 @@ _PARTITIONED = "*zero_pp_rank_*_model_states.pt"
 _PIPELINE = "layer_*-model_*-model_states.pt"
 
 
-def is_index(path: Path) -> bool:
+def _is_index(path: Path) -> bool:
     """Whether a file is the index of a checkpoint in several files, by its name."""
     return path.name.endswith(_INDEX)
 
 
-def refuse_part_of_folder(path: Path) -> None:
+def _refuse_part_of_folder(path: Path) -> None:
     """Check that a file is no part of a checkpoint that is a folder."""
     if path.name == METADATA or (path.suffix == ".distcp" and (path.parent / METADATA).is_file()):
         raise UsageError(
             f"{path} is a part of a checkpoint of torch.distributed.checkpoint. Give the whole: --weights "
             f"{path.parent}"
         )
-    if is_index(path):
+    if _is_index(path):
         return
-    indices = [other for other in sorted(path.parent.glob("*.index.json")) if is_index(other)]
+    indices = [other for other in sorted(path.parent.glob("*.index.json")) if _is_index(other)]
     if _ONE_OF_SEVERAL.search(path.stem) and indices:
         raise UsageError(
             f"{path} is one of several files with weights. Give the whole: --weights {path.parent}"
         )
 
 
-def saved_in(folder: Path) -> Path:
+def _saved_in(folder: Path) -> Path:
     """The file to begin with in a folder: the index of several, ``METADATA``, or the only file of weights."""
     found = [folder / METADATA] if (folder / METADATA).is_file() else []
     if (states := _model_states(folder)) is not None:
         found.append(states)
-    indices = [path for path in sorted(folder.glob("*.index.json")) if is_index(path)]
+    indices = [path for path in sorted(folder.glob("*.index.json")) if _is_index(path)]
     found += indices
     parts = {name for index in indices for name in _named_in(index)}
     found += [path for path in _single_files(folder) if path.name not in parts]
@@ -176,7 +176,7 @@ def _model_states(folder: Path) -> Path | None:
     return None
 
 
-def read_shards(index: Path, *, trust: bool) -> OrderedDict[str, Any]:
+def _read_shards(index: Path, *, trust: bool) -> OrderedDict[str, Any]:
     """The tensors that an index names, by name; their values are not read."""
     places = _weight_map(index)
     found: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def read_shards(index: Path, *, trust: bool) -> OrderedDict[str, Any]:
 
 def _tensors_of(path: Path, trust: bool) -> OrderedDict[str, Any]:
     if path.suffix == ".safetensors":
-        return OrderedDict(read_safetensors(path))
+        return OrderedDict(_read_safetensors(path))
     file = TorchFile(path, trust=trust)
     if not is_state_dict(file.tree):
         raise UsageError(f"{path} is one of several files with weights, and holds more than tensors by name.")
@@ -238,7 +238,7 @@ _DTYPES = {
 }
 
 
-def read_safetensors(path: Path) -> OrderedDict[str, LateTensor]:
+def _read_safetensors(path: Path) -> OrderedDict[str, LateTensor]:
     """The tensors of a file, by name; their values are not read."""
     from safetensors import SafetensorError, safe_open
 

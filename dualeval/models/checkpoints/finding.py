@@ -40,7 +40,7 @@ class PassedOver:
         """Keep nothing."""
 
 
-def is_extra_state(name: str) -> bool:
+def _is_extra_state(name: str) -> bool:
     """Whether torch gives this name to what a module keeps beside tensors."""
     return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}") or _PACKED.search(name) is not None
 
@@ -64,7 +64,7 @@ def is_state_dict(content: object) -> TypeGuard[StateDict]:
     return (
         isinstance(content, Mapping)
         and all(
-            isinstance(name, str) and (isinstance(value, Tensor) or is_extra_state(name))
+            isinstance(name, str) and (isinstance(value, Tensor) or _is_extra_state(name))
             for name, value in content.items()
         )
         and any(isinstance(value, Tensor) for value in content.values())

@@ -68,14 +68,14 @@ class FactoryModel(ModelSource):
             return own, f"{self.name}.preprocessing"
         with torch.random.fork_rng(devices=[]):
             model = self.create(num_classes)
-        return carried_by(model, self.name) or preprocessing_beside(weights.path, self.name)
+        return _carried_by(model, self.name) or preprocessing_beside(weights.path, self.name)
 
     def sources(self) -> list[Any]:
         """The factory and its module."""
         return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
 
 
-def carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
+def _carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
     """The preprocessing that a model has as an attribute, and which one; None where it has none."""
     if (own := getattr(model, "preprocessing", None)) is not None:
         return own, "model.preprocessing"
@@ -168,7 +168,7 @@ class ModuleModel(ModelSource):
         return "it is made in Python"
 
     def carried_preprocessing(self, weights: WeightsSource, num_classes: int | None) -> tuple[Any, str]:
-        return carried_by(self.create(num_classes), self.name) or (None, "")
+        return _carried_by(self.create(num_classes), self.name) or (None, "")
 
     def sources(self) -> list[Any]:
         return [] if isinstance(self._model, nn.Module) else [self._model]

@@ -213,20 +213,20 @@ def measure_evaluation(
         "seconds": sum(passes),
         "samples": samples,
         "batches": batches,
-        "ranks": [{**own, **one} for own, one in zip(ranks, facts_of_ranks(session), strict=True)],
+        "ranks": [{**own, **one} for own, one in zip(ranks, _facts_of_ranks(session), strict=True)],
         "metrics_digest": result.metrics_digest,
         "description": result.description,
     }
 
 
-def facts_of_ranks(session: Session) -> list[dict[str, Any]]:
+def _facts_of_ranks(session: Session) -> list[dict[str, Any]]:
     """What each rank computed with, and the most memory that it has held; a collective."""
     return session.backend.all_gather_json(
         {
             "cores": session.cores,
             "threads": torch.get_num_threads(),
             "peak_bytes": peak_of_process(),
-            "peak_gpu_bytes": peak_of_gpus(session.backend.device),
+            "peak_gpu_bytes": _peak_of_gpus(session.backend.device),
         }
     )
 
@@ -301,7 +301,7 @@ def measure_training(
         for number in range(steps):
             training.step(batches[number % len(batches)])
         seconds = perf_counter() - began
-        ranks = facts_of_ranks(session)
+        ranks = _facts_of_ranks(session)
     times = session.backend.all_gather_json({"seconds": seconds, "stages": training.seconds})
     return {
         "startup_s": startup_s,
@@ -393,7 +393,7 @@ def peak_of_process() -> int:
     raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-def peak_of_gpus(device: torch.device) -> int | None:
+def _peak_of_gpus(device: torch.device) -> int | None:
     """The most memory that torch's tensors have held on this process's GPUs, in bytes; None without GPUs."""
     if device.type != "cuda":
         return None

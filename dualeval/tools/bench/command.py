@@ -212,7 +212,7 @@ def prepare(
     when: str,
     interrupts: trials.Interrupts,
     words: Sequence[str],
-) -> Cells:
+) -> _Cells:
     """Check the job, look at the machine, and list the cells."""
     from dualeval.world import World
     from dualeval.world.devices import device_here
@@ -232,7 +232,7 @@ def prepare(
         flags["batch_size"] or [job.batch_size],
         _reasons(job, site, device, cores),
     )
-    return Cells(
+    return _Cells(
         folder=folder,
         environ=environ,
         interrupts=interrupts,
@@ -322,7 +322,7 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cells(trials.Trials):
+class _Cells(trials.Trials):
     """Cells, how each is started, and what was measured of them."""
 
     command: Sequence[str]

@@ -24,10 +24,10 @@ MEASURED = "measured"
 
 def with_figures(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Add to each cell its ``figures``; None to one that was never measured."""
-    return [{**cell, "figures": _figures(cell, baseline_of(cell, cells))} for cell in cells]
+    return [{**cell, "figures": _figures(cell, _baseline_of(cell, cells))} for cell in cells]
 
 
-def baseline_of(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _baseline_of(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The cell that a speed-up is relative to: mode single, or else one process of the same mode.
 
     Of the same precision and batch size; None where none was measured.
@@ -150,8 +150,8 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     last = list(STAGES) if train else ["waits for data"]
     head = ["mode", "processes", "images/s", "ms a batch", "speed-up", "efficiency"]
     head += ["peak memory", *(["on GPUs"] if report["settings"]["device"] != "cpu" else []), "start-up"]
-    for precision, batch_size in panels(report["cells"]):
-        cells = cells_of_panel(report["cells"], precision, batch_size)
+    for precision, batch_size in _panels(report["cells"]):
+        cells = _cells_of_panel(report["cells"], precision, batch_size)
         yield f"## {precision}, batch size {batch_size}\n"
         if not cells:
             yield "No cell was measured.\n"
@@ -166,12 +166,12 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             yield from _digests(cells)
 
 
-def panels(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+def _panels(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
     """The precisions and batch sizes of the cells, each pair once, in their order."""
     return list(dict.fromkeys((cell["precision"], cell["batch_size"]) for cell in cells))
 
 
-def cells_of_panel(
+def _cells_of_panel(
     cells: Sequence[Mapping[str, Any]], precision: str, batch_size: int
 ) -> list[Mapping[str, Any]]:
     """The measured cells of one precision and batch size."""
@@ -297,11 +297,11 @@ def draw(report: Mapping[str, Any], folder: Path) -> list[str]:
         return []
     from matplotlib.figure import Figure
 
-    shown = panels(known)
+    shown = _panels(known)
     figure = Figure(figsize=(_PANEL_INCHES[0] * len(shown), _PANEL_INCHES[1]), layout="constrained")
     axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)
     for place, (precision, batch_size) in zip(axes.flat, shown, strict=True):
-        _panel(place, cells_of_panel(known, precision, batch_size))
+        _panel(place, _cells_of_panel(known, precision, batch_size))
         place.set_title(f"{precision}, batch size {batch_size}", fontsize=10)
     axes.flat[0].set_ylim(bottom=0)
     settings = report["settings"]
