@@ -143,6 +143,8 @@ class ResizedImages(SmallImages):
         return list(zip(pictures, batch["targets"].tolist(), strict=True))
 
 
+# -- idx files -----------------------------------------------------------------------------------------
+
 _UNSIGNED_BYTE = 0x08
 _GZIP = b"\x1f\x8b"
 _IMAGES = "{}-images-idx3-ubyte"
@@ -215,6 +217,8 @@ def _found(folder: Path, name: str) -> Path:
             return folder / f"{name}{suffix}"
     raise UsageError(f"{folder / name}.gz is missing (and so is {name}): images and labels go together")
 
+
+# -- torchvision's data sets by name -------------------------------------------------------------------
 
 FASHION_MNIST_CLASSES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),

@@ -258,6 +258,8 @@ def _class_counts(
     return pairs.pop()
 
 
+# -- names with a prefix that the model's have not -----------------------------------------------------
+
 # DataParallel, DistributedDataParallel, AveragedModel; torch.compile; the attribute of most LightningModules.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
 # What AveragedModel keeps beside "module.*": how many models were averaged.
@@ -354,6 +356,8 @@ def _without(tensors: OrderedDict[str, Tensor], prefix: str) -> OrderedDict[str,
         )
     return inside
 
+
+# -- several names of one tensor -----------------------------------------------------------------------
 
 _PIECE_BYTES = 1 << 22
 

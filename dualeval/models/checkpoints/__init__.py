@@ -66,6 +66,8 @@ def _check_file(path: Path) -> None:
         raise UsageError(f"weights file {path} {other}.")
 
 
+# -- which form of checkpoint a folder holds -----------------------------------------------------------
+
 _INDEX = (".safetensors.index.json", ".bin.index.json")
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
 _MODEL_STATES = "mp_rank_*_model_states.pt"
@@ -176,6 +178,9 @@ def _model_states(folder: Path) -> Path | None:
     return None
 
 
+# -- several files with an index -----------------------------------------------------------------------
+
+
 def _read_shards(index: Path, *, trust: bool) -> OrderedDict[str, Any]:
     """The tensors that an index names, by name; their values are not read."""
     places = _weight_map(index)
@@ -217,6 +222,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise UsageError(f"{index} has no weight_map, which says which tensor is in which file.")
     return {tensor: str(name) for tensor, name in places.items()}
 
+
+# -- safetensors ---------------------------------------------------------------------------------------
 
 _DTYPES = {
     "BOOL": torch.bool,

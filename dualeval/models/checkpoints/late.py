@@ -220,6 +220,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
+# -- tensors that read their values --------------------------------------------------------------------
+
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "_version", "is_leaf"),
     *("is_quantized", "is_sparse", "is_meta", "is_cuda", "is_nested", "requires_grad", "retains_grad"),

@@ -126,6 +126,8 @@ def own_part(cores: Sequence[int], each: int, local_rank: int) -> list[int]:
     return list(cores[local_rank * each : (local_rank + 1) * each])
 
 
+# -- one start -----------------------------------------------------------------------------------------
+
 # Starts this command line anew, with the same interpreter and code.
 OWN_COMMAND = (sys.executable, str(Path(__file__).resolve().parents[2] / "__main__.py"))
 
@@ -170,6 +172,8 @@ def _measure(session: Session, job: Job, start: CellStart) -> dict[str, Any]:
 
     return measure_evaluation(session, job.make_task, job.run_options, start)
 
+
+# -- that evaluates ------------------------------------------------------------------------------------
 
 # A data set that is through in a moment is not repeated for ever: each pass is set up anew.
 _MOST_PASSES = 20
@@ -257,6 +261,8 @@ def split_batches(task: Task, gpus: int) -> None:
     # The engine asks the object; a class of its own would be another task.
     task.forward = forward  # type: ignore[method-assign]
 
+
+# -- that trains ---------------------------------------------------------------------------------------
 
 # Kept in memory by each rank, which takes them in turns.
 _MOST_BATCHES = 8
@@ -379,6 +385,9 @@ class _Training:
         for gradient in gradients:
             gradient.copy_(mean[first : first + gradient.numel()].view_as(gradient))
             first += gradient.numel()
+
+
+# -- memory --------------------------------------------------------------------------------------------
 
 
 def peak_of_process() -> int:

@@ -105,6 +105,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
+# -- the page ------------------------------------------------------------------------------------------
+
 SCHEMA_VERSION = 1
 _MIB = 2**20
 _SHOWN_OF_DIGEST = 16
@@ -268,6 +270,8 @@ def progress_line(cell: Mapping[str, Any]) -> str:
         f"{one['startup_s']:.1f} s"
     )
 
+
+# -- the plot ------------------------------------------------------------------------------------------
 
 _SPEED_UP = "speedup.png"
 _PANEL_INCHES = (5.0, 4.0)
