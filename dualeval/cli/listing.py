@@ -7,7 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 import click
 
 from dualeval.errors import DualevalError, text_of
-from dualeval.options import plugins
+from dualeval.options.plugins import (
+    BUILT_IN,
+    METRIC_GROUP,
+    TASK_GROUP,
+    TaskKind,
+    entry_points_of,
+    load_plugin,
+    origin_of,
+    summary_of,
+    task_kind,
+)
 from dualeval.tasks.options import TASKS
 
 _MOST_OF_LINE = 70
@@ -35,7 +45,7 @@ def list_tasks() -> None:
     click.echo("Yours: --task package.module:Class or --task file.py:Class (docs/command-line.md).")
 
 
-def _wants(kind: plugins.TaskKind) -> str:
+def _wants(kind: TaskKind) -> str:
     """The options without which a task evaluates nothing of one's own, and what it is."""
     wanted = [field for field in kind.fields if field.is_required or field.name in ("model", "data")]
     flags = " ".join(f"{field.flag} {field.metavar}" for field in wanted)
@@ -43,36 +53,34 @@ def _wants(kind: plugins.TaskKind) -> str:
     return f"{flags}: {said}" if flags else said
 
 
-def _kinds() -> Iterator[tuple[str, plugins.TaskKind | str]]:
+def _kinds() -> Iterator[tuple[str, TaskKind | str]]:
     """The tasks by name; of one that cannot be imported, what is wrong with it."""
     for name in TASKS:
-        yield name, plugins.task_kind(name)
-    for name, entry in plugins.entry_points_of(plugins.TASK_GROUP).items():
+        yield name, task_kind(name)
+    for name, entry in entry_points_of(TASK_GROUP).items():
         if name in TASKS:
-            _note(f"the task {name} of {plugins.origin_of(entry)} has a built-in task's name: it is not used")
+            _note(f"the task {name} of {origin_of(entry)} has a built-in task's name: it is not used")
             continue
         try:
-            yield name, plugins.task_kind(name)
+            yield name, task_kind(name)
         except DualevalError as error:
-            yield name, _broken(error, plugins.origin_of(entry))
+            yield name, _broken(error, origin_of(entry))
 
 
 @list_names.command("metrics")
 def list_metrics() -> None:
     """The metrics that --metric takes by name, by task."""
     for task, kind in _kinds():
-        if isinstance(kind, plugins.TaskKind):
+        if isinstance(kind, TaskKind):
             known: Mapping[str, str] = getattr(kind.source, "known_metrics", dict)()
             click.echo(f"{task} ({kind.origin}):{'' if known else ' what its metrics() returns'}")
             _show(known.items(), indent="  ")
     rows = []
-    for name, entry in plugins.entry_points_of(plugins.METRIC_GROUP).items():
+    for name, entry in entry_points_of(METRIC_GROUP).items():
         try:
-            rows.append(
-                (name, _line(plugins.summary_of(plugins.load_plugin(entry)), plugins.origin_of(entry)))
-            )
+            rows.append((name, _line(summary_of(load_plugin(entry)), origin_of(entry))))
         except DualevalError as error:
-            rows.append((name, _broken(error, plugins.origin_of(entry))))
+            rows.append((name, _broken(error, origin_of(entry))))
     if rows:
         click.echo("of packages, for any task that has their columns:")
         _show(rows, indent="  ")
@@ -84,7 +92,7 @@ def list_models() -> None:
     """The models that --model of image-classification takes by name."""
     from dualeval.models import classifiers, published
 
-    own = [(classifiers.EMBEDDED, f"The network of the embedded job ({plugins.BUILT_IN})")]
+    own = [(classifiers.EMBEDDED, f"The network of the embedded job ({BUILT_IN})")]
     _show([*own, *((name, _of_model(name)) for name in published.torchvision_names())])
     click.echo("Other sources (docs/models.md):")
     _show(((f"--model {kind}", said) for kind, said in classifiers.KINDS.items()), indent="  ")
