@@ -5,6 +5,7 @@ A command runs to its end, or to a time limit, and none of its processes is left
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -89,20 +90,23 @@ def run_supervised(
     stdout: Path,
     stderr: Path,
     environ: Mapping[str, str],
-    timeout_s: float,
+    timeout_s: float = math.inf,
     check: Callable[[], None] = lambda: None,
+    folder: Path | None = None,
+    end_by: signal.Signals = signal.SIGTERM,
 ) -> Ended:
-    """Run a command in a session of its own, with its output in files.
+    """Run a command in a session of its own, with its output behind what is in the files.
 
     Whatever happens, an exception in this process too, none of its processes on this host is left when this
     returns. Those on other hosts are the launcher's to end, which is given the time.
     """
     mark = uuid.uuid4().hex
     start = monotonic()
-    with stdout.open("wb") as out, stderr.open("wb") as err:
+    with stdout.open("ab") as out, stderr.open("ab") as err:
         process = subprocess.Popen(
             command,
             env={**environ, _MARK: mark},
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -115,7 +119,7 @@ def run_supervised(
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(_LOOK_S)
         finally:
-            _end(process, mark)
+            _end(process, mark, end_by)
     if code is None:
         how = f"it did not end within {timeout_s:g} s"
     else:
@@ -138,10 +142,10 @@ def ask(
         return ended.code, out.read_text("utf-8", "replace"), err.read_text("utf-8", "replace")
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a command, and what it has started."""
+def _end(process: subprocess.Popen[bytes], mark: str, end_by: signal.Signals) -> None:
+    """End a command, and what it has started: first by asking, then by force."""
     if process.poll() is None:
-        _signal_group(process.pid, signal.SIGTERM)
+        _signal_group(process.pid, end_by)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
     # What ends by itself is left to, if it does so now.
