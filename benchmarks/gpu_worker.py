@@ -26,8 +26,8 @@ import dualeval
 from dualeval import ModelTask, Session, connect, detect
 from dualeval.backends.selftest import check_operations, measure_all_reduce
 from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.compute import Uploads, start_download
 from dualeval.engine.numerics import NumericSettings, autocast
-from dualeval.engine.transfer import Uploads, start_download
 from dualeval.errors import DualevalError
 
 _BATCH = 64

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dualeval import ModelTask
-from dualeval.data.idx import read_idx
+from dualeval.data.small_images import read_idx
 from dualeval.models.classifiers import build
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, FASHION_MEAN, FASHION_STD
 from dualeval.tasks.image_data import ASSETS

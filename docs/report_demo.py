@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.nn import functional
 
-from dualeval.data.idx import read_idx
+from dualeval.data.small_images import read_idx
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.tasks.image_data import ASSETS
 

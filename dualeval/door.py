@@ -69,8 +69,8 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
     with Session(**of_session) as session:
         result = session.evaluate(task, last=True, **of_run)
     if of_run.get("loggers") and session.world.is_main:
+        from dualeval.report.loggers import targets_of
         from dualeval.report.loggers.log import log_result
-        from dualeval.report.loggers.targets import targets_of
 
         step = of_run.get("step")
         log_result(result, targets_of(of_run["loggers"], step), step, session.note)
@@ -90,8 +90,8 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
         DualevalError: a tracker failed; the others have the result.
     """
     from dualeval.engine.end.process import say
+    from dualeval.report.loggers import check_installed, targets_of
     from dualeval.report.loggers.log import export_result, stored_result
-    from dualeval.report.loggers.targets import check_installed, targets_of
     from dualeval.world.local_ranks import rank_of_script
 
     def note(said: str) -> None:

@@ -13,8 +13,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import dualeval
-from dualeval.data.idx import IdxImages, read_idx
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.small_images import IdxImages, read_idx
 from dualeval.models.classifiers import source_of
 from dualeval.tasks.image_classification import FASHION_MEAN, FASHION_STD
 

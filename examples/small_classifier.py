@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from dualeval.data.idx import read_idx
+from dualeval.data.small_images import read_idx
 from dualeval.tasks.image_data import ASSETS
 
 # As Fashion-MNIST numbers them. The network's classes are in the order of the folders' names.

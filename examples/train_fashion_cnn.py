@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dualeval.data.idx import read_idx
+from dualeval.data.small_images import read_idx
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.tasks.image_classification import FASHION_MEAN, FASHION_STD
 

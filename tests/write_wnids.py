@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dualeval.data.imagenet import WNIDS_FILE
+from dualeval.data.class_folders import WNIDS_FILE
 from tests.assets import package_folder
 
 

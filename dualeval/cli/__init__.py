@@ -1,4 +1,4 @@
-"""The command line: one command a file, and the one place that turns errors into exit codes."""
+"""The command line: which command is where, and the one place that turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from dualeval import __version__, process_start
-from dualeval.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_USAGE,
-    DualevalError,
-    LibraryError,
-    UsageError,
-    text_of,
-    with_type,
-)
+from dualeval import __version__, errors, process_start
 from dualeval.launch import detect
 from dualeval.own_code import wants_debug
 from dualeval.wording import printable_lines
@@ -43,19 +33,19 @@ COMMANDS = {
     "watch": "dualeval.tools.watch.command:watch",
     "finish": "dualeval.cli.finish:finish",
     "score": "dualeval.cli.score:score",
-    "verify": "dualeval.cli.verify:verify",
-    "compare": "dualeval.cli.compare:compare",
-    "report": "dualeval.cli.report:report",
-    "show": "dualeval.cli.show:show",
-    "slice": "dualeval.cli.slice:slice_run",
-    "export": "dualeval.cli.export:export",
+    "verify": "dualeval.cli.finished:verify",
+    "compare": "dualeval.cli.finished:compare",
+    "report": "dualeval.cli.finished:report",
+    "show": "dualeval.cli.finished:show",
+    "slice": "dualeval.cli.finished:slice_run",
+    "export": "dualeval.cli.finished:export",
     "list": "dualeval.cli.listing:list_names",
     "init": "dualeval.cli.init:init",
     "bench": "dualeval.tools.bench.command:bench",
     "conformance": "dualeval.tools.conformance.command:conformance",
     "doctor": "dualeval.tools.doctor.command:doctor",
     "setup-horovod": "dualeval.tools.horovod.setup:setup_horovod",
-    "submit": "dualeval.tools.submit.command:submit",
+    "submit": "dualeval.tools.submit:submit",
 }
 
 
@@ -96,28 +86,30 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its exit code (``dualeval.errors`` lists them)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = dualeval.main(words, prog_name="dualeval", standalone_mode=False, obj=words) or EXIT_DONE
+        code = (
+            dualeval.main(words, prog_name="dualeval", standalone_mode=False, obj=words) or errors.EXIT_DONE
+        )
     except click.exceptions.Exit as end:
         code = end.exit_code
     except click.ClickException as error:
         _say(error.format_message(), words)
-        code = EXIT_USAGE
+        code = errors.EXIT_USAGE
     except click.Abort:
         _say("interrupted", words)
-        code = EXIT_FAILED
-    except DualevalError as error:
+        code = errors.EXIT_FAILED
+    except errors.DualevalError as error:
         _show_code(error, words)
-        _say(text_of(error), words, of_node=isinstance(error, LibraryError))
+        _say(errors.text_of(error), words, of_node=isinstance(error, errors.LibraryError))
         code = error.exit_code
     except Exception as error:  # noqa: BLE001 - of a user's own code, or of ours: it is shown where
         _show_code(error, words)
-        _say(with_type(error), words)
-        code = EXIT_FAILED
+        _say(errors.with_type(error), words)
+        code = errors.EXIT_FAILED
     problem = process_start.unwritten()
     # Whoever read it may have seen enough, as head.
-    if code == EXIT_DONE and problem is not None and not isinstance(problem, BrokenPipeError):
+    if code == errors.EXIT_DONE and problem is not None and not isinstance(problem, BrokenPipeError):
         _say(f"standard output cannot be written: {problem.strerror}", words)
-        code = EXIT_FAILED
+        code = errors.EXIT_FAILED
     _end_process(code)
 
 
@@ -162,7 +154,7 @@ def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
         # Any other command is no rank's.
         may_be_a_rank = {"run", "watch", "finish", "doctor", "score", "conformance", "bench"} & set(words)
         world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
-    except UsageError:
+    except errors.UsageError:
         world = None
     if world is None or world.is_main or (of_node and world.local_rank == 0):
         where = "" if world is None or world.is_main else f" (on {socket.gethostname()})"

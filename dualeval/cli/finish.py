@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dualeval.cli.grouped import PATH
+from dualeval.cli.options import PATH
 from dualeval.cli.run import evaluate, prepared, run, without_start
 from dualeval.engine.folder.layout import COMMAND, job_of_shares
 from dualeval.errors import UsageError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dualeval.cli.grouped import PATH
+from dualeval.cli.options import PATH
 from dualeval.errors import UsageError
 from dualeval.options.plugins import task_kind
 from dualeval.tasks.options import TASKS

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.cli import options
-from dualeval.cli.grouped import PATH, Words, grouped
+from dualeval.cli.options import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, flags_of, job_flags, jobs_of, task_flags
 from dualeval.engine.end.process import numbers_of, say
 from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
@@ -29,7 +29,7 @@ from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.fields import Given, fields_of
 from dualeval.options.job import Job, owners_of, start_of
 from dualeval.options.several import is_several
-from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
+from dualeval.report.loggers import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
 from dualeval.world import World
 

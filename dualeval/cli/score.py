@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dualeval.cli import options
-from dualeval.cli.grouped import PATH, GroupedCommand, Words, flag_for, grouped, with_flags
+from dualeval.cli.options import PATH, GroupedCommand, Words, flag_for, grouped, with_flags
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.launch import examine
 from dualeval.options.fields import Given, as_json

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dualeval.engine.folder.lease import Lease
     from dualeval.engine.session import Session
     from dualeval.options.job import Job
-    from dualeval.report.loggers.targets import Target
+    from dualeval.report.loggers import Target
     from dualeval.result import Result
 
 # Evaluates one model, into that folder, with data that may have been read for another one.
@@ -196,8 +196,8 @@ class Models:
 
     def _log(self, session: Session, row: ModelRow) -> None:
         """Log one result, under the model's name."""
+        from dualeval.report.loggers import of_model
         from dualeval.report.loggers.log import log_result
-        from dualeval.report.loggers.targets import of_model
 
         if row.result is None or not self._targets or not session.world.is_main:
             return

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from dualeval.cli.grouped import GroupedCommand, flag_for, grouped, with_flags
+from dualeval.cli.options import GroupedCommand, flag_for, grouped, with_flags
 from dualeval.errors import DualevalError, UsageError
 from dualeval.options.evaluation import MODEL, RUN
 from dualeval.options.fields import fields_of

@@ -12,17 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.comparison import statistics
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
-from dualeval.comparison.statistics import (
-    LEVEL,
-    Difference,
-    MeanDifference,
-    ProportionDifference,
-    holm,
-    largest_loss,
-)
 from dualeval.engine.differences import PREDICTION_COLUMNS, same_entries
 from dualeval.engine.slices import bins_without_use
 from dualeval.errors import UsageError
@@ -330,7 +323,7 @@ def _compared(
     runs: tuple[ComparedRun, ComparedRun], estimates: Mapping[_Key, Estimate], named: Callable[[_Key], str]
 ) -> dict[_Key, MetricComparison]:
     p_values = {key: estimate.difference.p_value() for key, estimate in estimates.items()}
-    adjusted = holm(p_values)
+    adjusted = statistics.holm(p_values)
     found = {}
     for key, estimate in estimates.items():
         name, difference = named(key), estimate.difference
@@ -339,10 +332,10 @@ def _compared(
             a=estimate.a,
             b=estimate.b,
             difference=difference.value,
-            interval=difference.bounds(LEVEL / 2),
+            interval=difference.bounds(statistics.LEVEL / 2),
             p=p_values[key],
             p_holm=adjusted[key],
-            p_exact=difference.p_exact() if isinstance(difference, ProportionDifference) else None,
+            p_exact=difference.p_exact() if isinstance(difference, statistics.ProportionDifference) else None,
             test=difference.test,
             samples=estimate.samples,
             clusters=estimate.clusters,
@@ -355,10 +348,10 @@ def _compared(
     return found
 
 
-def _verdict(difference: Difference, p_value: float, direction: str | None) -> str:
+def _verdict(difference: statistics.Difference, p_value: float, direction: str | None) -> str:
     if difference.is_zero:
         return _SAME
-    if p_value >= LEVEL:
+    if p_value >= statistics.LEVEL:
         return _UNDECIDED
     higher = difference.value > 0
     if direction is None:
@@ -366,8 +359,10 @@ def _verdict(difference: Difference, p_value: float, direction: str | None) -> s
     return f"B is {'better' if higher == (direction == 'higher') else 'worse'}"
 
 
-def _gate(runs: tuple[ComparedRun, ComparedRun], name: str, margin: float, difference: Difference) -> Gate:
-    bound = largest_loss(difference, LEVEL, runs[0].result.directions[name])
+def _gate(
+    runs: tuple[ComparedRun, ComparedRun], name: str, margin: float, difference: statistics.Difference
+) -> Gate:
+    bound = statistics.largest_loss(difference, statistics.LEVEL, runs[0].result.directions[name])
     return Gate(metric=name, margin=margin, bound=bound, passed=bound <= margin)
 
 
@@ -390,7 +385,7 @@ def _notes(
         few = [
             name
             for name, estimate in estimates.items()
-            if isinstance(estimate.difference, MeanDifference) and estimate.samples < _FEW_SAMPLES
+            if isinstance(estimate.difference, statistics.MeanDifference) and estimate.samples < _FEW_SAMPLES
         ]
     else:
         said = f"{_FEW_CLUSTERS} clusters the interval"

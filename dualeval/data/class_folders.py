@@ -1,19 +1,21 @@
-"""What lies below a data folder: class folders, the images in them, and what is passed over."""
+"""Class folders below a data folder, the images in them, and what is passed over; and those of ImageNet."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dualeval.data.labels import are_wnids
 from dualeval.errors import UsageError
 from dualeval.wording import counted, first_of
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pictures that are not read: a data set may have lost samples by them.
-OTHER_PICTURES = frozenset(
+_OTHER_PICTURES = frozenset(
     (".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".jpe", ".jfif", ".tga", ".ico", ".psd", ".svg")
 )
 _HIDDEN = "hidden"
@@ -42,7 +44,7 @@ class PassedOver:
     @property
     def holds_pictures(self) -> bool:
         """Whether some may have been meant as samples."""
-        return bool(self.beside or OTHER_PICTURES & self.files.keys())
+        return bool(self.beside or _OTHER_PICTURES & self.files.keys())
 
     def to_json(self) -> dict[str, Any]:
         """Counts by kind, as in result.json."""
@@ -142,3 +144,44 @@ def _refuse(error: OSError) -> None:
 def shown_name(name: str) -> str:
     """A file's name for text files: bytes that are no UTF-8 as ``\\xNN``."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+# torchvision's, then Kaggle's archive, then others' names.
+_PLACES = ("{}", "ILSVRC/Data/CLS-LOC/{}", "Data/CLS-LOC/{}", "ILSVRC2012/{}", "ILSVRC2012_img_{}")
+_NAMES = {"val": ("val", "validation"), "train": ("train",)}
+_TAR = "ILSVRC2012_img_{}.tar"
+# Facts, a line a class; tests/write_wnids.py has written it.
+WNIDS_FILE = Path(__file__).resolve().parent.parent / "assets" / "imagenet_wnids.txt"
+
+
+@functools.cache
+def imagenet_wnids() -> tuple[str, ...]:
+    """The wnid of each class of ILSVRC-2012, by its index: they are in the order of their names."""
+    return tuple(WNIDS_FILE.read_text("ascii").split())
+
+
+def imagenet_folder(root: Path, split: str) -> Path:
+    """The folder of ImageNet's class folders, named by wnid."""
+    places = [root / place.format(name) for place in _PLACES for name in _NAMES[split]]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        tar = root / _TAR.format(split)
+        hint = f" {tar} is an archive: unpack it into {places[0]}/WNID/." if tar.is_file() else ""
+        raise UsageError(
+            f"{places[0]} is missing: --data ImageNet:DIR takes DIR/{split}/WNID/IMAGE, as torchvision keeps "
+            f"it, and nothing is downloaded.{hint}"
+        )
+    folders = class_folders(found, PassedOver())
+    if not folders and any(is_image(path.name) for path in found.iterdir()):
+        raise UsageError(
+            f"the pictures lie in {found} itself, expected one folder a class, {found}/n01440764/IMAGE. "
+            "Sort them into folders by wnid, as torchvision.datasets.ImageNet does, or list them with their "
+            "classes in a manifest: --data FILE.csv --image-root DIR."
+        )
+    if not are_wnids(folders, imagenet_wnids()):
+        odd = next((name for name in folders if not are_wnids([name], imagenet_wnids())), "no folder")
+        raise UsageError(
+            f"{found}: found {odd}, expected folders that are named by the wnids of ILSVRC-2012, such as "
+            f"n01440764. For other folders give --data {found}."
+        )
+    return found

@@ -1,4 +1,4 @@
-"""Pictures in files, each with one class: what a folder and a manifest have in common."""
+"""Picture files: many, their names in little room, what tells two of them apart, and how they are read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import copy
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import stat
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,11 +20,126 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.data.cache import DataCache
-from dualeval.data.files import MISSING, FileNames, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
 from dualeval.data.pictures import picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of
 from dualeval.vision_library import torchvision
+
+# The size that stands for a file that is not there.
+MISSING = -1
+_END_BYTES = 4096
+_PIECE_BYTES = 2**20
+# A file system behind a network answers many questions at a time, each after a while.
+_THREADS = 8
+_FILES_A_TURN = 64
+# All of them are handed out at once.
+_MOST_TURNS = 4096
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class FileNames:
+    """Names of files, in an order; by index each one as Python's functions of files take it.
+
+    In one buffer a million paths take their bytes and 8 MB, not 100 MB of objects.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._bytes = bytearray()
+        self._ends = array("q", (0,))
+        for name in names:
+            self.append(name)
+
+    def append(self, name: str) -> None:
+        """Add a name behind the others."""
+        self._bytes += os.fsencode(name)
+        self._ends.append(len(self._bytes))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def stored(self, index: int) -> bytes:
+        """A name as the file system has it."""
+        return bytes(self._bytes[self._ends[index] : self._ends[index + 1]])
+
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(self.stored(index))
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
+    def shown(self, index: int) -> str:
+        """A name for text files: bytes that are no UTF-8 as ``\\xNN``."""
+        return self.stored(index).decode("utf-8", "backslashreplace")
+
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> FileNames:
+        """Some of the names, in this order."""
+        found = FileNames()
+        for index in np.asarray(indices, np.int64).tolist():
+            found._bytes += self._bytes[self._ends[index] : self._ends[index + 1]]
+            found._ends.append(len(found._bytes))
+        return found
+
+
+def _on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+    """Call a function for each item, several at a time; gives its results in the order of the items."""
+    size = max(_FILES_A_TURN, -(-len(items) // _MOST_TURNS))
+    turns = (items[first : first + size] for first in range(0, len(items), size))
+    if len(items) <= size:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(_THREADS, "dualeval-files") as pool:
+        for results in pool.map(lambda turn: [*map(function, turn)], turns):
+            yield from results
+
+
+def _size_and_time(file: Path | str | int) -> tuple[int, int]:
+    """A file's size in bytes and time of change in ns; (MISSING, 0) where it cannot be had."""
+    try:
+        found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
+    except OSError:
+        return MISSING, 0
+    return found.st_size, found.st_mtime_ns
+
+
+def digest_of_file(path: Path | str, *, whole: bool) -> bytes:
+    """sha256 over a file's size and its first and last 4 KiB, or over all its bytes; one digest for all files
+    that cannot be read."""
+    for _ in range(2):
+        try:
+            return _digest_of_file(path, whole)
+        except OSError:
+            # Reading the sample fails, too, and is handled there.
+            continue
+    return hashlib.sha256(b"unreadable").digest()
+
+
+def _digest_of_file(path: Path | str, whole: bool) -> bytes:
+    # A pipe is not waited for: reading the sample does that, and the run's watch sees it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("no regular file")
+        size = found.st_size
+        digest = hashlib.sha256(f"{size}\0".encode())
+        if whole:
+            while piece := os.read(descriptor, _PIECE_BYTES):
+                digest.update(piece)
+            return digest.digest()
+        if hasattr(os, "posix_fadvise"):
+            # Else the kernel reads ahead, which for pictures is nearly the whole file.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        if size <= 2 * _END_BYTES:
+            digest.update(os.pread(descriptor, 2 * _END_BYTES, 0))
+        else:
+            digest.update(os.pread(descriptor, _END_BYTES, 0))
+            digest.update(os.pread(descriptor, _END_BYTES, size - _END_BYTES))
+        return digest.digest()
+    finally:
+        os.close(descriptor)
+
 
 _Own = TypeVar("_Own", bound="ImageFiles")
 
@@ -135,7 +253,7 @@ class ImageFiles:
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):
             return
-        (size, time), (now, now_time) = self._first_seen[index].tolist(), size_and_time(descriptor)
+        (size, time), (now, now_time) = self._first_seen[index].tolist(), _size_and_time(descriptor)
         if (size, time) == (now, now_time):
             return
         then = "it was missing" if size == MISSING else f"{size:,} bytes of {_date(time)}"
@@ -151,7 +269,7 @@ class ImageFiles:
         """
         chosen = range(min(count, len(self)))
         # A link to nowhere has no size; reading it fails later, and is handled there.
-        found = on_threads(lambda index: size_and_time(self.path(index)), chosen)
+        found = _on_threads(lambda index: _size_and_time(self.path(index)), chosen)
         seen = np.empty((len(chosen), 2), np.int64)
         digest = hashlib.sha256()
         for index, (size, time) in enumerate(found):
@@ -177,7 +295,7 @@ class ImageFiles:
         key = hashlib.sha256(names + b"\0" + seen.tobytes()).digest()
         if is_seen and key in self._known_contents:
             return self._known_contents[key]
-        found = on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
+        found = _on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
         contents = hashlib.sha256(b"".join(found)).hexdigest()
         if is_seen:
             self._known_contents[key] = contents

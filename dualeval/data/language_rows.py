@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.rows import PythonRows, Rows, read_rows
-from dualeval.data.table import column_of, is_table
-from dualeval.data.token_windows import Document
+from dualeval.data.table import PythonRows, Rows, column_of, is_table, read_rows
+from dualeval.data.token_groups import Document
 from dualeval.errors import UsageError
 from dualeval.further_columns import NO_COLUMNS, KeptColumns
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
-from dualeval.data.files import FileNames
-from dualeval.data.image_files import ImageFiles
+from dualeval.data.image_files import FileNames, ImageFiles
+from dualeval.data.labelled_images import PATH_COLUMNS
 from dualeval.data.labels import indices_of_classes
-from dualeval.data.manifest import PATH_COLUMNS
 from dualeval.data.pictures import prepare, read_pixels, size_of
 from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table import column_of, is_table, open_table

@@ -1,18 +1,27 @@
-"""Small images that are held in memory: in their own size, or brought to another one as picture files are."""
+"""Small images that are held in memory: idx files (the format of MNIST), and torchvision's sets by name."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import gzip
 import hashlib
 import math
+import struct
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, as_tensor
+import numpy as np
+import torch
+from torch import Tensor, as_tensor, from_numpy, tensor
 
 from dualeval.data.labels import Labels, indices_of_classes
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, shape_of
+from dualeval.data.set_names import NamedSet
+from dualeval.errors import UsageError
+from dualeval.vision_library import torchvision
 
 
 class SmallImages:
@@ -115,8 +124,6 @@ class ResizedImages(SmallImages):
     in_memory = False
 
     def __init__(self, images: SmallImages, preprocessing: Preprocessing | OwnPreprocessing) -> None:
-        from dualeval.vision_library import torchvision
-
         torchvision()  # not in each reading process anew
         super().__init__(images._images, images._targets, images._split)
         self.labels = images.labels
@@ -134,3 +141,124 @@ class ResizedImages(SmallImages):
         batch = super().__getitems__(indices)
         pictures = (prepare(picture_of(image), self._preprocessing) for image in batch["images"])
         return list(zip(pictures, batch["targets"].tolist(), strict=True))
+
+
+# -- idx files -----------------------------------------------------------------------------------------
+
+_UNSIGNED_BYTE = 0x08
+_GZIP = b"\x1f\x8b"
+_IMAGES = "{}-images-idx3-ubyte"
+_LABELS = "{}-labels-idx1-ubyte"
+# torchvision keeps the archives beside what it has unpacked.
+_SUFFIXES = ("", ".gz")
+# As MNIST's files name its splits.
+SPLITS = {"test": "t10k", "train": "train"}
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Read an idx file of unsigned bytes, gzipped or not.
+
+    Format: two zero bytes, a type code, the number of dimensions, one big-endian uint32 per dimension,
+    then the values in C order (http://yann.lecun.com/exdb/mnist/).
+    """
+    content = path.read_bytes()
+    if path.suffix == ".gz" or content.startswith(_GZIP):
+        try:
+            content = gzip.decompress(content)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UsageError(f"{path}: not a complete gzip file ({error})") from error
+    unpacked = " after unpacking" if path.suffix == ".gz" else ""
+    if len(content) < 4 or content[:3] != bytes((0, 0, _UNSIGNED_BYTE)):
+        raise UsageError(f"{path}: not an idx file of unsigned bytes (starts with {content[:4].hex()})")
+    dimensions = content[3]
+    header = 4 + 4 * dimensions
+    if len(content) < header:
+        raise UsageError(f"{path}: {len(content)} bytes{unpacked}, expected a header of {header}")
+    shape = struct.unpack(f">{dimensions}I", content[4:header])
+    expected = header + math.prod(shape)
+    if len(content) != expected:
+        raise UsageError(f"{path}: {len(content)} bytes{unpacked}, expected {expected} for shape {shape}")
+    return np.frombuffer(bytearray(content[header:]), dtype=np.uint8).reshape(shape)
+
+
+class IdxImages(SmallImages):
+    """Grey images of one or more pairs of idx files."""
+
+    def __init__(self, folder: Path, split: str | None = None, *, classes: Sequence[str] = ()) -> None:
+        splits = _splits(folder)
+        if split is None:
+            split = SPLITS["test"] if SPLITS["test"] in splits or not splits else splits[0]
+        images = torch.from_numpy(read_idx(_found(folder, _IMAGES.format(split))))
+        targets = torch.from_numpy(read_idx(_found(folder, _LABELS.format(split)))).long()
+        if images.ndim != 3 or targets.ndim != 1 or len(images) != len(targets):
+            raise UsageError(
+                f"{folder}: images of shape {tuple(images.shape)} and labels of shape "
+                f"{tuple(targets.shape)}, expected (n, height, width) and (n,)"
+            )
+        if classes and len(targets) and int(targets.max()) >= len(classes):
+            raise UsageError(f"{folder}: labels up to {int(targets.max())}, expected 0 to {len(classes) - 1}")
+        super().__init__(images.unsqueeze(1), targets, split, classes=classes)
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a folder holds idx images."""
+        return bool(_splits(folder))
+
+
+def _splits(folder: Path) -> list[str]:
+    """The splits whose images are in a folder, sorted."""
+    files = [path for suffix in _SUFFIXES for path in folder.glob(_IMAGES.format("*") + suffix)]
+    return sorted({path.name.split("-images-")[0] for path in files})
+
+
+def _found(folder: Path, name: str) -> Path:
+    for suffix in _SUFFIXES:
+        if (folder / f"{name}{suffix}").is_file():
+            return folder / f"{name}{suffix}"
+    raise UsageError(f"{folder / name}.gz is missing (and so is {name}): images and labels go together")
+
+
+# -- torchvision's data sets by name -------------------------------------------------------------------
+
+FASHION_MNIST_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+MNIST_CLASSES = (
+    *("0 - zero", "1 - one", "2 - two", "3 - three", "4 - four"),
+    *("5 - five", "6 - six", "7 - seven", "8 - eight", "9 - nine"),
+)
+_IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
+
+
+def read_small(wanted: NamedSet) -> SmallImages:
+    """Read one of those whose images are held in memory: all but ImageNet."""
+    if wanted.name not in _IDX_CLASSES:
+        return _read_cifar(wanted)
+    # torchvision's place; then that of the files where nobody gave them a folder of their own.
+    places = (wanted.root / wanted.name / "raw", wanted.root / "raw", wanted.root)
+    folder = next((place for place in places if IdxImages.is_in(place)), None)
+    split = SPLITS[wanted.split]
+    if folder is None:
+        raise UsageError(
+            f"{places[0] / f'{split}-images-idx3-ubyte.gz'} is missing: --data {wanted.name}:DIR takes "
+            f"{wanted.name} as torchvision keeps it, DIR/{wanted.name}/raw, with .gz or without. Nothing is "
+            "downloaded."
+        )
+    return IdxImages(folder, split, classes=_IDX_CLASSES[wanted.name])
+
+
+def _read_cifar(wanted: NamedSet) -> SmallImages:
+    """CIFAR-10 or CIFAR-100 by torchvision, which unpickles a file if its md5 is the published one."""
+    kind = getattr(torchvision().datasets, wanted.name)
+    try:
+        found = kind(wanted.root, train=wanted.split == "train")
+    except RuntimeError as error:
+        raise UsageError(
+            f"{wanted.root / kind.base_folder} does not hold the published files of {wanted.name}: one is "
+            "missing, or its md5 is another. They are pickles, which can run code, so none was read. Unpack "
+            f"{kind.filename} in {wanted.root}; nothing is downloaded. For pictures of your own use class "
+            "folders or a manifest."
+        ) from error
+    images = from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+    return SmallImages(images, tensor(found.targets), wanted.split, classes=found.classes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -258,5 +259,6 @@ def _is_plain(value: Any, device: torch.device) -> bool:
 
 
 def _moves_itself(value: Any) -> bool:
-    """Whether an object has a method ``to``, as a tensor does, and a batch of transformers."""
-    return not isinstance(value, Tensor) and callable(getattr(type(value), "to", None))
+    """Whether an object has a method ``to``, as a tensor does; a dict's items, as in a batch of transformers,
+    are copied one by one: its own method would wait for the device."""
+    return not isinstance(value, (Tensor, UserDict)) and callable(getattr(type(value), "to", None))

@@ -214,10 +214,10 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
         from dualeval.engine.run import evaluate
-        from dualeval.report.loggers.targets import check_installed, targets_of
+        from dualeval.report.loggers import check_installed, targets_of
 
         if report:
-            from dualeval.report.page.writing import check_report, write_at_end
+            from dualeval.report.page import check_report, write_at_end
 
         self._check_usable()
         run_options = run_options_of(options)

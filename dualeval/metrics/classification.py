@@ -24,20 +24,11 @@ from torch import Tensor
 
 from dualeval.columns import LateColumns
 from dualeval.errors import UsageError
+from dualeval.metrics import exact
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
-from dualeval.metrics.described import FRACTION, Described
-from dualeval.metrics.exact import (
-    NONFINITE_KINDS,
-    SUM_LIMBS,
-    SUM_UNIT_BITS,
-    exact_sums,
-    from_limbs,
-    nonfinite_counts,
-    to_limbs,
-)
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
-from dualeval.metrics.metric import Measured, Metric, RowMetric
+from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMetric
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_kind
@@ -288,7 +279,7 @@ class CalibrationError(Described):
     """
 
     columns = ("confidence", "prediction", "target")
-    size = len(NONFINITE_KINDS) + _ECE_BINS * (2 + SUM_LIMBS)
+    size = len(exact.NONFINITE_KINDS) + _ECE_BINS * (2 + exact.SUM_LIMBS)
 
     def __init__(self) -> None:
         super().__init__("ece", FRACTION, higher_is_better=False)
@@ -301,31 +292,33 @@ class CalibrationError(Described):
         # Fifteen times a float32 needs 28 bits: exact in float64, so a border falls into the lower bin.
         bins = (confidence.to(torch.float64) * _ECE_BINS).nan_to_num_(0.0, 0.0, 0.0).ceil_().to(torch.int64)
         bins = bins.sub_(1).clamp_(0, _ECE_BINS - 1)
-        added = exact_sums(confidence, bins, _ECE_BINS, powers=False)
+        added = exact.exact_sums(confidence, bins, _ECE_BINS, powers=False)
         samples = torch.bincount(bins[finite], minlength=_ECE_BINS).tolist()
         correct = torch.bincount(bins[finite & right], minlength=_ECE_BINS).tolist()
 
-        ledger[: len(NONFINITE_KINDS)] += torch.tensor(added.nonfinite)
+        ledger[: len(exact.NONFINITE_KINDS)] += torch.tensor(added.nonfinite)
         for slots, *new in zip(self._bins(ledger), samples, correct, added.sums, strict=True):
             slots[:2] += torch.tensor(new[:2])
             limbs = slots[2:].numpy()
-            limbs[:] = to_limbs(from_limbs(limbs) + new[2], SUM_LIMBS)
+            limbs[:] = exact.to_limbs(exact.from_limbs(limbs) + new[2], exact.SUM_LIMBS)
 
     def compute(self, ledger: Tensor) -> Measured:
         """Key ece; None without samples."""
-        nonfinite = ledger[: len(NONFINITE_KINDS)].tolist()
+        nonfinite = ledger[: len(exact.NONFINITE_KINDS)].tolist()
         if any(nonfinite):
-            return self.measured(None, nonfinite=nonfinite_counts(nonfinite))
+            return self.measured(None, nonfinite=exact.nonfinite_counts(nonfinite))
         bins = self._bins(ledger).tolist()
         if (samples := sum(slots[0] for slots in bins)) == 0:
             return self.measured(None)
-        gaps = sum(abs((correct << SUM_UNIT_BITS) - from_limbs(limbs)) for _, correct, *limbs in bins)
-        return self.measured(gaps / (samples << SUM_UNIT_BITS))
+        gaps = sum(
+            abs((correct << exact.SUM_UNIT_BITS) - exact.from_limbs(limbs)) for _, correct, *limbs in bins
+        )
+        return self.measured(gaps / (samples << exact.SUM_UNIT_BITS))
 
     @staticmethod
     def _bins(ledger: Tensor) -> Tensor:
         """A row for each bin: samples, right ones, and the limbs of the sum in units of 2**-149."""
-        return ledger[len(NONFINITE_KINDS) :].view(_ECE_BINS, 2 + SUM_LIMBS)
+        return ledger[len(exact.NONFINITE_KINDS) :].view(_ECE_BINS, 2 + exact.SUM_LIMBS)
 
 
 class NonfiniteLogits:

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualeval.metrics.described import FRACTION, PERCENT
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn
 from dualeval.metrics.intervals import TRANSFORMS, Ends, Spread, clustered_interval, rounded, skewed_ends
-from dualeval.metrics.metric import Value
+from dualeval.metrics.metric import FRACTION, PERCENT, Value
 from dualeval.metrics.scores import Score
 
 # Fewer clusters than these have not been shown to cover: of values of 0 to 1 the effective number of those

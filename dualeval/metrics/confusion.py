@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dualeval.columns import Ragged, Text
 from dualeval.errors import UsageError
-from dualeval.metrics.described import FRACTION
-from dualeval.metrics.metric import Measured, Value
+from dualeval.metrics.metric import FRACTION, Measured, Value
 from dualeval.options.choices import check_kind
 
 NO_CLASS = -1  # the predicted class of a sample with a NaN logit

@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics.described import FRACTION, Described
-from dualeval.metrics.exact import (
-    DOUBLE_UNIT_BITS,
-    SUM_UNIT_BITS,
-    ExactColumn,
-    exact_sums,
-    from_limbs,
-    nonfinite_counts,
-    to_limbs,
-)
+from dualeval.metrics import exact
 from dualeval.metrics.intervals import (
     SHOWN_FROM,
     TRANSFORMS,
@@ -33,7 +24,7 @@ from dualeval.metrics.intervals import (
     spread_of_ratio,
     wilson_interval,
 )
-from dualeval.metrics.metric import Measured
+from dualeval.metrics.metric import FRACTION, Described, Measured
 from dualeval.metrics.moments import Moments, Sums, finite_of, numbers_of
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_choice
@@ -109,15 +100,15 @@ def sums_of(values: Tensor) -> Sums:
     """The exact sums for a mean: counts of samples and of bools, the sum, those of squares and of cubes."""
     if values.dtype == torch.bool:
         true = int(torch.count_nonzero(values))
-        return (len(values), len(values)), (0, 0, 0), [true << n * DOUBLE_UNIT_BITS for n in (1, 2, 3)]
+        return (len(values), len(values)), (0, 0, 0), [true << n * exact.DOUBLE_UNIT_BITS for n in (1, 2, 3)]
     if values.is_floating_point() and values.dtype != torch.float64:
         # Thirty times as fast as by float64; the two half floats are float32 numbers, too.
-        added = exact_sums(values.float())
-        finer = DOUBLE_UNIT_BITS - SUM_UNIT_BITS
+        added = exact.exact_sums(values.float())
+        finer = exact.DOUBLE_UNIT_BITS - exact.SUM_UNIT_BITS
         [total], [squares], [cubes] = added.sums, added.square_sums, added.cube_sums
         return (len(values), 0), added.nonfinite, (total << finer, squares << 2 * finer, cubes << 3 * finer)
     [finite], nonfinite = finite_of([values])
-    column = ExactColumn(finite)
+    column = exact.ExactColumn(finite)
     sums = column.total(), column.dot(column), column.dots(column, column)
     return (len(values), 0), nonfinite, sums
 
@@ -126,9 +117,9 @@ def mean_of_sum(samples: int, total: int, factor: float = 1.0) -> float:
     """A mean, equal to ``factor * math.fsum(values) / N`` to the last bit."""
     try:
         # Python's int / int rounds correctly; the sum is rounded before the division, as fsum does it.
-        return factor * (total / (1 << DOUBLE_UNIT_BITS)) / samples
+        return factor * (total / (1 << exact.DOUBLE_UNIT_BITS)) / samples
     except OverflowError:  # the sum alone is beyond a float64
-        return float(Fraction(factor) * Fraction(total, samples << DOUBLE_UNIT_BITS))
+        return float(Fraction(factor) * Fraction(total, samples << exact.DOUBLE_UNIT_BITS))
 
 
 class Mean(_Estimate):
@@ -198,27 +189,27 @@ class Mean(_Estimate):
         """The mean under the metric's name, and its interval; None without samples, or of no weight."""
         (samples, special), nonfinite, (total, *others) = self._moments.read(ledger)
         if any(nonfinite):
-            return self.measured(None, nonfinite=nonfinite_counts(nonfinite))
+            return self.measured(None, nonfinite=exact.nonfinite_counts(nonfinite))
         if samples == 0:
             return self.measured(None)
         if self.weight is not None:
             return self._weighted(samples, total, others, known=not special)
         squares, cubes = others
-        mean = Fraction(total, samples << DOUBLE_UNIT_BITS)
+        mean = Fraction(total, samples << exact.DOUBLE_UNIT_BITS)
         value = mean_of_sum(samples, total)
         if special == samples:
-            ends = wilson_interval(total >> DOUBLE_UNIT_BITS, samples)
+            ends = wilson_interval(total >> exact.DOUBLE_UNIT_BITS, samples)
             of_bools = self._estimated(mean, ends, value=value, rough=None)
             return of_bools if self.transform is not None else self.measured(value, ends, unit=FRACTION)
         return self._of_spread(
-            mean, samples, spread_of_mean(samples, total, squares, cubes, DOUBLE_UNIT_BITS), value=value
+            mean, samples, spread_of_mean(samples, total, squares, cubes, exact.DOUBLE_UNIT_BITS), value=value
         )
 
     def _weighted(self, samples: int, weights: int, others: Sequence[int], *, known: bool) -> Measured:
         if weights == 0:
             return self.measured(None, warnings=(f"metric {self.name!r}: its weights add up to 0",))
         product, *others = others
-        mean = Fraction(product, weights << DOUBLE_UNIT_BITS)
+        mean = Fraction(product, weights << exact.DOUBLE_UNIT_BITS)
         if not known:
             why = "a product of value and weight is beyond what a float64 holds"
             return self._without_interval(mean, why)
@@ -231,13 +222,13 @@ def _weighted_sums(values: Tensor, weights: Tensor) -> Sums:
     (own, weight), nonfinite = finite_of([values, weights])
     products = own.to(torch.float64) * weight.to(torch.float64)
     held = products.isfinite()
-    x, w = ExactColumn(own), ExactColumn(weight)
-    u = ExactColumn(products.where(held, products.new_zeros(())))
+    x, w = exact.ExactColumn(own), exact.ExactColumn(weight)
+    u = exact.ExactColumn(products.where(held, products.new_zeros(())))
     counts = len(values), int(held.logical_not().sum())
     return counts, nonfinite, (w.total(), x.dot(w), *_products(u, w))
 
 
-def _products(y: ExactColumn, x: ExactColumn) -> tuple[int, ...]:
+def _products(y: exact.ExactColumn, x: exact.ExactColumn) -> tuple[int, ...]:
     """The sums of yy, xx and xy; those of yyy, yyx, yxx and xxx."""
     return y.dot(y), x.dot(x), y.dot(x), y.dots(y, y), y.dots(y, x), x.dots(x, y), x.dots(x, x)
 
@@ -293,14 +284,14 @@ class Ratio(_Estimate):
         """Add the samples of the two columns; a UsageError where a column is not one number a sample."""
         own = [numbers_of(self.name, name, columns[name]) for name in self.columns]
         finite, nonfinite = finite_of(own)
-        y, x = map(ExactColumn, finite)
+        y, x = map(exact.ExactColumn, finite)
         self._moments.add(ledger, ([len(own[0])], nonfinite, (y.total(), x.total(), *_products(y, x))))
 
     def compute(self, ledger: Tensor) -> Measured:
         """The ratio under the metric's name, and its interval; None without samples, or over 0."""
         [samples], nonfinite, (above, below, *others) = self._moments.read(ledger)
         if any(nonfinite):
-            return self.measured(None, nonfinite=nonfinite_counts(nonfinite))
+            return self.measured(None, nonfinite=exact.nonfinite_counts(nonfinite))
         if samples == 0:
             return self.measured(None)
         if below == 0:
@@ -369,10 +360,10 @@ class Count(Described):
                 f"metric {self.name!r} counts the column {self.column!r}, which is of {values.dtype}: "
                 "expected bool or integers. The sum of floats over the number of samples is Mean"
             )
-        added = ExactColumn(values).total() >> DOUBLE_UNIT_BITS
+        added = exact.ExactColumn(values).total() >> exact.DOUBLE_UNIT_BITS
         slots = ledger.numpy()
-        slots[:] = to_limbs(from_limbs(slots) + added, _COUNT_LIMBS)
+        slots[:] = exact.to_limbs(exact.from_limbs(slots) + added, _COUNT_LIMBS)
 
     def compute(self, ledger: Tensor) -> Measured:
         """The count under the metric's name; 0 without samples."""
-        return self.measured(from_limbs(ledger.tolist()))
+        return self.measured(exact.from_limbs(ledger.tolist()))

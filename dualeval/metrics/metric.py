@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeGuard
@@ -9,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 from torch import Tensor
 
 from dualeval.metrics.scores import Score
+from dualeval.options.choices import check_kind
 
 DIRECTIONS = ("higher", "lower")
 
@@ -143,3 +145,54 @@ def keeps_rows(metric: Metric | RowMetric) -> bool:
 def per_batch(metric: Metric | RowMetric) -> bool:
     """Whether each update of a metric gets the samples of one batch alone."""
     return bool(getattr(metric, "per_batch", False))
+
+
+FRACTION = "fraction"
+PERCENT = "percent"
+
+
+def direction(higher_is_better: bool) -> str:
+    """As ``Measured.directions`` has it."""
+    return "higher" if higher_is_better else "lower"
+
+
+class Described:
+    """A metric with one value."""
+
+    def __init__(self, name: str, unit: str | None, higher_is_better: bool | None) -> None:
+        check_kind("name", name, isinstance(name, str) and bool(name), "a text")
+        check_kind("unit", unit, unit is None or isinstance(unit, str), "a text, or None")
+        known = higher_is_better is None or isinstance(higher_is_better, bool)
+        check_kind("higher_is_better", higher_is_better, known, "True, False or None")
+        self.name = name
+        self.unit = unit
+        self.higher_is_better = higher_is_better
+
+    @property
+    def score(self) -> Score | None:
+        """How the value follows from a number of each sample; None where it does not."""
+        return None
+
+    def measured(
+        self,
+        value: Value,
+        interval: tuple[float, float] | None = None,
+        *,
+        nonfinite: Mapping[str, int] | None = None,
+        unit: str | None = None,
+        rough: str | None = None,
+        warnings: Iterable[str] = (),
+    ) -> Measured:
+        """The value under the metric's name."""
+        unit = self.unit or unit
+        known = interval is not None and all(map(math.isfinite, interval))
+        return Measured(
+            values={self.name: value},
+            intervals={self.name: interval} if interval is not None and known else {},
+            rough={self.name: rough} if rough is not None and known else {},
+            nonfinite={self.name: dict(nonfinite)} if nonfinite else {},
+            units={} if unit is None else {self.name: unit},
+            directions={} if self.higher_is_better is None else {self.name: direction(self.higher_is_better)},
+            scores={} if self.score is None else {self.name: self.score},
+            warnings=tuple(warnings),
+        )

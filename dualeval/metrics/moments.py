@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics.exact import (
-    DOUBLE_CUBE_LIMBS,
-    DOUBLE_PRODUCT_LIMBS,
-    DOUBLE_SUM_LIMBS,
-    NONFINITE_KINDS,
-    count_nonfinite,
-    from_limbs,
-    to_limbs,
-)
+from dualeval.metrics import exact
 
 _KINDS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -42,10 +34,12 @@ class Moments:
         # The attributes stand in the job's identity: other ones make other jobs.
         self._counts = counts
         self._limbs = (
-            sums * [DOUBLE_SUM_LIMBS] + products * [DOUBLE_PRODUCT_LIMBS] + cubes * [DOUBLE_CUBE_LIMBS]
+            sums * [exact.DOUBLE_SUM_LIMBS]
+            + products * [exact.DOUBLE_PRODUCT_LIMBS]
+            + cubes * [exact.DOUBLE_CUBE_LIMBS]
         )
         self._kinds = (sums, sums + products)
-        self._lengths = [counts, len(NONFINITE_KINDS), *self._limbs]
+        self._lengths = [counts, len(exact.NONFINITE_KINDS), *self._limbs]
         self.size = sum(self._lengths)
 
     def add(self, ledger: Tensor, added: Sums) -> None:
@@ -55,12 +49,12 @@ class Moments:
         nonfinite += torch.tensor(added[1], dtype=torch.int64)
         for limbs, number in zip(before, added[2], strict=True):
             slots = limbs.numpy()
-            slots[:] = to_limbs(from_limbs(slots) + number, len(slots))
+            slots[:] = exact.to_limbs(exact.from_limbs(slots) + number, len(slots))
 
     def read(self, ledger: Tensor) -> Sums:
         """What is in the ledger."""
         counts, nonfinite, *limbs = torch.split(ledger, self._lengths)
-        return counts.tolist(), nonfinite.tolist(), [from_limbs(slots.numpy()) for slots in limbs]
+        return counts.tolist(), nonfinite.tolist(), [exact.from_limbs(slots.numpy()) for slots in limbs]
 
 
 def numbers_of(metric: str, column: str, values: Any) -> Tensor:
@@ -83,7 +77,7 @@ def numbers_of(metric: str, column: str, values: Any) -> Tensor:
 
 def finite_of(columns: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, int, int]]:
     """The samples at which all columns are finite, and how many values are NaN, +inf and -inf."""
-    counts = [count_nonfinite(column) for column in columns if column.is_floating_point()]
+    counts = [exact.count_nonfinite(column) for column in columns if column.is_floating_point()]
     nan, pos_inf, neg_inf = (sum(count) for count in zip((0, 0, 0), *counts, strict=True))
     nonfinite = (nan, pos_inf, neg_inf)
     if not any(nonfinite):

@@ -10,8 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from dualeval.errors import UsageError
-from dualeval.metrics.described import direction
-from dualeval.metrics.metric import Measured
+from dualeval.metrics.metric import Measured, direction
 from dualeval.options.choices import check_kind
 
 _EXAMPLE = 'Rows(r2_score, ["target", "prediction"])'

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.confusion import of_classes
-from dualeval.metrics.described import FRACTION
 from dualeval.metrics.means import Mean, Ratio
-from dualeval.metrics.metric import Measured, Metric
+from dualeval.metrics.metric import FRACTION, Measured, Metric
 
 COUNTS = ("intersection", "target_pixels", "predicted_pixels")
 

@@ -31,11 +31,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.metrics.described import PERCENT
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn, units_of_double
 from dualeval.metrics.intervals import Ends, bounded_interval, wilson_interval
 from dualeval.metrics.means import mean_of_sum
-from dualeval.metrics.metric import Measured, Value
+from dualeval.metrics.metric import PERCENT, Measured, Value
 from dualeval.metrics.moments import Moments
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import IGNORED

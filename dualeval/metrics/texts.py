@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from dualeval.metrics.described import Described
 from dualeval.metrics.exact import nonfinite_counts
-from dualeval.metrics.metric import Measured
+from dualeval.metrics.metric import Described, Measured
 from dualeval.metrics.squad import WindowWork
 from dualeval.wording import counted
 

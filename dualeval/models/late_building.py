@@ -24,11 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dualeval.errors import DualevalError, UsageError
 from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.checkpoints.file_parts import InMemory
-from dualeval.models.checkpoints.late import LateTensor
+from dualeval.models.checkpoints.late import InMemory, LateTensor
 from dualeval.models.model_errors import first_line
-from dualeval.models.tied import are_equal
-from dualeval.models.weights import load_state_dict
+from dualeval.models.weights import are_equal, load_state_dict
 from dualeval.wording import listed
 
 _DEVICE = Tensor.device.__get__

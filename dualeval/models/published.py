@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import DualevalError, UsageError

@@ -1,9 +1,13 @@
-"""Weights: the seed of random ones; putting those of a file into a model, or saying why they do not fit."""
+"""Weights: the seed of random ones; putting those of a file into a model, or saying why they do not fit.
+
+A file's names may have a prefix that the model's have not. Of several names for one tensor of the model, such
+as an embedding that is also the weight of the output, the file may have one.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +16,10 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import StateDict
-from dualeval.models.checkpoints.admitted import is_read
+from dualeval.models.checkpoints.finding import is_read
 from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
-from dualeval.models.tied import with_tied_names
 from dualeval.models.weights_name import is_published_name
-from dualeval.wording import listed
+from dualeval.wording import first_of, listed
 
 # Which are converted to each other. Not the eighth-size ones: these go with scales, as integers do.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -103,7 +105,7 @@ def load_state_dict(
     """Copy a state_dict from a file into a model, without the prefixes of wrappers before its names."""
     own = model.state_dict().keys()
     tensors = found.tensors
-    taken = unwrap_for(tensors, own) if prefix is None else take_prefix(tensors, prefix, source)
+    taken = _unwrap_for(tensors, own) if prefix is None else _take_prefix(tensors, prefix, source)
     loaded = LoadedWeights(file=str(found.path), key=found.key, prefix=taken.prefix, left_out=taken.left_out)
     chosen = [
         *([f"under {loaded.key!r}"] if loaded.key else []),
@@ -112,7 +114,7 @@ def load_state_dict(
     try:
         load_into(model, taken.tensors, f"{source} ({', '.join(chosen)})" if chosen else source)
     except UsageError as error:
-        fitting = prefixes_that_fit(tensors, own)
+        fitting = _prefixes_that_fit(tensors, own)
         if not fitting or taken.prefix in fitting:
             raise
         raise UsageError(f"{str(error).removesuffix(_OTHER_WEIGHTS)} {_advice(fitting)}") from error
@@ -138,7 +140,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     The model's own loading goes first: some modules convert an older layout of their tensors.
     """
     own = model.state_dict()
-    state = with_tied_names(model, state, source)
+    state = _with_tied_names(model, state, source)
     unread = [name for name, value in state.items() if name in own and not is_read(value)]
     if unread:
         raise UsageError(
@@ -254,3 +256,173 @@ def _class_counts(
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
             return None  # its rows are a vocabulary
     return pairs.pop()
+
+
+# -- names with a prefix that the model's have not -----------------------------------------------------
+
+# DataParallel, DistributedDataParallel, AveragedModel; torch.compile; the attribute of most LightningModules.
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
+# What AveragedModel keeps beside "module.*": how many models were averaged.
+_AVERAGED = ("module.", "n_averaged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unwrapped:
+    """A state_dict with a prefix removed."""
+
+    # By the names that are left; with the `_metadata` of a state_dict where there were any.
+    tensors: OrderedDict[str, Tensor]
+    # What was removed from each name; "" for nothing.
+    prefix: str = ""
+    # Names of tensors that had no such prefix, and are not among `tensors`.
+    left_out: tuple[str, ...] = ()
+
+
+def _unwrap_for(tensors: OrderedDict[str, Tensor], own: Collection[str]) -> _Unwrapped:
+    """Remove as many wrappers' prefixes as give most of a model's names.
+
+    So names that fit as they are stay as they are, also those of a model with an attribute ``module``; and
+    those of an older layout, which a module converts by itself, are brought as near as can be.
+    """
+    names = set(own)
+    # Of equals the last one: what all names begin with is a wrapper's more often than a model's.
+    return max(reversed(unwrapped(tensors)), key=lambda stage: len(names & stage.tensors.keys()))
+
+
+def unwrapped(tensors: OrderedDict[str, Tensor]) -> list[_Unwrapped]:
+    """A state_dict as it is, with the first wrapper's prefix removed, with the second's too, and so on."""
+    stages = [_Unwrapped(tensors=tensors)]
+    while (following := _without_outermost(stages[-1])) is not None:
+        stages.append(following)
+    return stages
+
+
+def _without_outermost(stage: _Unwrapped) -> _Unwrapped | None:
+    for prefix in _WRAPPER_PREFIXES:
+        inside = [name for name in stage.tensors if name.startswith(prefix)]
+        outside = [name for name in stage.tensors if not name.startswith(prefix)]
+        if inside and all((prefix, name) == _AVERAGED for name in outside):
+            return _Unwrapped(
+                tensors=_without(stage.tensors, prefix),
+                prefix=stage.prefix + prefix,
+                left_out=(*stage.left_out, *outside),
+            )
+    return None
+
+
+def _take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> _Unwrapped:
+    """Take only the names that begin with a prefix, and remove it from them."""
+    if not prefix:
+        return _Unwrapped(tensors=tensors)
+    inside = [name for name in tensors if name.startswith(prefix) and name != prefix]
+    if not inside:
+        raise UsageError(
+            f"--weights-prefix {prefix}: no name in {source} begins with it (found: "
+            f"{first_of([*tensors], 3)}). Give a prefix that the names have, or leave it out."
+        )
+    # "model" is "model." also where there is a "model_ema.": what is left out is said.
+    if any(name.startswith(f"{prefix}.") for name in inside):
+        prefix += "."
+    return _Unwrapped(
+        tensors=_without(tensors, prefix),
+        prefix=prefix,
+        left_out=tuple(name for name in tensors if not name.startswith(prefix)),
+    )
+
+
+def _prefixes_that_fit(tensors: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
+    """The prefixes with each of which all of a model's names are among the tensors' names."""
+    first = next(iter(own), None)
+    if first is None:
+        return []
+    prefixes = [name[: -len(first)] for name in tensors if name.endswith(f".{first}")]
+    return [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
+
+
+def _without(tensors: OrderedDict[str, Tensor], prefix: str) -> OrderedDict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it; the versions of their modules likewise."""
+    inside = OrderedDict(
+        (name[len(prefix) :], tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and name != prefix
+    )
+    metadata = getattr(tensors, "_metadata", None)
+    if isinstance(metadata, Mapping):
+        # A module's name has no dot at its end: the outermost one's is the prefix without it.
+        inside._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (name[len(prefix) :], version)
+            for name, version in metadata.items()
+            if f"{name}.".startswith(prefix)
+        )
+    return inside
+
+
+# -- several names of one tensor -----------------------------------------------------------------------
+
+_PIECE_BYTES = 1 << 22
+
+
+def _with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """A state_dict with the names that a file has left out because another name has the same tensor."""
+    left_out: dict[str, Any] = {}
+    for names in _tied(model):
+        there = [name for name in names if isinstance(state.get(name), Tensor)]
+        for name in there[1:]:
+            if not are_equal(state[there[0]], state[name]):
+                raise UsageError(
+                    f"{source} have different values for {there[0]} and {name}, which are one tensor in the "
+                    f"model {type(model).__name__}. Give weights of a model that ties them, or a model that "
+                    "does not."
+                )
+        if there:
+            left_out |= {name: state[there[0]] for name in names if name not in state}
+    if not left_out:
+        return state
+    whole: OrderedDict[str, Any] = OrderedDict({**state, **left_out})
+    if hasattr(state, "_metadata"):
+        whole._metadata = state._metadata  # type: ignore[attr-defined]
+    return whole
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names in the state_dict of each tensor that has more than one."""
+    kept = model.state_dict(keep_vars=True)
+    found: dict[object, list[str]] = {}
+    for name, value in kept.items():
+        if isinstance(value, Tensor):
+            found.setdefault(_place(value), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def _place(value: Tensor) -> object:
+    """What two names of one tensor have in common; two parameters may lie in the same memory."""
+    if isinstance(value, LateTensor) or value.layout != torch.strided or nn.parameter.is_lazy(value):
+        return id(value)
+    begin = value.data_ptr() if value.numel() else 0
+    return (begin, value.dtype, value.shape, value.stride()) if begin else id(value)
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether the bits are equal; NaN is equal to itself."""
+    if one is other or one.shape != other.shape or one.dtype != other.dtype:
+        return one is other
+    if isinstance(one, LateTensor) and isinstance(other, LateTensor) and one.source == other.source:
+        return True
+    # Some rows at a time: two large tensors of files are not held for it.
+    rows = max(1, _PIECE_BYTES * len(one) // max(1, one.nbytes)) if one.ndim else 1
+    count = len(one) if one.ndim else 1
+    return all(
+        torch.equal(_bytes_of(one, first, min(first + rows, count)), _bytes_of(other, first, first + rows))
+        for first in range(0, count, rows)
+    )
+
+
+def _bytes_of(value: Tensor, first: int, last: int) -> Tensor:
+    """Some rows; a tensor without dimensions is one."""
+    if isinstance(value, LateTensor):
+        last = min(last, len(value)) if value.ndim else 1
+        rows = torch.empty((last - first, *value.shape[1:]), dtype=value.dtype)
+        value.read_rows(first, last, rows)
+    else:
+        rows = value.detach()[first:last] if value.ndim else value.detach()
+    return rows.contiguous().view(-1).view(torch.uint8)

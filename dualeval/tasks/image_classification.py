@@ -19,20 +19,11 @@ from dualeval.metrics.classification import SCORES, classification_metric, defau
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses
 from dualeval.options.fields import of_python
-from dualeval.tasks import place_of
+from dualeval.tasks import picture_task, place_of
 from dualeval.tasks.image_data import ASSETS, DataSource
-from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
-from dualeval.tasks.image_preprocessing import (
-    NEEDED,
-    ChosenPreprocessing,
-    choose_for_files,
-    choose_for_small,
-    named_preprocessing,
-)
-from dualeval.tasks.image_refusals import no_logits, refuse_other_shapes, refuse_other_task
+from dualeval.tasks.labels import FolderLabels, agreed_classes, hint_for, names_of
 from dualeval.tasks.options import ImageClassificationOptions
-from dualeval.tasks.picture_task import PictureTask
-from dualeval.tasks.refusals import refuse_probabilities
+from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
 
 if TYPE_CHECKING:
     from dualeval.tasks.image_data import ImageData
@@ -48,7 +39,7 @@ _TOP = 5
 _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 
-class ImageClassification(PictureTask):
+class ImageClassification(picture_task.PictureTask):
     """A classifier on images with one true class each.
 
     Args:
@@ -123,7 +114,7 @@ class ImageClassification(PictureTask):
 
     def _open_data(
         self, asked: Mapping[str, Any], whole_files: bool, cache: DataCache
-    ) -> tuple[ChosenPreprocessing, ImageData]:
+    ) -> tuple[picture_task.ChosenPreprocessing, ImageData]:
         """What is done to the images, and the images; sets the number of classes."""
         data, flags = self._data, dict(asked)
         named = flags.pop("preprocessing", None)
@@ -134,20 +125,20 @@ class ImageClassification(PictureTask):
         else:
             images = data.open_files(self._labeler(), whole_files=whole_files, cache=cache)
         self._num_classes = agreed_classes(images.labels, self._asked_classes, self._class_map)
-        base = named_preprocessing(
+        base = picture_task.named_preprocessing(
             named, f"--preprocessing {named}" if isinstance(named, str) else "the argument preprocessing"
         )
         keeps_size = data.is_small and not {"resize", "crop"} & flags.keys()
         known = self._known_normalisation() if keeps_size else None
-        needed = {"mean", "std"} if keeps_size else {*NEEDED}
+        needed = {"mean", "std"} if keeps_size else {*picture_task.NEEDED}
         if base is None and known is None and not needed <= flags.keys():
             carried = self._model.carried_preprocessing(self._source, self._num_classes)
-            base = named_preprocessing(*carried)
+            base = picture_task.named_preprocessing(*carried)
         if keeps_size and (base is None or type(base.values) is Normalisation):
             known = known if base is None else (base.values, base.origin)
-            chosen = choose_for_small(data.described_small, images.sample_shape, known, flags)
+            chosen = picture_task.choose_for_small(data.described_small, images.sample_shape, known, flags)
         else:
-            chosen = choose_for_files(self._model, self._source, base, flags)
+            chosen = picture_task.choose_for_files(self._model, self._source, base, flags)
         return chosen, images.prepared(chosen.values)
 
     def _labeler(self) -> FolderLabels:

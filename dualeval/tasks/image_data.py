@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dualeval.data.idx import SPLITS as IDX_SPLITS
-from dualeval.data.idx import IdxImages
-from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import indices_of_classes
-from dualeval.data.named_sets import FASHION_MNIST_CLASSES, read_small
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import IMAGENET, named_set
-from dualeval.data.small_images import SmallImages
+from dualeval.data.small_images import FASHION_MNIST_CLASSES, IdxImages, SmallImages, read_small
+from dualeval.data.small_images import SPLITS as IDX_SPLITS
 from dualeval.data.table import SUFFIXES, is_table
 from dualeval.errors import UsageError
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.data.image_files import ImageFiles
     from dualeval.data.labels import KnownClasses
-    from dualeval.tasks.image_labels import FolderLabels
+    from dualeval.tasks.labels import FolderLabels
     from dualeval.tasks.options import ImageClassificationOptions
 
     ImageData: TypeAlias = ImageFiles | SmallImages
@@ -113,8 +111,7 @@ class DataSource:
     def open_files(self, label: FolderLabels, *, whole_files: bool, cache: DataCache) -> ImageData:
         """Open pictures in files; what is done to each is decided afterwards (``prepared``)."""
         # With Pillow, which small images do without.
-        from dualeval.data.image_folder import ImageFolder
-        from dualeval.data.manifest import ManifestImages
+        from dualeval.data.labelled_images import ImageFolder, ManifestImages
 
         if self._is_manifest:
             options = self._options
@@ -134,7 +131,7 @@ class DataSource:
     def _folder(self) -> Path:
         if self._named is None:
             return self._path
-        from dualeval.data.imagenet import imagenet_folder
+        from dualeval.data.class_folders import imagenet_folder
 
         return imagenet_folder(self._named.root, self._named.split)
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from dualeval.columns import Column, Ragged, Text
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, answers_of, choices_of
-from dualeval.data.rows import Rows
-from dualeval.data.token_windows import DocumentWindows, collate_prompts, collate_sequences
+from dualeval.data.table import Rows
+from dualeval.data.token_groups import DocumentWindows, collate_prompts, collate_sequences
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import normalize_answer
-from dualeval.models.causal import NONE, CausalTokens, greedy, losses_of
+from dualeval.models.text_models import NONE, CausalTokens, greedy, losses_of
 
 _ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 _SIZES = ("tokens", "bytes", "words")

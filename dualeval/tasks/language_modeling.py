@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, LanguageData, read_language_data
-from dualeval.data.rows import PythonRows
-from dualeval.data.token_windows import DocumentWindows
+from dualeval.data.table import PythonRows
+from dualeval.data.token_groups import DocumentWindows
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.models.causal import CausalTokens, end_tokens, is_of_library, logits_of
-from dualeval.models.text_models import Use, check_vocabulary, read_tokenizer, try_out
+from dualeval.models import text_models
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
@@ -26,7 +25,7 @@ from dualeval.tasks.options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
 from dualeval.tasks.text_task import Model, TextTask
 
-USE = Use(name="language modeling", kind="AutoModelForCausalLM")
+USE = text_models.Use(name="language modeling", kind="AutoModelForCausalLM")
 # Without --max-length: a model may see more, but its logits would take more memory than many have.
 _LONGEST = 2048
 _WORDS = {DOCUMENTS: "documents", CHOICES: "rows with choices", ANSWERS: "rows with prompt and answer"}
@@ -76,7 +75,9 @@ class LanguageModeling(TextTask):
         self._data = _read(data, given.text, given.keep, cache or DataCache())
         self._text = given.text
         self._metrics = chosen(metrics, metrics_of_kind(self._data.kind))
-        self._tokens = CausalTokens(read_tokenizer(self._model.folder, USE), self._model.folder)
+        self._tokens = text_models.CausalTokens(
+            text_models.read_tokenizer(self._model.folder, USE), self._model.folder
+        )
         # Of a function: as in the folder of its tokenizer, which the model has to confirm.
         is_known = isinstance(model, str | Path | nn.Module)
         positions = _positions_of(model if is_known else self._model.folder)
@@ -124,12 +125,12 @@ class LanguageModeling(TextTask):
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._check_positions(_positions_of(model))
-        check_vocabulary(self._model.folder, model, self._tokens.count)
+        text_models.check_vocabulary(self._model.folder, model, self._tokens.count)
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
         self._check_causal(self._try_out(model, torch.tensor([[0, self._tokens.count - 1], [0, 0]])))
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
         if isinstance(self._kind, Answers):
-            self._kind.end_at(end_tokens(model, self._tokens.ends), width, device)
+            self._kind.end_at(text_models.end_tokens(model, self._tokens.ends), width, device)
         return model
 
     def _check_causal(self, logits: Tensor) -> None:
@@ -145,9 +146,11 @@ class LanguageModeling(TextTask):
     def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """The logits of some tokens, checked for their shape."""
         folder, count, shape = self._model.folder, self._tokens.count, tuple(tokens.shape)
-        given = {"use_cache": False} if is_of_library(model) else {}
+        given = {"use_cache": False} if text_models.is_of_library(model) else {}
         try:
-            logits = logits_of(try_out(folder, lambda: model(tokens, **given), shape[1]))
+            logits = text_models.logits_of(
+                text_models.try_out(folder, lambda: model(tokens, **given), shape[1])
+            )
         except UsageError as error:
             raise UsageError(
                 f"{error}. Either its tokenizer is another model's (it tells {count} tokens apart), or the "

@@ -22,19 +22,7 @@ from dualeval.metrics.classification import (
     observed_logits,
 )
 from dualeval.metrics.means import Mean
-from dualeval.tasks import Task
-from dualeval.tasks.refusals import (
-    FORWARD,
-    OBSERVE,
-    OUTPUTS,
-    TARGETS,
-    a_kind,
-    check_call,
-    no_tensor,
-    refuse_probabilities,
-    why_no_classes,
-    why_no_target,
-)
+from dualeval.tasks import Task, refusals
 
 _TOP = 5
 _CALLED = {"collate": ("samples",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}
@@ -93,7 +81,7 @@ class ModelTask(Task):
     ) -> None:
         if not callable(model):
             raise UsageError(
-                f"model is {a_kind(model)}: expected an nn.Module, or a function that returns one"
+                f"model is {refusals.a_kind(model)}: expected an nn.Module, or a function that returns one"
                 + (
                     f". For a classifier of torchvision write torchvision.models.{model}(weights=...)"
                     if isinstance(model, str)
@@ -114,9 +102,9 @@ class ModelTask(Task):
         for argument, function in (("collate", collate), ("forward", forward), ("observe", observe)):
             if function is not None and not callable(function):
                 raise UsageError(f"{argument} is a {type(function).__name__}: expected a function, or None")
-            check_call(argument, function, _CALLED[argument])
+            refusals.check_call(argument, function, _CALLED[argument])
         if not isinstance(model, nn.Module):
-            check_call("model", model, ())
+            refusals.check_call("model", model, ())
         self._model = model
         self._data = data
         self._metrics = None if metrics is None else tuple(metrics)
@@ -168,7 +156,7 @@ class ModelTask(Task):
         model = self._model if isinstance(self._model, nn.Module) else self._model()
         if not isinstance(model, nn.Module):
             raise UsageError(
-                f"{self.name}() returned {a_kind(model)}: expected an nn.Module. model= takes a "
+                f"{self.name}() returned {refusals.a_kind(model)}: expected an nn.Module. model= takes a "
                 "module, or a function without arguments that returns one."
             )
         self._signature, self._bound = inspect.signature(model.forward), -1
@@ -202,7 +190,7 @@ class ModelTask(Task):
             hint = " Where these are the numbers of one list, make it a torch.tensor." if of_numbers else ""
             raise UsageError(
                 f"the input of a sample is {found}, and {type(model).__name__}.forward takes "
-                f"{self._signature}.{hint} {FORWARD}."
+                f"{self._signature}.{hint} {refusals.FORWARD}."
             ) from error
 
     def _called_with(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -218,7 +206,7 @@ class ModelTask(Task):
             return model(inputs[tensors[0]])
         raise UsageError(
             f"the samples have {', '.join(inputs)}, and {type(model).__name__}.forward takes "
-            f"({', '.join(map(str, takes.values()))}): which is which cannot be seen. {FORWARD}."
+            f"({', '.join(map(str, takes.values()))}): which is which cannot be seen. {refusals.FORWARD}."
         )
 
     @keeps_late
@@ -228,7 +216,7 @@ class ModelTask(Task):
         outputs = _tensor_of(outputs, batch)
         _, target = _input_and_target(batch)
         if not isinstance(target, Tensor):
-            self._why_no_logits = why_no_target(target)
+            self._why_no_logits = refusals.why_no_target(target)
             return {"prediction": _at_least_single(outputs.flatten(1) if outputs.ndim > 1 else outputs)}
         if outputs.ndim and target.ndim and len(outputs) != len(target):
             raise UsageError(
@@ -236,7 +224,7 @@ class ModelTask(Task):
                 f"{len(target)} samples, expected one row for each sample, in their order"
             )
         if self._why_no_logits is None:
-            self._why_no_logits = why_no_classes(outputs, target)
+            self._why_no_logits = refusals.why_no_classes(outputs, target)
         if _are_of_classes(outputs, target):
             if self._classes is None:
                 self._count_classes(outputs)
@@ -268,8 +256,8 @@ class ModelTask(Task):
         """Note how many classes the first logits tell apart; looking at them waits for the device, once."""
         with self._first_look:
             if self._classes is None:
-                refuse_probabilities(
-                    "the model", outputs, f" {OBSERVE}, to evaluate the probabilities themselves."
+                refusals.refuse_probabilities(
+                    "the model", outputs, f" {refusals.OBSERVE}, to evaluate the probabilities themselves."
                 )
                 self._classes = outputs.shape[1]
 
@@ -304,7 +292,7 @@ class ModelTask(Task):
 
     def data_warnings(self) -> list[str]:
         left, takes = ", ".join(map(repr, self._left_out)), ", ".join(self._signature.parameters)
-        said = f"the model does not get {left} of the samples: its forward takes {takes}. {FORWARD}"
+        said = f"the model does not get {left} of the samples: its forward takes {takes}. {refusals.FORWARD}"
         return [said] if left else []
 
     def _asked_for(self, known: Collection[str]) -> list[Metric | RowMetric]:
@@ -389,11 +377,11 @@ def _is_list(value: Any) -> bool:
 
 def _input_and_target(batch: Any) -> tuple[Any, Any]:
     """Input and target of a batch; None where there is no target."""
-    if isinstance(batch, tuple) and len(batch) > 1 and {*TARGETS} & {*getattr(batch, "_fields", ())}:
+    if isinstance(batch, tuple) and len(batch) > 1 and {*refusals.TARGETS} & {*getattr(batch, "_fields", ())}:
         named, target = _input_and_target(batch._asdict())  # type: ignore[attr-defined]
         return (*named.values(),)[0] if len(named) == 1 else named, target
     if isinstance(batch, Mapping):
-        targets = [name for name in batch if name in TARGETS]
+        targets = [name for name in batch if name in refusals.TARGETS]
         if len(targets) > 1:
             raise UsageError(
                 f"the samples have {' and '.join(map(repr, targets))}, both names of a target: remove one, "
@@ -407,8 +395,8 @@ def _input_and_target(batch: Any) -> tuple[Any, Any]:
         return batch[0], None
     if len(batch) != 2:
         raise UsageError(
-            f"the samples are {len(batch)} values, expected an input, or a pair (input, target). {FORWARD}; "
-            f"{OBSERVE[0].lower()}{OBSERVE[1:]}."
+            f"the samples are {len(batch)} values, expected an input, or a pair (input, target). "
+            f"{refusals.FORWARD}; {refusals.OBSERVE[0].lower()}{refusals.OBSERVE[1:]}."
         )
     return batch[0], batch[1]
 
@@ -422,13 +410,13 @@ def _tensor_of(outputs: Any, batch: Any) -> Tensor:
     """The tensor that a model has returned, or what holds it."""
     if isinstance(outputs, Tensor):
         return outputs
-    for name in OUTPUTS:
+    for name in refusals.OUTPUTS:
         found = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
         if isinstance(found, Tensor):
             return found
     if isinstance(outputs, (tuple, list)) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
         return outputs[0]
-    raise no_tensor(outputs, batch)
+    raise refusals.no_tensor(outputs, batch)
 
 
 def _is_whole(target: Tensor) -> bool:
@@ -459,7 +447,7 @@ def _dimension_of_classes(outputs: Tensor, target: Tensor) -> int | None:
         raise UsageError(
             f"the outputs have the shape {tuple(outputs.shape)} and the targets {tuple(target.shape)}: "
             f"whether the classes are dimension 1 or {outputs.ndim - 1} of the outputs cannot be seen. "
-            f"{OBSERVE}, as "
+            f"{refusals.OBSERVE}, as "
             "lambda outputs, batch: {'prediction': outputs.argmax(1), 'target': batch[1]}"
         )
     return fitting.pop() if fitting else None

@@ -1,19 +1,20 @@
-"""What the tasks on pictures have in common: a model with its weights, and the scale of pixels."""
+"""What the tasks on pictures have in common: the model of ``--model`` with its weights and preprocessing."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.preprocessing import OwnPreprocessing
+from dualeval.data.preprocessing import STEPS, Normalisation, OwnPreprocessing, Preprocessing, Uncropped
 from dualeval.errors import DualevalError, UsageError
-from dualeval.models.sources import Loading, ModelSource
+from dualeval.models.sources import Loading, ModelSource, WeightsSource
 from dualeval.models.weights import (
     LoadedWeights,
     notes_of,
@@ -21,10 +22,256 @@ from dualeval.models.weights import (
     place_in_file,
     refuse_choice_without_file,
 )
+from dualeval.own_code import own_module
 from dualeval.tasks import Task
-from dualeval.tasks.image_preprocessing import ChosenPreprocessing
-from dualeval.tasks.image_refusals import refused_images
 from dualeval.tasks.options import PictureOptions
+from dualeval.tasks.refusals import refused_images
+from dualeval.wording import nearest
+
+# What decides the numbers of picture files, and is never assumed.
+NEEDED = ("resize", "crop", "mean", "std")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenPreprocessing:
+    """The preprocessing of a job."""
+
+    # What is done; more than normalisation for image files alone.
+    values: Normalisation
+    # Where the values come from, in words for people.
+    origin: str
+    # Why others may be right; "" where somebody has named these.
+    warning: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """What is done, by the fields of ``Preprocessing``; None for what is not."""
+        values = self.values
+        if isinstance(values, Uncropped):
+            return asdict(values)
+        if isinstance(values, OwnPreprocessing):
+            return {**dict.fromkeys(STEPS), "function": str(values)}
+        done = values.to_json() if isinstance(values, Preprocessing) else asdict(values)
+        return {**dict.fromkeys(STEPS), **done}
+
+
+def named_preprocessing(named: Any, origin: str) -> ChosenPreprocessing | None:
+    """What ``--preprocessing`` or a model names: a word, FILE.py:function, a function, or fields."""
+    values: Normalisation
+    if named is None:
+        return None
+    if isinstance(named, str) and ":" in named:
+        named = _function_at(named)
+    if named == "none":
+        values = Normalisation(mean=(0.0,), std=(1.0,))
+    elif named == "imagenet":
+        values = Preprocessing()
+    elif isinstance(named, Preprocessing):
+        values = named
+    elif (
+        isinstance(named, Mapping)
+        and {*NEEDED} <= named.keys() <= {*_names(Preprocessing)}
+        and all(named[name] is not None for name in NEEDED)
+    ):
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
+        values = Preprocessing(**given)
+    elif callable(named):
+        values = OwnPreprocessing(function=named)
+    else:
+        raise UsageError(
+            f"{origin}: found {named!r}, expected none, imagenet or FILE.py:FUNCTION; in Python also a "
+            f"function, or a dict with {', '.join(NEEDED)}, and perhaps interpolation and channels."
+        )
+    return ChosenPreprocessing(values=values, origin=origin)
+
+
+def _function_at(named: str) -> Any:
+    place, _, name = named.rpartition(":")
+    said = f"--preprocessing {named}"
+    module = own_module(place, said)
+    if not hasattr(module, name):
+        raise UsageError(f"{said}: {place} has no {name!r}.{nearest(name, dir(module))}")
+    return getattr(module, name)
+
+
+def _does_all(base: ChosenPreprocessing, asked: Mapping[str, Any]) -> bool:
+    """Whether it is a function, beside which nothing can be asked for."""
+    if (is_function := isinstance(base.values, OwnPreprocessing)) and asked:
+        flag = f"--{next(iter(asked))}"
+        raise UsageError(f"{flag}: the function {base.values} does it all. Leave {flag} out.")
+    return is_function
+
+
+def choose_for_files(
+    model: ModelSource, source: WeightsSource, base: ChosenPreprocessing | None, asked: Mapping[str, Any]
+) -> ChosenPreprocessing:
+    """Choose for image files: what was asked for, and else what was named or is published for the model."""
+    own = model.preprocessing(source) if base is None else None
+    given = asked
+    if base is not None:
+        if _does_all(base, asked):
+            return base
+        if isinstance(base.values, Preprocessing):
+            own = base.values
+        elif asked.keys() <= {*_names(Normalisation)}:
+            origin = _origin(Normalisation, asked, base.origin)
+            return ChosenPreprocessing(values=replace(base.values, **asked), origin=origin)
+        else:
+            given = {**asdict(base.values), **asked}
+    if given.get("channels") == 1 and not {"mean", "std"} <= given.keys():
+        raise UsageError(
+            "--channels 1 needs --mean and --std: ImageNet's are those of three colours. Give the values of "
+            "the model's training, for grey pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
+        )
+    missing = [f"--{name}" for name in NEEDED if name not in given]
+    if missing and base is not None and own is None:
+        raise UsageError(
+            f"--{next(iter(asked))}: {base.origin} leaves pictures in their own size and colours. Give "
+            f"{' and '.join(missing)}, too, as in --resize 64 --crop 64."
+        )
+    if missing and own is None:
+        raise UsageError(
+            f"--model {model.name}: nothing says how its pictures are prepared (missing: "
+            f"{', '.join(missing)}). Wrong values give wrong metrics: give those of the model's training. "
+            "Type --preprocessing none (pictures as they are, scaled to [0, 1]), --preprocessing imagenet "
+            "(resize 256, crop 224, ImageNet's mean and std), --preprocessing FILE.py:FUNCTION (from a PIL "
+            "picture to a tensor), or each value, as in --resize 64 --crop 64 --mean 0 --std 1. In Python "
+            'these are arguments, as preprocessing="imagenet".'
+        )
+    own = own or Preprocessing()
+    if "resize" in asked:  # of the shorter side, whatever the model's is of
+        own = replace(own, resize_mode="shorter", resize_width=None, padding=None)
+    if "crop" in asked:
+        own = replace(own, crop_width=None)
+    values = replace(own, **given)
+    if len({"resize", "crop"} & asked.keys()) == 1 and values.padding is None:
+        _refuse_borders(values, "crop" if "resize" in asked else "resize")
+    others = model.preprocessing_origin(source) if base is None else base.origin
+    warning = ""
+    # Weights that came under a name, or with the model, have their own; random ones need none.
+    if missing and base is None and source.text and source.seed is None and source.entry is None:
+        warning = (
+            f"the preprocessing is the default of {model.name} ({values}): nothing says what {source.text} "
+            "was trained with. Other values change the metrics: give --resize, --crop, --mean and --std of "
+            "its training, also where they are the default's."
+        )
+    return ChosenPreprocessing(values=values, origin=_origin(Preprocessing, asked, others), warning=warning)
+
+
+def _refuse_borders(values: Preprocessing, other: str) -> None:
+    """Refuse a crop that is larger than what it is cut from; ``other`` is the option to give as well."""
+    for crop, resize in zip(values.crop_size, values.resize_size, strict=True):
+        least = values.resize if values.resize_mode == "shorter" else resize
+        if crop > least:
+            raise UsageError(
+                f"the crop of {crop} pixels is larger than the {least} that the shorter side is "
+                f"resized to, so images would get black borders. Give --{other} as well; where both --resize "
+                "and --crop are given, borders are allowed."
+            )
+
+
+def choose_for_small(
+    described: str,
+    shape: tuple[int, int, int],
+    known: tuple[Normalisation, str] | None,
+    asked: Mapping[str, Any],
+) -> ChosenPreprocessing:
+    """Choose for small images, such as idx files, that are taken in their own size."""
+    channels, height, width = shape
+    if "interpolation" in asked:
+        raise UsageError(
+            f"--interpolation has no meaning for the {described}: their images are evaluated in their own "
+            f"size, {height} x {width}. Leave it out, or give --resize and --crop."
+        )
+    missing = [f"--{name}" for name in _names(Normalisation) if name not in asked]
+    if missing and known is None:
+        raise UsageError(
+            f"the {described} need {' and '.join(missing)}: these belong to the weights, and "
+            "nothing tells which ones this model was trained with. Give the values of its training, for "
+            "pixels scaled to [0, 1], as in --mean 0.5 --std 0.5; --preprocessing none stands for 0 and 1. "
+            "(With --resize and --crop they are prepared as picture files are.)"
+        )
+    base, why = known or (Normalisation(), "")
+    others = {name: value for name, value in asked.items() if name != "channels"}
+    values = replace(base, **others)
+    if asked.get("channels") not in (None, channels):
+        if height != width:
+            raise UsageError(
+                f"--channels {asked['channels']} for the {described} of {height} x {width} pixels: give "
+                "--resize and --crop, too, which make squares."
+            )
+        values = Preprocessing(
+            resize=height, crop=width, channels=asked["channels"], mean=values.mean, std=values.std
+        )
+    return ChosenPreprocessing(values=values, origin=_origin(Normalisation, others, why))
+
+
+def choose_uncropped(
+    model: ModelSource, weights: WeightsSource, num_classes: int | None, named: Any, asked: Mapping[str, Any]
+) -> ChosenPreprocessing:
+    """As ``choose_for_files``, of pictures that stay whole and may have any size."""
+    from dualeval.models.segmenters import published_uncropped
+
+    base, own = _uncropped(named, f"--preprocessing {named}"), None
+    if base is None and not {"mean", "std"} <= asked.keys():
+        base = _uncropped(*model.carried_preprocessing(weights, num_classes))
+        own = published_uncropped(model, weights) if base is None else None
+        if base is None and own is None:
+            raise UsageError(
+                f"--model {model.name}: nothing says how its pictures are prepared. Wrong values give wrong "
+                "metrics: give those of the model's training. Type --preprocessing none (pictures as they "
+                "are, scaled to [0, 1]), --preprocessing imagenet (own size, ImageNet's mean and std), "
+                "--preprocessing FILE.py:FUNCTION (from a PIL picture to a tensor), or --mean M --std S, and "
+                "--resize N where pictures were resized."
+            )
+    if base is not None and _does_all(base, asked):
+        return base
+    values, origin = own or (Uncropped(mean=(0.0,), std=(1.0,)), "given")
+    if base is not None:
+        assert isinstance(base.values, Uncropped)
+        values, origin = base.values, base.origin
+    warning = ""
+    if own is not None and weights.path is not None and weights.entry is None and weights.text:
+        warning = (
+            f"the preprocessing is that of {model.name} ({values}): nothing says what {weights.text} was "
+            "trained with. Other values change the metrics: give --resize, --mean and --std of its "
+            "training, or --preprocessing none or imagenet for pictures in their own size."
+        )
+    if asked and origin != "given":
+        origin = f"{', '.join(asked)} given; the rest: {origin}"
+    if "resize" in asked:  # of the shorter side, whatever the model's is of
+        values = replace(values, resize_mode="shorter", resize_width=None)
+    return ChosenPreprocessing(values=replace(values, **asked), origin=origin, warning=warning)
+
+
+def _uncropped(named: Any, origin: str) -> ChosenPreprocessing | None:
+    """As ``named_preprocessing``; its words and fields stand for no crop here."""
+    if isinstance(named, Mapping) and {"mean", "std"} <= named.keys() <= {*_names(Uncropped)}:
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
+        return ChosenPreprocessing(values=Uncropped(**given), origin=origin)
+    found = named_preprocessing(named, origin)
+    if found is None or isinstance(found.values, OwnPreprocessing):
+        return found
+    if isinstance(found.values, Preprocessing) and named != "imagenet":
+        raise UsageError(
+            f"{origin}: it cuts a part out of each picture, and masks are compared whole. Give a dict with "
+            "mean and std, and perhaps resize, or a function of a PIL picture."
+        )
+    return replace(found, values=Uncropped(mean=found.values.mean, std=found.values.std))
+
+
+def _names(kind: type[Normalisation]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _origin(kind: type[Normalisation], asked: Mapping[str, Any], others: str) -> str:
+    """Which values were asked for, and where the others come from."""
+    given = [name for name in ("channels", "resize", "interpolation", "crop", "mean", "std") if name in asked]
+    if not given:
+        return others
+    if {*_names(kind)} & {*STEPS} - {"channels"} <= {*given}:
+        return "given"
+    *most, last = given
+    return f"{', '.join(most)}{' and ' if most else ''}{last} given; the rest: {others}"
 
 
 class PictureTask(Task):

@@ -19,9 +19,8 @@ from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, seg
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
-from dualeval.tasks.image_preprocessing import choose_uncropped
 from dualeval.tasks.options import SegmentationOptions
-from dualeval.tasks.picture_task import PictureTask
+from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
-from dualeval.data.rows import PythonRows, Rows, read_rows
-from dualeval.data.table import Choose, column_of
+from dualeval.data.table import Choose, PythonRows, Rows, column_of, read_rows
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -29,11 +28,10 @@ from dualeval.metrics.texts import Pearson, Spearman, TextWork
 from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
-from dualeval.tasks.image_labels import names_of
+from dualeval.tasks.labels import class_targets, names_of, names_of_classes, number_targets
 from dualeval.tasks.options import TextClassificationOptions
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
-from dualeval.tasks.text_labels import class_targets, names_of_classes, number_targets
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="text classification", kind="AutoModelForSequenceClassification")

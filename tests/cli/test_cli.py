@@ -23,7 +23,7 @@ from dualeval.models.sources.factory import FactoryModel
 from dualeval.options.job import start_of
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
 from dualeval.tasks.image_data import ASSETS
-from dualeval.tools.submit.command import SlurmJob
+from dualeval.tools.submit import SlurmJob
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import check_torchrun_reports
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import dualeval
-from dualeval.cli.show import show
+from dualeval.cli.finished import show
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Metric, RowMetric
 from dualeval.wording import csv_cell, printable, printable_lines

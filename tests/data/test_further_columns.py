@@ -16,15 +16,13 @@ import pytest
 
 from dualeval import further_columns
 from dualeval.data.cache import DataCache
+from dualeval.data.labelled_images import ManifestImages
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.language_rows import read_language_data
-from dualeval.data.manifest import ManifestImages
 from dualeval.data.masks import LabelRule, open_masked
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.rows import read_rows
-from dualeval.data.table import open_table
-from dualeval.data.token_groups import EncodedTexts
-from dualeval.data.token_windows import DocumentWindows
+from dualeval.data.table import open_table, read_rows
+from dualeval.data.token_groups import DocumentWindows, EncodedTexts
 from dualeval.further_columns import FurtherColumns, KeptColumns, Texts
 from tests.data.test_image_folder import save
 from tests.made_tokenizers import byte_level

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualeval.data.idx import IdxImages, read_idx
+from dualeval.data.small_images import IdxImages, read_idx
 from dualeval.errors import UsageError
 
 

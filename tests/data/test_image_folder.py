@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders
-from dualeval.data.image_folder import ImageFolder
+from dualeval.data.labelled_images import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.vision_library import torchvision

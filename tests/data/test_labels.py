@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dualeval.data.imagenet import imagenet_wnids
+from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import ClassMap, KnownClasses, Labels, are_wnids, choose_labels, read_class_map
 from dualeval.errors import UsageError
 from dualeval.models import published

@@ -15,13 +15,17 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.data.idx import IdxImages
-from dualeval.data.imagenet import imagenet_folder, imagenet_wnids
-from dualeval.data.named_sets import FASHION_MNIST_CLASSES, MNIST_CLASSES, read_small
+from dualeval.data.class_folders import imagenet_folder, imagenet_wnids
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import SPLITS, data_beside, named_set
-from dualeval.data.small_images import SmallImages
+from dualeval.data.small_images import (
+    FASHION_MNIST_CLASSES,
+    MNIST_CLASSES,
+    IdxImages,
+    SmallImages,
+    read_small,
+)
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.image_data import ASSETS

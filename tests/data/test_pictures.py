@@ -16,10 +16,9 @@ from PIL import Image, ImageFile
 from PIL.Image import Resampling
 from torch import Tensor
 
-from dualeval.data import resizing
-from dualeval.data.pictures import FORMATS, read_pixels
+from dualeval.data import pictures
+from dualeval.data.pictures import FORMATS, read_pixels, resized_part
 from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
-from dualeval.data.resizing import resized_part
 from tests.data.test_image_folder import SMALL, noise, only, reference, save
 
 GREY = Preprocessing(resize=20, crop=16, channels=1, mean=(0.5,), std=(0.5,))
@@ -197,7 +196,7 @@ def check_parts(count: int, seed: int) -> None:
 
 
 def test_parts_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, real = 0, resizing._two_passes
+    taken, real = 0, pictures._two_passes
 
     def counted(*arguments: Any) -> Image.Image:
         nonlocal taken
@@ -205,8 +204,8 @@ def test_parts_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(*arguments)
 
     # Elsewhere pictures are resized as a whole: right, and slower than it has to be.
-    assert [resizing._across_first(resample) for resample in FILTERS] == [False, True, True, True]
-    monkeypatch.setattr(resizing, "_two_passes", counted)
+    assert [pictures._across_first(resample) for resample in FILTERS] == [False, True, True, True]
+    monkeypatch.setattr(pictures, "_two_passes", counted)
     check_parts(1000, 0)
     assert taken > 60
 
@@ -223,12 +222,12 @@ def test_a_pillow_that_goes_down_first_resizes_wholes(monkeypatch: pytest.Monkey
         return real(real(self, (self.width, size[1]), resample), size, resample)
 
     monkeypatch.setattr(Image.Image, "resize", down_first)
-    resizing._across_first.cache_clear()
+    pictures._across_first.cache_clear()
     try:
-        assert not resizing._across_first(Resampling.BICUBIC)
+        assert not pictures._across_first(Resampling.BICUBIC)
         check_parts(50, 2)
     finally:
-        resizing._across_first.cache_clear()
+        pictures._across_first.cache_clear()
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)

@@ -12,8 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dualeval.data.rows import Rows, read_rows
-from dualeval.data.table import column_of
+from dualeval.data.table import Rows, column_of, read_rows
 from dualeval.errors import UsageError
 
 ROWS = [

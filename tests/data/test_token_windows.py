@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualeval.data.token_windows import (
+from dualeval.data.token_groups import (
     MOST_TOKENS,
     Document,
     DocumentWindows,

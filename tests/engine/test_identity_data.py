@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualeval.data.idx import IdxImages
-from dualeval.data.image_folder import ImageFolder
+from dualeval.data.labelled_images import ImageFolder
+from dualeval.data.small_images import IdxImages
 from dualeval.errors import UsageError
 from dualeval.options.job import Job
 from dualeval.tasks.image_classification import ImageClassification

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.data.image_folder import ImageFolder
+from dualeval.data.labelled_images import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.engine import parts, rescoring
 from dualeval.engine.options import RunOptions

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.data.idx import read_idx
+from dualeval.data.small_images import read_idx
 from dualeval.tasks.image_classification import FASHION_MEAN, FASHION_STD, ImageClassification
 from tests.conftest import ROOT, Launch
 from tests.engine.test_endings import ASSETS, await_that, read

@@ -20,13 +20,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dualeval.engine import accelerator, looks
 from dualeval.engine.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
-from dualeval.engine.compute import Compute, Uploads, start_download, usable_threads
+from dualeval.engine.compute import Compute, Uploads, map_batch, start_download, usable_threads
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.machines import machine_facts
-<<<<<<< HEAD
-from dualeval.engine.transfer import Uploads, map_batch, start_download
-=======
->>>>>>> hjoin1
 from tests.engine.test_feed import Boxes, Scan
 from tests.played_device import Played, PlayedTask
 from tests.sessions import evaluate

@@ -18,8 +18,7 @@ from dualeval.columns import Ragged, Text, to_rows
 from dualeval.errors import UsageError
 from dualeval.metrics import from_torchmetrics, is_of_rows
 from dualeval.metrics.exact import SUM_SLOTS, add_each, each_rounded
-from dualeval.metrics.torchmetrics import Parsed, from_text
-from dualeval.metrics.torchmetrics.library import torchmetrics
+from dualeval.metrics.torchmetrics import Parsed, from_text, torchmetrics
 from tests.conftest import ROOT
 from tests.tiny import CLASSES
 

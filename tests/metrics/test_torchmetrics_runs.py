@@ -18,7 +18,7 @@ from dualeval.engine import recorder, stored_rows
 from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, is_of_rows
-from dualeval.metrics.torchmetrics.library import read
+from dualeval.metrics.torchmetrics import read
 from dualeval.result import Result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run

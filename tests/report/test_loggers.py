@@ -21,11 +21,10 @@ from PIL import Image
 import dualeval
 from dualeval import cli
 from dualeval.errors import DualevalError, UsageError
+from dualeval.report.loggers import check_installed, counted_from, targets_of
 from dualeval.report.loggers.confusions import Confusion, confusions_of, draw_confusion, figures_of
 from dualeval.report.loggers.log import log_result, write_all
-from dualeval.report.loggers.record import record_of
-from dualeval.report.loggers.targets import check_installed, counted_from, targets_of
-from dualeval.report.loggers.trackers import write
+from dualeval.report.loggers.trackers import record_of, write
 from dualeval.result import Result, read_result
 from tests.conftest import BIN, ROOT, Launch
 from tests.engine.test_endings import await_that

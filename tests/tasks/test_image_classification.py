@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dualeval.data.idx import IdxImages
-from dualeval.data.image_folder import ImageFolder
+from dualeval.data.labelled_images import ImageFolder
+from dualeval.data.small_images import IdxImages
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.own_code import own_code

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dualeval.data.image_folder import ImageFolder
+from dualeval.data.labelled_images import ImageFolder
 from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.result import read_result

@@ -13,15 +13,14 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from dualeval.data import manifest
-from dualeval.data.files import FileNames
-from dualeval.data.image_folder import ImageFolder
+from dualeval.data import labelled_images
+from dualeval.data.image_files import FileNames
+from dualeval.data.labelled_images import ImageFolder, ManifestImages
 from dualeval.data.labels import KnownClasses
-from dualeval.data.manifest import ManifestImages
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.own_code import own_code
-from dualeval.tasks.image_labels import FolderLabels
+from dualeval.tasks.labels import FolderLabels
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.test_image_labels import MODELS, class_map, lay_out, task
@@ -307,7 +306,7 @@ def test_a_column_of_the_manifest_says_which_samples_go_together(home: Path) -> 
 
 
 def test_paths_of_one_hash_are_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "hash", lambda text: 7, raising=False)
+    monkeypatch.setattr(labelled_images, "hash", lambda text: 7, raising=False)
     assert opened(write(home / "m.csv", rows_of())).id(1) == "val/bee/0.png"
     assert "lists 'val/ant/0.png' more than once" in refused(
         write(home / "m.csv", [*rows_of(), rows_of()[0]])

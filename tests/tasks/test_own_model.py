@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dualeval
 from dualeval.errors import UsageError
-from dualeval.metrics import Mean
-from dualeval.metrics.torchmetrics import library
+from dualeval.metrics import Mean, torchmetrics
 from dualeval.result import Result
 from tests.conftest import Launch
 
 SAMPLES = 70
 # Here: the import sets a variable.
-TORCHMETRICS = library.torchmetrics()
+TORCHMETRICS = torchmetrics.torchmetrics()
 
 
 @pytest.fixture(autouse=True)

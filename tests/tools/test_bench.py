@@ -21,22 +21,20 @@ from torch import nn
 from dualeval import Session, UsageError
 from dualeval.cli import dualeval
 from dualeval.options.job import Job
-from dualeval.tools.bench.evaluation import measure_evaluation, split_batches
-from dualeval.tools.bench.figures import MEASURED, with_figures
-from dualeval.tools.bench.page import page
-from dualeval.tools.bench.plan import (
+from dualeval.tools.bench.cell import (
     STAGES,
     Cell,
     CellStart,
     cores_of_processes,
+    measure_evaluation,
+    measure_training,
     order_of_round,
     own_part,
     plan_cells,
+    split_batches,
 )
-from dualeval.tools.bench.plots import draw
-from dualeval.tools.bench.training import measure_training
-from dualeval.tools.supervise import Interrupted
-from dualeval.tools.trials import FAILED, NOT_HERE
+from dualeval.tools.bench.page import MEASURED, draw, page, with_figures
+from dualeval.tools.trials import FAILED, NOT_HERE, Interrupted
 from tests.conftest import BIN, Launch
 from tests.engine.test_endings import await_that
 from tests.tiny import TinyTask
@@ -244,7 +242,7 @@ def test_a_signal_before_the_first_start_is_no_error(monkeypatch: pytest.MonkeyP
 
 
 def test_without_matplotlib_the_plots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualeval.tools.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("dualeval.tools.bench.page.find_spec", lambda name: None)
     done = CliRunner().invoke(dualeval, ["bench"], obj=[])
     assert "pip install 'dualeval[plots]'; or give --no-plots" in str(done.exception)
 

@@ -25,9 +25,9 @@ from dualeval.tools.invariance.diagnosis import (
     ONE_PROGRAM,
     Diagnosis,
     diagnose,
+    print_invariance,
     shapes_of,
 )
-from dualeval.tools.invariance.page import print_invariance
 from dualeval.tools.invariance.watched_modules import hashes_of_rows, row_dimension
 from tests.tiny import TinyTask
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dualeval.errors import UsageError
 from dualeval.result import Status
-from dualeval.tools.submit.command import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
+from dualeval.tools.submit import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 from tests.conftest import ROOT, Finished, Launch
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")

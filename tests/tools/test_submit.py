@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
-from dualeval.tools.submit.command import SlurmJob, directives, sbatch_text, submit
+from dualeval.tools.submit import SlurmJob, directives, sbatch_text, submit
 from tests.conftest import BIN, Launch
 
 STUB = """\

@@ -12,7 +12,7 @@ from time import monotonic
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from dualeval.tools.supervise import Interrupted, Interrupts, ask, run_supervised
+from dualeval.tools.trials import Interrupted, Interrupts, ask, run_supervised
 
 # A launcher whose rank is in a session of its own, takes no SIGTERM, and outlives it.
 WANDERING = """

@@ -18,9 +18,8 @@ import torch
 
 from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from dualeval.result import RESULT, read_result
-from dualeval.tools.watch.board import Board
-from dualeval.tools.watch.checkpoints import Checkpoint, Checkpoints, step_of
-from dualeval.tools.watch.watching import Wanted, Watching
+from dualeval.tools.watch.checkpoints import Board, Checkpoint, Checkpoints, step_of
+from dualeval.tools.watch.command import Wanted, Watching
 from tests.cli.test_several import Little, in_process, pictures  # noqa: F401 - a fixture
 from tests.conftest import Launch
 from tests.engine.test_endings import await_that
@@ -298,7 +297,7 @@ def test_what_is_waited_for_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And what lacks its marker does not keep the watcher from its end."""
-    monkeypatch.setattr("dualeval.tools.watch.watching._SILENT_S", 0.0)
+    monkeypatch.setattr("dualeval.tools.watch.command._SILENT_S", 0.0)
     (pictures / "ckpts/epoch1.pt.done").touch()
     says = Watching._note_waiting
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import RefusedSamples, UsageError, text_of
-from dualeval.metrics.described import direction
 from dualeval.metrics.exact import NONFINITE_KINDS, SUM_SLOTS, add_each, each_rounded
-from dualeval.metrics.metric import Measured, Value
+from dualeval.metrics.metric import Measured, Value, direction
 from dualeval.metrics.torchmetrics.arguments import Arguments
 from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
 

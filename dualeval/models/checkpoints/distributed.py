@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.admitted import PassedOver
-from dualeval.models.checkpoints.file_parts import Chunks, FilePart, StampedFile
-from dualeval.models.checkpoints.folders import METADATA
-from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.checkpoints.places import NotInPlace, part_of, records_of
+from dualeval.models.checkpoints.finding import PassedOver
+from dualeval.models.checkpoints.late import Chunks, FilePart, LateTensor, StampedFile
+from dualeval.models.checkpoints.torch_files import NotInPlace, part_of, records_of
 from dualeval.models.model_errors import first_line
+
+METADATA = ".metadata"
 
 
 class _Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.admitted import PassedOver, is_extra_state
 from dualeval.wording import listed
 
 # Where training scripts put state_dicts: the model's own, and averages of it over the training.
@@ -24,13 +24,47 @@ _OF_AN_OPTIMIZER = "optim"
 
 StateDict = Mapping[str, Any]
 
+# Entries of a state_dict that need not be tensors: of a module, whatever it keeps; of a quantised linear
+# layer or LSTM, a dtype, or weights and bias together.
+_EXTRA_STATE = "_extra_state"
+_PACKED = re.compile(r"(^|\.)_packed_params\.(dtype|_packed_params)")
+
+
+class PassedOver:
+    """Takes the place of an object in a file that is no tensor: it ignores all that the file says of it."""
+
+    def __new__(cls, *_: object, **__: object) -> PassedOver:
+        return object.__new__(cls)
+
+    def __setstate__(self, _: object) -> None:
+        """Keep nothing."""
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether torch gives this name to what a module keeps beside tensors."""
+    return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}") or _PACKED.search(name) is not None
+
+
+def is_read(value: object) -> bool:
+    """Whether nothing in a value was passed over when the file was read."""
+    waiting = [value]
+    seen: set[int] = set()
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, PassedOver):
+            return False
+        if isinstance(inner, (Mapping, list, tuple, set)) and id(inner) not in seen:
+            seen.add(id(inner))
+            waiting += [*inner, *inner.values()] if isinstance(inner, Mapping) else inner
+    return True
+
 
 def is_state_dict(content: object) -> TypeGuard[StateDict]:
     """Whether it maps names to tensors; and ``_extra_state``, of which each module decides what it is."""
     return (
         isinstance(content, Mapping)
         and all(
-            isinstance(name, str) and (isinstance(value, Tensor) or is_extra_state(name))
+            isinstance(name, str) and (isinstance(value, Tensor) or _is_extra_state(name))
             for name, value in content.items()
         )
         and any(isinstance(value, Tensor) for value in content.values())

@@ -1,27 +1,112 @@
-"""Reading what ``torch.save`` has written: where its tensors lie. Code runs only where it is trusted."""
+"""Files of ``torch.save``: where their tensors lie in the zip file, and what else is read of them.
+
+Code runs only where it is trusted.
+"""
 
 from __future__ import annotations
 
 import pickle
 import re
+import struct
+import sys
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 from torch.utils._pytree import tree_map_only
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.admitted import admitting
-from dualeval.models.checkpoints.file_parts import StampedFile
-from dualeval.models.checkpoints.finding import choose
-from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.checkpoints.places import NotInPlace, check_records, part_of, program_in, records_of
+from dualeval.models.checkpoints.finding import PassedOver, choose
+from dualeval.models.checkpoints.late import FilePart, LateTensor, Record, StampedFile
 from dualeval.own_code import importable
+
+_LOCAL_HEADER = struct.Struct("<26xHH")
+_BYTE_ORDER = "byteorder"  # the name of a record behind the folder's
+_PICKLE = "data.pkl"  # likewise: small, and read before any tensor
+SCRIPT = "a TorchScript archive"
+EXPORTED = "a torch.export program"
+
+
+class NotInPlace(Exception):
+    """A tensor's values are not plainly in the file: it is sparse or quantized, or in a foreign layout."""
+
+
+def records_of(stream: BinaryIO) -> dict[int, Record]:
+    """The records of a zip stream, by the byte at which they begin."""
+    found = {}
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    return {}
+                inside = entry.filename.rpartition("/")[2]
+                if inside == _BYTE_ORDER and archive.read(entry) != sys.byteorder.encode():
+                    return {}
+                if inside == _PICKLE and entry.CRC:
+                    archive.read(entry)  # torch does not compare its CRC32
+                stream.seek(entry.header_offset)
+                name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+                begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
+                found[begin] = Record(name=entry.filename, begin=begin, size=entry.file_size, crc=entry.CRC)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
+        return {}
+    return found
+
+
+def check_records(path: Path) -> None:
+    """Compare the records of a zip file that torch then reads by itself, without a look at their CRC32."""
+    with zipfile.ZipFile(path) as archive:
+        archive.filelist = [entry for entry in archive.filelist if entry.CRC]  # 0: written without
+        if (name := archive.testzip()) is not None:
+            raise ValueError(f"its record {name} does not fit its CRC32. Fetch or save it again.")
+
+
+def part_of(value: Tensor, file: StampedFile, records: Mapping[int, Record], begin: int = 0) -> FilePart:
+    """Where the values of a tensor lie that was loaded to the device "meta"."""
+    is_plain = value.layout == torch.strided and not (value.is_quantized or value.is_conj() or value.is_neg())
+    offset = getattr(value.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
+    if not isinstance(offset, int) or offset not in records:
+        raise NotInPlace
+    first = int(value.storage_offset()) * value.dtype.itemsize
+    record = records[offset]
+    part = FilePart(
+        file=file,
+        offset=begin + record.begin + first,
+        shape=tuple(value.shape),
+        strides=tuple(value.stride()),
+        dtype=value.dtype,
+        record=replace(record, begin=begin + record.begin),
+    )
+    if first + part.nbytes > record.size:
+        raise NotInPlace
+    return part
+
+
+def program_in(path: Path) -> str | None:
+    """What kind of program a file is; None for one that is none."""
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # The first part is a folder that is named like the file.
+            names = {name.partition("/")[2] or name for name in archive.namelist()}
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return None
+    if "archive_format" in names or "serialized_exported_program.json" in names:
+        return EXPORTED  # the second of torch before 2.8
+    # What torch.save writes has neither code nor constants.
+    if "constants.pkl" in names or any(name.startswith("code/") for name in names):
+        return SCRIPT
+    return None
+
 
 _REFUSED = re.compile(r"unsupported global(?:: global)? (\S+)", re.IGNORECASE)
 
@@ -102,7 +187,7 @@ class TorchFile:
             raise self._damaged(error) from error
 
     def _load(self, device: str, *, weights_only: bool) -> object:
-        with warnings.catch_warnings(), admitting(), self._file.opened():
+        with warnings.catch_warnings(), _admitting(), self._file.opened():
             warnings.simplefilter("ignore")  # what torch guesses of a file that it then refuses
             return torch.load(self._path, map_location=device, weights_only=weights_only)
 
@@ -147,3 +232,70 @@ def _modules_as_state_dicts(content: Any) -> Any:
         items = [_modules_as_state_dicts(value) for value in content]
         return content if all(one is other for one, other in zip(items, content, strict=True)) else items
     return content
+
+
+# -- what usual checkpoints hold beside tensors, and what takes its place when a file is read ---------------
+
+
+class _AsDict:
+    """Makes a plain dict, the only mapping beside OrderedDict and Counter that torch fills from a file."""
+
+    def __new__(cls, *_: object) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}
+
+
+class _AsList:
+    """Makes a plain list, the only sequence that torch fills from a file."""
+
+    def __new__(cls, *_: object) -> list[Any]:  # type: ignore[misc]
+        return []
+
+
+# What usual checkpoints hold beside tensors: the names in the file, and what is made of each. None of these
+# types is used itself. So no constructor and no __setstate__ of theirs sees what a file says, and it does not
+# matter what they would do with it: numpy's believe the offsets in a dtype, and follow them. What a file puts
+# into one of them is read by the same rules, so nothing else can hide there.
+_ADMITTED: dict[str, Callable[..., object]] = {
+    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), PassedOver),
+    **{
+        f"{module}.{name}": PassedOver
+        for module in ("pathlib", "pathlib._local")  # the latter in files of Python 3.13
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+    # Scalars and arrays; numpy 1 and numpy 2.
+    **dict.fromkeys(("numpy.dtype", "numpy.ndarray"), PassedOver),
+    **{
+        f"{module}.multiarray.{name}": PassedOver
+        for module in ("numpy.core", "numpy._core")
+        for name in ("scalar", "_reconstruct")
+    },
+    **{f"datetime.{name}": PassedOver for name in ("datetime", "date", "time", "timedelta", "timezone")},
+    # As values, and as what a defaultdict makes.
+    **{
+        f"builtins.{name}": PassedOver
+        for name in ("bool", "int", "float", "str", "list", "tuple", "dict", "frozenset", "range", "slice")
+    },
+    "collections.defaultdict": _AsDict,
+    "collections.deque": _AsList,
+}
+
+
+@contextmanager
+def _admitting() -> Iterator[None]:
+    """Let torch take what is admitted; what a program has admitted itself stays, but for the same names.
+
+    A program's numpy.dtype and the one here do not go together.
+    """
+    before: list[Any] = get_safe_globals()
+    others = [entry for entry in before if _name_in_files(entry) not in _ADMITTED]
+    clear_safe_globals()
+    add_safe_globals([*others, *((made, name) for name, made in _ADMITTED.items())])
+    try:
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(before)
+
+
+def _name_in_files(entry: Any) -> str:
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"

@@ -1,4 +1,4 @@
-"""A function or class of the user's that makes the model: package.module:factory."""
+"""Models of the user's: by the name of what makes them, package.module:factory, or handed over in Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dualeval.errors import UsageError
-from dualeval.models.sources import ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.models.weights_name import is_published_name
 from dualeval.own_code import importable
@@ -68,14 +68,14 @@ class FactoryModel(ModelSource):
             return own, f"{self.name}.preprocessing"
         with torch.random.fork_rng(devices=[]):
             model = self.create(num_classes)
-        return carried_by(model, self.name) or preprocessing_beside(weights.path, self.name)
+        return _carried_by(model, self.name) or preprocessing_beside(weights.path, self.name)
 
     def sources(self) -> list[Any]:
         """The factory and its module."""
         return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
 
 
-def carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
+def _carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
     """The preprocessing that a model has as an attribute, and which one; None where it has none."""
     if (own := getattr(model, "preprocessing", None)) is not None:
         return own, "model.preprocessing"
@@ -130,3 +130,45 @@ def _import_factory(name: str) -> Any:
         hint = nearest(attribute, dir(module), most=5) or f" It has {listed(own)}."
         raise UsageError(f"--model {name}: module {module_name} has no callable {attribute!r}.{hint}")
     return factory
+
+
+class ModuleModel(ModelSource):
+    """A module, or a function without arguments that returns one; it has its weights."""
+
+    needs_weights = False
+
+    def __init__(self, model: nn.Module | Callable[[], nn.Module], arguments: Any, *, trust: bool) -> None:
+        name = getattr(model, "__name__", type(model).__name__)
+        super().__init__(name, arguments, trust=trust)
+        refuse_arguments(name, arguments, "because it is a module already")
+        if not callable(model):
+            raise UsageError(f"model is a {name}: expected an nn.Module, or a function that returns one")
+        self._model = model
+
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        if weights is not None:
+            raise UsageError(
+                f"weights={weights!r}: the module {self.name} has its weights. Leave weights out."
+            )
+        return WeightsSource(text="as the module has them")
+
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        model = self._model if isinstance(self._model, nn.Module) else self._model()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{self.name}() returned a {type(model).__name__}: expected an nn.Module")
+        return model
+
+    def build(
+        self, weights: WeightsSource, num_classes: int | None, loading: Loading | None = None
+    ) -> nn.Module:
+        # Before it is tried: in training mode batch norms would learn from that.
+        return self.create(num_classes).eval()
+
+    def why_whole(self, weights: WeightsSource) -> str | None:
+        return "it is made in Python"
+
+    def carried_preprocessing(self, weights: WeightsSource, num_classes: int | None) -> tuple[Any, str]:
+        return _carried_by(self.create(num_classes), self.name) or (None, "")
+
+    def sources(self) -> list[Any]:
+        return [] if isinstance(self._model, nn.Module) else [self._model]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.places import SCRIPT, check_records, program_in
+from dualeval.models.checkpoints.torch_files import SCRIPT, check_records, program_in
 from dualeval.models.model_errors import first_line
 from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments
 from dualeval.models.sources.processors import preprocessing_beside

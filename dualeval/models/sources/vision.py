@@ -11,8 +11,8 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models import published
+from dualeval.models.fashion_cnn import EMBEDDED
 from dualeval.models.sources import ModelSource, WeightsSource, weights_of_file
-from dualeval.models.sources.embedded import EMBEDDED
 from dualeval.models.weights_name import is_published_name
 from dualeval.vision_library import torchvision
 from dualeval.wording import nearest

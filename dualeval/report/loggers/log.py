@@ -22,7 +22,7 @@ from typing import Any
 
 from dualeval.errors import DualevalError, UsageError, message_of, with_type
 from dualeval.process_start import end_with_parent, say_if_ended
-from dualeval.report.loggers.targets import FILES, Target, is_installed
+from dualeval.report.loggers import FILES, Target, is_installed
 from dualeval.result import RESULT, Result, read_result, result_from
 
 # Behind a run other ranks may wait for the first one: their libraries give up after minutes.
@@ -213,8 +213,7 @@ def write_all(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]
     record = None
     for target in sorted(targets, key=lambda target: target.kind not in FILES):
         try:
-            from dualeval.report.loggers.record import record_of
-            from dualeval.report.loggers.trackers import write
+            from dualeval.report.loggers.trackers import record_of, write
 
             record = record or record_of(result_from(content["result"]), folder, content["step"])
             said = write(record, target)

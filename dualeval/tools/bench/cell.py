@@ -1,23 +1,132 @@
-"""One start of a cell of ``dualeval bench``: starts its ranks, or is one of them and measures."""
+"""A cell of ``dualeval bench``: what it is, and one start of it: its ranks are started, or it measures."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic, perf_counter
+from types import MethodType
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from dualeval.backends.base import Backend
 from dualeval.cli.options import work_in_session
+from dualeval.engine import numerics
+from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.compute import Uploads
 from dualeval.engine.end.process import numbers_of
+from dualeval.engine.options import run_options_of
+from dualeval.engine.parts import drawn
+from dualeval.engine.samples import as_dataset
 from dualeval.engine.session import Session
+from dualeval.errors import UsageError
 from dualeval.launch import detect
 from dualeval.options.job import Job
 from dualeval.process_start import DEFAULT_SIGNALS, end_with_parent
-from dualeval.tools.bench.plan import DATAPARALLEL, OF_RANKS, CellStart, own_part
+from dualeval.tasks import Task
 from dualeval.whole_files import write_text
+
+# One process, one process that splits its batches over several GPUs, and ranks over two backends.
+SINGLE, DATAPARALLEL, TORCH, HOROVOD = "single", "dataparallel", "torch", "horovod"
+MODES = (SINGLE, DATAPARALLEL, TORCH, HOROVOD)
+# Modes whose ranks are a group, and their backend of that name.
+OF_RANKS = (TORCH, HOROVOD)
+# Of a training step, in their order.
+STAGES = ("forward", "backward", "all_reduce", "optimiser")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination that is measured."""
+
+    # One of `MODES`.
+    mode: str
+    # How many ranks; for "dataparallel" how many GPUs its one process uses.
+    processes: int
+    # One of `choices.PRECISIONS`.
+    precision: str
+    # Samples a batch of each process.
+    batch_size: int
+    # Why it cannot be measured here; None where it can.
+    reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The cell in words."""
+        unit = "GPU" if self.mode == DATAPARALLEL else "process"
+        plural = "" if self.processes == 1 else "s" if unit == "GPU" else "es"
+        return f"{self.mode}, {self.processes} {unit}{plural}, {self.precision}, batch size {self.batch_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellStart(Cell):
+    """What one start of a cell does."""
+
+    # Of each process, which are its own.
+    cores: int
+    # The least time that is measured.
+    min_seconds: float
+    # Batches a process before that.
+    warmup: int
+    # Whether training steps are timed in place of evaluations.
+    train: bool
+    # `time.monotonic()` when its command was started.
+    begun: float
+    # The file for what was measured.
+    to: str
+
+
+def plan_cells(
+    modes: Sequence[str],
+    processes: Sequence[int],
+    precisions: Sequence[str],
+    batch_sizes: Sequence[int],
+    why_not: Callable[[Cell], str | None],
+) -> list[Cell]:
+    """List the cells: every combination that is one, in a fixed order.
+
+    One process is a cell of its own mode; DataParallel needs at least two GPUs to differ from it.
+    """
+    cells = []
+    for precision in precisions:
+        for batch_size in batch_sizes:
+            for mode in (mode for mode in MODES if mode in modes):
+                counts = [1] if mode == SINGLE else processes
+                for count in (count for count in counts if mode != DATAPARALLEL or count > 1):
+                    cell = Cell(mode=mode, processes=count, precision=precision, batch_size=batch_size)
+                    cells.append(replace(cell, reason=why_not(cell)))
+    return cells
+
+
+def order_of_round(count: int, number: int) -> list[int]:
+    """In which order a round measures its cells: each round begins one cell later, every second backwards.
+
+    So no cell is always first, or always behind the same one.
+    """
+    first = number % max(count, 1)
+    order = [*range(first, count), *range(first)]
+    return order if number % 2 == 0 else order[::-1]
+
+
+def cores_of_processes(processes: Sequence[int], usable: int) -> int:
+    """How many cores each process gets, the same in all cells: a share of the most processes that fit."""
+    return max(1, usable // max([count for count in processes if count <= usable], default=1))
+
+
+def own_part(cores: Sequence[int], each: int, local_rank: int) -> list[int]:
+    """The cores of one of the ranks of this machine."""
+    return list(cores[local_rank * each : (local_rank + 1) * each])
+
+
+# -- one start -----------------------------------------------------------------------------------------
 
 # Starts this command line anew, with the same interpreter and code.
 OWN_COMMAND = (sys.executable, str(Path(__file__).resolve().parents[2] / "__main__.py"))
@@ -59,9 +168,242 @@ def _start_ranks(job: Job, start: CellStart, command: Sequence[str]) -> int:
 
 def _measure(session: Session, job: Job, start: CellStart) -> dict[str, Any]:
     if start.train:
-        from dualeval.tools.bench.training import measure_training
-
         return measure_training(session, job.make_task(), job.run_options, start)
-    from dualeval.tools.bench.evaluation import measure_evaluation
 
     return measure_evaluation(session, job.make_task, job.run_options, start)
+
+
+# -- that evaluates ------------------------------------------------------------------------------------
+
+# A data set that is through in a moment is not repeated for ever: each pass is set up anew.
+_MOST_PASSES = 20
+# Seconds of a rank's part of a pass, as in ``Result.timing``.
+_TIMES = ("evaluate", "data", "transfer", "compute", "metrics", "meet", "reduce")
+
+
+def measure_evaluation(
+    session: Session, make_task: Callable[[], Task], options: Mapping[str, Any], start: CellStart
+) -> dict[str, Any]:
+    """Evaluate until enough was measured; a collective, every rank gets the same."""
+
+    def evaluate(**more: Any) -> Any:
+        task = make_task()
+        if start.mode == DATAPARALLEL:
+            split_batches(task, start.processes)
+        return session.evaluate(task, puts_back=False, **{**options, **more})
+
+    before = monotonic()
+    few = start.warmup * start.batch_size * session.world.size
+    kind = "limit" if options.get("sample") is None else "sample"
+    whole = options.get(kind)
+    warm = evaluate(**{kind: few if whole is None else min(whole, few)})
+    startup_s = before - start.begun + warm.timing["setup_s"]
+    passes: list[float] = []
+    ranks = [dict.fromkeys(_TIMES, 0.0) for _ in range(session.world.size)]
+    samples = batches = 0
+    while sum(passes) < start.min_seconds and len(passes) < _MOST_PASSES:
+        result = evaluate()
+        # Until the sums of all ranks are there: the same moment on each of them.
+        times = result.timing["ranks"]
+        passes.append(max(one["evaluate"] + one["meet"] + one["reduce"] for one in times))
+        samples += result.samples["total"]
+        batches += -(-result.samples["total"] // start.batch_size)
+        for own, one in zip(ranks, times, strict=True):
+            for name in _TIMES:
+                own[name] += one.get(name, 0.0)
+    return {
+        "startup_s": startup_s,
+        "passes": passes,
+        "seconds": sum(passes),
+        "samples": samples,
+        "batches": batches,
+        "ranks": [{**own, **one} for own, one in zip(ranks, _facts_of_ranks(session), strict=True)],
+        "metrics_digest": result.metrics_digest,
+        "description": result.description,
+    }
+
+
+def _facts_of_ranks(session: Session) -> list[dict[str, Any]]:
+    """What each rank computed with, and the most memory that it has held; a collective."""
+    return session.backend.all_gather_json(
+        {
+            "cores": session.cores,
+            "threads": torch.get_num_threads(),
+            "peak_bytes": peak_of_process(),
+            "peak_gpu_bytes": _peak_of_gpus(session.backend.device),
+        }
+    )
+
+
+class _SplitOverGpus(nn.DataParallel[nn.Module]):
+    """Whose replicas have the forward of a prepared model as their own: it is bound to one object."""
+
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        replicas = super().replicate(module, device_ids)
+        for replica in replicas:
+            held = vars(replica).get("forward")
+            if isinstance(held, MethodType):
+                vars(replica)["forward"] = MethodType(held.__func__, replica)
+        return replicas
+
+
+def split_batches(task: Task, gpus: int) -> None:
+    """Have a task's forward split each batch over GPUs by ``nn.DataParallel``; the rest of it stays."""
+    own = task.forward
+    split: list[nn.DataParallel[nn.Module]] = []
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        # A trial's model is a copy; where it changes, so does its wrapper.
+        if not split or split[0].module is not model:
+            split[:] = [_SplitOverGpus(model, list(range(gpus)))]
+        return own(split[0], batch)
+
+    # The engine asks the object; a class of its own would be another task.
+    task.forward = forward  # type: ignore[method-assign]
+
+
+# -- that trains ---------------------------------------------------------------------------------------
+
+# Kept in memory by each rank, which takes them in turns.
+_MOST_BATCHES = 8
+_LEAST_STEPS, _MOST_STEPS = 3, 10_000
+# Small: what is measured is the time of a step, and weights that become NaN change it.
+_LEARNING_RATE, _MOMENTUM = 1e-4, 0.9
+# What an evaluation sets for equal bits, and a training does not.
+_LEFT = (
+    "torch.get_num_threads()",
+    "torch.get_deterministic_debug_mode()",
+    "torch.backends.cudnn.deterministic",
+)
+
+
+def measure_training(
+    session: Session, task: Task, options: Mapping[str, Any], start: CellStart
+) -> dict[str, Any]:
+    """Time training steps; a collective, every rank gets the same.
+
+    A step is: forward and cross entropy; backward; the sum of all gradients over the ranks, as one tensor,
+    which then replaces them as their mean; SGD with momentum. The stages follow each other.
+    """
+    device = session.backend.device
+    if start.mode == DATAPARALLEL:
+        split_batches(task, start.processes)
+    with numerics.settings(start.precision, device, leave=_LEFT):
+        model = task.build_model(device).to(device).train()
+        batches = _batches(session, task, options, start)
+        training = _Training(session.backend, task, model, start)
+        startup_s = monotonic() - start.begun
+        for number in range(start.warmup):
+            training.step(batches[number % len(batches)])
+        session.backend.barrier()
+        began = perf_counter()
+        training.step(batches[0])
+        one_s = perf_counter() - began
+        wanted = math.ceil(start.min_seconds / one_s)
+        steps = session.backend.broadcast_json(min(max(wanted, _LEAST_STEPS), _MOST_STEPS))
+        training.seconds = dict.fromkeys(STAGES, 0.0)
+        session.backend.barrier()
+        began = perf_counter()
+        for number in range(steps):
+            training.step(batches[number % len(batches)])
+        seconds = perf_counter() - began
+        ranks = _facts_of_ranks(session)
+    times = session.backend.all_gather_json({"seconds": seconds, "stages": training.seconds})
+    return {
+        "startup_s": startup_s,
+        "seconds": max(one["seconds"] for one in times),
+        "samples": steps * start.batch_size * session.world.size,
+        "batches": steps * session.world.size,
+        "ranks": [{**one["stages"], **own} for one, own in zip(times, ranks, strict=True)],
+        "description": dict(task.description()),
+    }
+
+
+def _batches(session: Session, task: Task, options: Mapping[str, Any], start: CellStart) -> list[Any]:
+    """This rank's batches, whole ones alone, on its device."""
+    dataset = drawn(as_dataset(task.dataset()), run_options_of(options), lambda sentence: None)
+    count = min(len(dataset), options.get("limit") or len(dataset))
+    whole = count // start.batch_size
+    if whole < session.world.size:
+        raise UsageError(
+            f"{count} samples make {whole} whole batches of {start.batch_size}, and each of "
+            f"{session.world.size} processes needs one. Give more samples or a smaller --batch-size."
+        )
+    uploads = Uploads(accelerator_of(session.backend.device))
+    taken = range(session.world.rank, whole, session.world.size)[:_MOST_BATCHES]
+    found = []
+    for batch in taken:
+        first = batch * start.batch_size
+        samples = dataset.__getitems__(range(first, first + start.batch_size))
+        found.append(uploads.start(task.collate(samples)))
+    return found
+
+
+class _Training:
+    """A model that is trained on batches, one step at a time."""
+
+    def __init__(self, backend: Backend, task: Task, model: nn.Module, start: CellStart) -> None:
+        self._backend = backend
+        self._task = task
+        self._model = model
+        self._precision = start.precision
+        self._reduces = start.mode in OF_RANKS
+        self._optimiser = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
+        # float16 has too small a range for gradients; the scaler does nothing for the others.
+        self._scaler = torch.amp.GradScaler(backend.device.type, enabled=start.precision == "amp-fp16")
+        # By stage, of all steps since it was set.
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def step(self, batch: Mapping[str, Tensor]) -> None:
+        """Train on one batch; each stage is waited for before the next one begins."""
+        marks = [perf_counter()]
+        with numerics.autocast(self._precision, self._backend.device):
+            logits = self._task.forward(self._model, batch)
+            loss = nn.functional.cross_entropy(logits, batch["targets"])
+        self._mark(marks)
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._mark(marks)
+        if self._reduces:
+            self._average([each.grad for each in self._model.parameters() if each.grad is not None])
+        self._mark(marks)
+        self._scaler.step(self._optimiser)
+        self._scaler.update()
+        self._optimiser.zero_grad()
+        self._mark(marks)
+        for stage, begin, end in zip(STAGES, marks, marks[1:], strict=False):
+            self.seconds[stage] += end - begin
+
+    def _mark(self, marks: list[float]) -> None:
+        if self._backend.device.type == "cuda":
+            torch.cuda.synchronize(self._backend.device)
+        marks.append(perf_counter())
+
+    def _average(self, gradients: Sequence[Tensor]) -> None:
+        together = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        mean = self._backend.all_reduce(together).div_(self._backend.world.size)
+        first = 0
+        for gradient in gradients:
+            gradient.copy_(mean[first : first + gradient.numel()].view_as(gradient))
+            first += gradient.numel()
+
+
+# -- memory --------------------------------------------------------------------------------------------
+
+
+def peak_of_process() -> int:
+    """The most memory that this process has held at once, in bytes; without its reading processes.
+
+    ``VmHWM`` of proc(5). ``ru_maxrss`` would count what was there before the program was started.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def _peak_of_gpus(device: torch.device) -> int | None:
+    """The most memory that torch's tensors have held on this process's GPUs, in bytes; None without GPUs."""
+    if device.type != "cuda":
+        return None
+    return sum(torch.cuda.max_memory_allocated(number) for number in range(torch.cuda.device_count()))

@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.cli.grouped import PATH, grouped
+from dualeval.cli.options import PATH, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
+from dualeval.launch.launchers import child_environ, why_not
+from dualeval.launch.site import Site, default_ranks
 from dualeval.options.choices import CAST, PRECISIONS, check_choice
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.job import COMMON, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
-from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
-from dualeval.tools.bench.cells import prepare
-from dualeval.tools.bench.figures import MEASURED
-from dualeval.tools.bench.page import page
-from dualeval.tools.bench.plan import DATAPARALLEL, MODES, CellStart
-from dualeval.tools.bench.plots import check_plots, draw
-from dualeval.tools.supervise import Interrupted, Interrupts
-from dualeval.tools.trials import FAILED, check_no_rank, counts_of, new_folder, words_of
+from dualeval.result import json_text
+from dualeval.tools import node_facts, trials
+from dualeval.tools.bench.cell import (
+    DATAPARALLEL,
+    MODES,
+    OF_RANKS,
+    OWN_COMMAND,
+    Cell,
+    CellStart,
+    cores_of_processes,
+    order_of_round,
+    plan_cells,
+    run_cell,
+)
+from dualeval.tools.bench.page import (
+    MEASURED,
+    SCHEMA_VERSION,
+    check_plots,
+    draw,
+    page,
+    progress_line,
+    with_figures,
+)
 from dualeval.whole_files import write_text
+from dualeval.wording import counted
+
+if TYPE_CHECKING:
+    import torch
+
 
 _MEASURE = "Measure"
 _measured = partial(grouped, group=_MEASURE)
-_WORDS: dict[str, Any] = {"callback": words_of, "metavar": "WORDS"}
-_COUNTS: dict[str, Any] = {"callback": counts_of, "metavar": "N,N"}
+_WORDS: dict[str, Any] = {"callback": trials.words_of, "metavar": "WORDS"}
+_COUNTS: dict[str, Any] = {"callback": trials.counts_of, "metavar": "N,N"}
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 _PAGE = "bench.md"
 # Flags that decide nothing with --train.
@@ -110,7 +137,7 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         )
     if flags["plots"]:
         check_plots()
-    check_no_rank(
+    trials.check_no_rank(
         flags["launcher"],
         "'dualeval bench' starts its processes itself. Type it by itself, without a launcher before it.",
     )
@@ -124,11 +151,11 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         _check_training(job, flags)
     for precision in flags["precision"] or [job.precision]:
         replace(job, precision=precision)  # checks what goes with it
-    folder, when = new_folder(flags["out"], "bench")
-    with Interrupts() as interrupts:
+    folder, when = trials.new_folder(flags["out"], "bench")
+    with trials.Interrupts() as interrupts:
         try:
             cells = prepare(flags, job, folder, when, interrupts, context.obj)
-        except Interrupted as error:
+        except trials.Interrupted as error:
             click.echo(f"dualeval: interrupted by {error}; nothing was measured", err=True)
             context.exit(EXIT_STOPPED)
         if flags["dry_run"]:
@@ -169,4 +196,193 @@ def _finish(report: Mapping[str, Any], folder: Path, *, plots: bool) -> int:
     if report["interrupted"]:
         return EXIT_STOPPED
     outcomes = {cell["outcome"] for cell in report["cells"]}
-    return EXIT_DONE if MEASURED in outcomes and FAILED not in outcomes else EXIT_FAILED
+    return EXIT_DONE if MEASURED in outcomes and trials.FAILED not in outcomes else EXIT_FAILED
+
+
+JSON = "bench.json"
+_GIB = 2**30
+# How an error names the rank that met it.
+_RANK = re.compile(r"^(rank \d+) on .+? \(pid \d+\): ")
+
+
+def prepare(
+    flags: Mapping[str, Any],
+    job: Job,
+    folder: Path,
+    when: str,
+    interrupts: trials.Interrupts,
+    words: Sequence[str],
+) -> _Cells:
+    """Check the job, look at the machine, and list the cells."""
+    from dualeval.world import World
+    from dualeval.world.devices import device_here
+
+    environ = child_environ(os.environ, str(Path(sys.executable).parent))
+    # This machine alone, also in a job of Slurm.
+    environ.pop("SLURM_JOB_ID", None)
+    device = device_here(job.device, 1, World.alone())
+    description = _described(job)
+    site, [facts] = node_facts.find_site(environ, interrupts.check)
+    processes = flags["processes"] or default_ranks(site, device.type)
+    cores = flags["cores_per_process"] or cores_of_processes(processes, site.nodes[0].cores)
+    cells = plan_cells(
+        flags["mode"] or MODES,
+        processes,
+        flags["precision"] or [job.precision],
+        flags["batch_size"] or [job.batch_size],
+        _reasons(job, site, device, cores),
+    )
+    return _Cells(
+        folder=folder,
+        environ=environ,
+        interrupts=interrupts,
+        command=[*OWN_COMMAND, *words],
+        timeout_s=flags["timeout_s"],
+        header={
+            "schema_version": SCHEMA_VERSION,
+            "when": when,
+            "command": shlex.join(["dualeval", *words]),
+            "settings": {
+                **{name: flags[name] for name in ("train", "rounds", "min_seconds", "warmup")},
+                "cores": cores,
+                "device": device.type,
+            },
+            "job": {"model": description.get("model", job.task), "description": description},
+            "machine": _machine(facts),
+            "versions": node_facts.versions_of([facts]),
+        },
+        cells=[
+            {
+                **asdict(cell),
+                "label": cell.label,
+                "outcome": trials.NOT_RUN if cell.reason is None else trials.NOT_HERE,
+                "measurements": [],
+                "figures": None,
+            }
+            for cell in cells
+        ],
+    )
+
+
+def _described(job: Job) -> dict[str, str]:
+    """Build the task once, so that a mistake in the job is one error and not that of each cell."""
+    import torch
+
+    from dualeval.engine import numerics
+
+    if fetch := getattr(job.options, "fetch", None):
+        fetch()
+    task = job.make_task()
+    cpu = torch.device("cpu")
+    with numerics.settings("fp32", cpu):
+        task.build_model(cpu)
+    return dict(task.description())
+
+
+def _reasons(job: Job, site: Site, device: torch.device, cores: int) -> Callable[[Cell], str | None]:
+    """What says why a cell cannot be measured on this machine."""
+    from dualeval.engine.numerics import check_precision
+    from dualeval.world import World
+    from dualeval.world.devices import device_here
+
+    usable, gpus = site.nodes[0].cores, site.nodes[0].gpus
+
+    def why(cell: Cell) -> str | None:
+        try:
+            check_precision(cell.precision, device)
+            if cell.mode != DATAPARALLEL:
+                device_here(job.device, cell.processes, World.alone())
+        except UsageError as error:
+            return str(error)
+        if cell.mode == DATAPARALLEL and (device.type == "cpu" or gpus < cell.processes):
+            return (
+                f"nn.DataParallel splits a batch over GPUs: {cell.processes} were asked for, {gpus} are here"
+            )
+        if cell.processes * cores > usable:
+            return (
+                f"{cell.processes} processes with {counted(cores, 'core')} each are more than "
+                f"the {usable} cores here"
+            )
+        if cell.mode in OF_RANKS:
+            return why_not("nproc", cell.mode, cell.processes, device.type, site)
+        return None
+
+    return why
+
+
+def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine, without its name."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    return {
+        **{name: facts[name] for name in ("cpu", "cpu_capability", "cores", "gpus", "driver")},
+        "memory_gib": round(memory, 1),
+        "system": facts["versions"]["system"],
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cells(trials.Trials):
+    """Cells, how each is started, and what was measured of them."""
+
+    command: Sequence[str]
+    header: Mapping[str, Any]
+    cells: list[dict[str, Any]]
+
+    def run(self) -> dict[str, Any]:
+        """Measure round by round; bench.json has each figure as soon as it is known. Returns its content."""
+        interrupted = self.in_order(self._each(), "measured")
+        if not any((self.folder / "logs").iterdir()):
+            (self.folder / "logs").rmdir()
+        return self._write(interrupted=interrupted)
+
+    def _each(self) -> Iterator[None]:
+        for number in range(self.header["settings"]["rounds"]):
+            for index in order_of_round(len(self.cells), number):
+                if self.cells[index]["outcome"] in (trials.NOT_RUN, MEASURED):
+                    self._measure(self.cells[index], number)
+                    self._write(interrupted=True)
+                    yield
+
+    def _write(self, *, interrupted: bool) -> dict[str, Any]:
+        self.cells[:] = with_figures(self.cells)
+        report = {**self.header, "cells": self.cells, "interrupted": interrupted}
+        write_text(self.folder / JSON, json_text(report))
+        return report
+
+    def _measure(self, cell: dict[str, Any], number: int) -> None:
+        """Start a cell once, and note what was measured, or why it failed."""
+        name = f"{cell['mode']}-{cell['processes']}-{cell['precision']}-{cell['batch_size']}-{number + 1}"
+        out, err, to = (self.log(name, kind) for kind in ("out", "err", "json"))
+        settings = self.header["settings"]
+        start = CellStart(
+            **{key: cell[key] for key in ("mode", "processes", "precision", "batch_size")},
+            **{key: settings[key] for key in ("cores", "min_seconds", "warmup", "train")},
+            begun=monotonic(),
+            to=str(to),
+        )
+        ended = self.start([*self.command, "--cell", json.dumps(asdict(start))], name)
+        if ended.code == EXIT_DONE and to.exists():
+            measured = json.loads(to.read_text("utf-8"))
+            # Alike for all cells, but for the line on batch size and precision.
+            described = {**measured.pop("description"), "job": ""}
+            self.header["job"]["description"].update({k: v for k, v in described.items() if v})
+            cell["measurements"].append({"round": number, **measured})
+            cell["outcome"] = MEASURED
+            for file in (out, err, to):
+                file.unlink()
+            said = progress_line(cell)
+        else:
+            # Not tried again: it would fail in each round.
+            cell["outcome"], cell["reason"] = trials.FAILED, _why(ended, err)
+            said = f"failed: {cell['reason']}"
+        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}")
+
+
+def _why(ended: trials.Ended, err: Path) -> str:
+    if ended.code is None:
+        return ended.how
+    lines = [line for line in err.read_text("utf-8", "replace").splitlines() if line.strip()]
+    errors = [line.partition("dualeval: error: ")[2] for line in lines if "dualeval: error: " in line]
+    # Tables are shared: without the name of the host.
+    return _RANK.sub(r"\1: ", (errors or lines[-1:] or [ended.how])[0])

@@ -1,13 +1,111 @@
-"""The report of ``dualeval bench`` as Markdown; pure functions."""
+"""The report of ``dualeval bench``: figures of cells, their page in Markdown, and the plot (with matplotlib).
+
+Figures are medians and ranges over the rounds, speed-up and efficiency.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dualeval.tools.bench.figures import MEASURED
-from dualeval.tools.bench.plan import STAGES
+from dualeval.errors import UsageError
+from dualeval.tools.bench.cell import DATAPARALLEL, MODES, SINGLE, STAGES
 from dualeval.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+MEASURED = "measured"
+
+
+def with_figures(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add to each cell its ``figures``; None to one that was never measured."""
+    return [{**cell, "figures": _figures(cell, _baseline_of(cell, cells))} for cell in cells]
+
+
+def _baseline_of(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The cell that a speed-up is relative to: mode single, or else one process of the same mode.
+
+    Of the same precision and batch size; None where none was measured.
+    """
+    same = [
+        other
+        for other in cells
+        if other["measurements"]
+        and other["processes"] == 1
+        and (other["precision"], other["batch_size"]) == (cell["precision"], cell["batch_size"])
+    ]
+    for mode in (SINGLE, cell["mode"]):
+        for other in same:
+            if other["mode"] == mode:
+                return other
+    return None
+
+
+def _figures(cell: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    measured = cell["measurements"]
+    if not measured:
+        return None
+    speeds = {one["round"]: one["samples"] / one["seconds"] for one in measured}
+    figures: dict[str, Any] = {
+        "rounds": len(measured),
+        "images_per_s": spread(list(speeds.values())),
+        # What one process takes for a batch: several are under way at the same time.
+        "seconds_per_batch": spread([one["seconds"] * _at_once(cell) / one["batches"] for one in measured]),
+        "speed_up": None,
+        "efficiency": None,
+        "startup_s": spread([one["startup_s"] for one in measured]),
+        "peak_bytes": max(rank["peak_bytes"] for one in measured for rank in one["ranks"]),
+        "peak_gpu_bytes": max(
+            (rank["peak_gpu_bytes"] or 0 for one in measured for rank in one["ranks"]), default=0
+        )
+        or None,
+        "measured_s": min(one["seconds"] for one in measured),
+        **_shares(measured),
+    }
+    if baseline is not None:
+        base = {one["round"]: one["samples"] / one["seconds"] for one in baseline["measurements"]}
+        # Of the same round: what slows the machine for a while slows both.
+        ratios = [speed / base[number] for number, speed in speeds.items() if number in base]
+        if ratios:
+            figures["speed_up"] = spread(ratios)
+            figures["efficiency"] = figures["speed_up"]["median"] / cell["processes"]
+    return figures
+
+
+def _at_once(cell: Mapping[str, Any]) -> int:
+    return 1 if cell["mode"] == DATAPARALLEL else int(cell["processes"])
+
+
+def _shares(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The share of each stage of a training step; of an evaluation, how long it waited for data."""
+    if "forward" in measured[0]["ranks"][0]:
+        found = {}
+        for stage in STAGES:
+            parts = [
+                sum(rank[stage] for rank in one["ranks"])
+                / sum(rank[each] for rank in one["ranks"] for each in STAGES)
+                for one in measured
+            ]
+            found[stage] = statistics.median(parts)
+        return {"stages": found}
+    waits = [
+        sum(rank["data"] for rank in one["ranks"]) / sum(rank["evaluate"] for rank in one["ranks"])
+        for one in measured
+    ]
+    return {"waits_for_data": statistics.median(waits)}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest of some values."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+# -- the page ------------------------------------------------------------------------------------------
 
 SCHEMA_VERSION = 1
 _MIB = 2**20
@@ -54,8 +152,8 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     last = list(STAGES) if train else ["waits for data"]
     head = ["mode", "processes", "images/s", "ms a batch", "speed-up", "efficiency"]
     head += ["peak memory", *(["on GPUs"] if report["settings"]["device"] != "cpu" else []), "start-up"]
-    for precision, batch_size in panels(report["cells"]):
-        cells = cells_of_panel(report["cells"], precision, batch_size)
+    for precision, batch_size in _panels(report["cells"]):
+        cells = _cells_of_panel(report["cells"], precision, batch_size)
         yield f"## {precision}, batch size {batch_size}\n"
         if not cells:
             yield "No cell was measured.\n"
@@ -70,12 +168,12 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             yield from _digests(cells)
 
 
-def panels(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+def _panels(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
     """The precisions and batch sizes of the cells, each pair once, in their order."""
     return list(dict.fromkeys((cell["precision"], cell["batch_size"]) for cell in cells))
 
 
-def cells_of_panel(
+def _cells_of_panel(
     cells: Sequence[Mapping[str, Any]], precision: str, batch_size: int
 ) -> list[Mapping[str, Any]]:
     """The measured cells of one precision and batch size."""
@@ -171,3 +269,77 @@ def progress_line(cell: Mapping[str, Any]) -> str:
         f"{one['samples'] / one['seconds']:,.1f} images/s in {one['seconds']:.1f} s, start-up "
         f"{one['startup_s']:.1f} s"
     )
+
+
+# -- the plot ------------------------------------------------------------------------------------------
+
+_SPEED_UP = "speedup.png"
+_PANEL_INCHES = (5.0, 4.0)
+_DPI = 150
+# Told apart without colours, too (Okabe and Ito's palette for the colours).
+_STYLES = {
+    "single": ("#000000", "o"),
+    "dataparallel": ("#009E73", "^"),
+    "torch": ("#0072B2", "s"),
+    "horovod": ("#D55E00", "D"),
+}
+
+
+def check_plots() -> None:
+    """Raise UsageError where plots cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "the plots need matplotlib, which is not installed. Type: pip install 'dualeval[plots]'; or give "
+            "--no-plots."
+        )
+
+
+def draw(report: Mapping[str, Any], folder: Path) -> list[str]:
+    """Draw a report; returns the names of the files, none where no speed-up is known."""
+    known = [cell for cell in report["cells"] if cell["figures"] and cell["figures"]["speed_up"]]
+    if not known:
+        return []
+    from matplotlib.figure import Figure
+
+    shown = _panels(known)
+    figure = Figure(figsize=(_PANEL_INCHES[0] * len(shown), _PANEL_INCHES[1]), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)
+    for place, (precision, batch_size) in zip(axes.flat, shown, strict=True):
+        _panel(place, _cells_of_panel(known, precision, batch_size))
+        place.set_title(f"{precision}, batch size {batch_size}", fontsize=10)
+    axes.flat[0].set_ylim(bottom=0)
+    settings = report["settings"]
+    what = "training steps" if settings["train"] else "evaluation"
+    figure.suptitle(
+        f"{report['job']['model']}, {what}, {settings['device']}, cores a process: {settings['cores']}",
+        fontsize=11,
+    )
+    figure.savefig(folder / _SPEED_UP, dpi=_DPI)
+    return [_SPEED_UP]
+
+
+def _panel(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
+    """Speed-up against processes: a line for each mode from one process on, and the ideal."""
+    most = max(2, *(cell["processes"] for cell in cells))
+    axes.plot([1, most], [1, most], "--", color="#777777", linewidth=1, label="ideal")
+    for mode in MODES:
+        own = [cell for cell in cells if cell["mode"] == mode]
+        if not own:
+            continue
+        ups = [cell["figures"]["speed_up"] for cell in own]
+        axes.errorbar(
+            [cell["processes"] for cell in own],
+            [up["median"] for up in ups],
+            yerr=[[up["median"] - up["low"] for up in ups], [up["high"] - up["median"] for up in ups]],
+            capsize=3,
+            linestyle="none" if mode == SINGLE else "-",
+            label=mode,
+            color=_STYLES[mode][0],
+            marker=_STYLES[mode][1],
+        )
+    axes.set_xticks(sorted({1, *(cell["processes"] for cell in cells)}))
+    split = any(cell["mode"] == DATAPARALLEL for cell in cells)
+    axes.set_xlabel("processes (of dataparallel: GPUs)" if split else "processes")
+    axes.set_ylabel("speed-up over one process\n(median; bars: lowest and highest round)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.cli import options
-from dualeval.cli.grouped import PATH
+from dualeval.cli.options import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import Detection, examine
 from dualeval.launch.cores import Cores, own_cores, share_of_cores

@@ -18,7 +18,6 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -42,6 +41,7 @@ from dualeval.tools.horovod.build import (
     is_installed,
     missing_tools,
 )
+from dualeval.tools.trials import run_supervised
 
 # What Horovod's setup.py needs before it compiles, and what Horovod needs at run time.
 REQUIREMENTS = ("cffi", "cloudpickle", "numpy", "packaging", "psutil", "pyyaml", "setuptools", "wheel")
@@ -49,8 +49,6 @@ REQUIREMENTS = ("cffi", "cloudpickle", "numpy", "packaging", "psutil", "pyyaml",
 MPI_REQUIREMENT = "mpi4py"
 # The compiled part: in the wheel, and where the wheel is installed.
 LIBRARY = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*\.so")
-# Seconds that what was started gets to end, once it has been told to.
-GRACE = 5.0
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 # In the folder of the build.
 _FETCH = [*_PIP, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
@@ -277,41 +275,17 @@ def _run(step: str, command: Sequence[str], variables: Mapping[str, str], log: P
     """Run a command into the log; where it is interrupted, end all that it started."""
     with log.open("ab") as sink:
         sink.write(f"\n--- {step}: {' '.join(command)}\n".encode())
-        sink.flush()
         begin = sink.tell()
-        process = subprocess.Popen(
-            command,
-            env=dict(variables),
-            cwd=log.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait()
-        except BaseException:
-            _end(process)
-            raise
+    # Interrupted, pip puts back what it was replacing.
+    code = run_supervised(
+        command, stdout=log, stderr=log, environ=variables, folder=log.parent, end_by=signal.SIGINT
+    ).code
     if code != 0:
         output = log.read_bytes()[begin:].decode(errors="replace")
         kept = shutil.copy(log, folder.with_name(f"{folder.name}.failed.log"))
         raise DualevalError(
             f"{step} ended with exit code {code}:\n{excerpt(output)}\nThe whole log: {kept}\n{hint(output)}"
         )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group: first by asking, then by force."""
-    with suppress(ProcessLookupError):
-        # SIGINT: on this one pip puts back what it was replacing.
-        os.killpg(process.pid, signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    # Compilers may outlive the pip that is their parent; a group is there as long as one member is.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 # Whether it is there, and is what was wanted.

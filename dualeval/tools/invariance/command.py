@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dualeval.cli.grouped import grouped
+from dualeval.cli.options import grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import LaunchError
 from dualeval.launch import examine
@@ -42,8 +42,7 @@ def invariance(**flags: Any) -> None:
         )
     job = whole_job_of({**dict.fromkeys(COMMON), **flags, "metric": ()}, "dualeval doctor --invariance")
     from dualeval.engine.options import RunOptions
-    from dualeval.tools.invariance.diagnosis import diagnose
-    from dualeval.tools.invariance.page import print_invariance
+    from dualeval.tools.invariance.diagnosis import diagnose, print_invariance
     from dualeval.world.devices import device_here
 
     device = device_here(job.device, 1, found)

@@ -1,20 +1,30 @@
-"""Which checkpoints a training has written so far, which of them are complete, and of which step they are.
+"""The checkpoints of a training: which are complete, and what has become of each, on the disk and as a table.
 
 No clock of the training's host is read: what counts is how long this process has seen no change.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import secrets
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from glob import escape
 from pathlib import Path
 from stat import S_ISDIR
 from time import monotonic
+from typing import Any
 
+from dualeval.engine.differences import differences
+from dualeval.engine.folder.lease import Lease
+from dualeval.errors import EXIT_DONE, DualevalError, UsageError, text_of
 from dualeval.options.several import expanded, is_pattern, names_of
-from dualeval.result import sha256_of_json
+from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable, number_of
+from dualeval.result import JOB, RESULT, Result, read_result, read_status, sha256_of_json
+from dualeval.whole_files import write_text
+from dualeval.wording import did_you_mean, listed
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".tar")
 # torch.distributed.checkpoint writes it last.
@@ -115,3 +125,172 @@ def _stamp_of(path: Path) -> str | None:
         return None
     files = sorted((name, it.st_size, it.st_mtime_ns) for name, it in found if not S_ISDIR(it.st_mode))
     return sha256_of_json(files)[:16] if files else None
+
+
+LEADERBOARD = "leaderboard.csv"
+# A folder for each checkpoint: the lease of the watcher that evaluates it, and the stamp of its files.
+_OF_WATCHERS = ".watchers"
+_STAMP = "stamp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(ModelRow):
+    """What has become of one checkpoint."""
+
+    # Of the files that were evaluated; None where nobody knows it.
+    stamp: str | None = None
+    # Of one that is done, what decides its numbers beside the weights.
+    job: Any = None
+
+
+class Board:
+    """The results of a folder with runs, one for each checkpoint."""
+
+    def __init__(self, folder: Path, *, metric: str | None, link: Path | None) -> None:
+        self.folder = folder
+        self._metric = metric
+        self._link = link
+        # By name, those that are done, and that have failed in this process, in the order of their ends.
+        self.rows: dict[str, Outcome] = {}
+        self._is_written = True
+        self._lease: Lease | None = None
+        if link is not None and os.path.lexists(link) and not link.is_symlink():
+            raise UsageError(f"--best {link}: there is something that is no link. Give a name that is free.")
+        if link is not None and not link.parent.is_dir():
+            raise UsageError(
+                f"--best {link}: there is no folder {link.parent}. Make it, or give another name."
+            )
+
+    # -- one checkpoint ----------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Take the results of all runs that are done, also of checkpoints that are gone."""
+        for path in self.folder.glob(f"*/{RESULT}"):
+            self._take_result(path.parent.name)
+        ends = {name: str(row.result.finished_at) for name, row in self.rows.items() if row.result}
+        self.rows = {name: self.rows[name] for name in sorted(ends, key=ends.__getitem__)}
+
+    def is_settled(self, checkpoint: Checkpoint) -> bool:
+        """Whether it has a result, perhaps another watcher's, or has failed here as it lies there."""
+        row = self.rows.get(checkpoint.name)
+        # A failure may be no fault of the checkpoint, as of a full disk: each watcher tries it once.
+        if row is not None and (row.status == DONE or row.stamp == checkpoint.stamp):
+            return True
+        return self._take_result(checkpoint.name)
+
+    def _take_result(self, name: str) -> bool:
+        """Take the result of a run that is done; a damaged one is the next run's to mend."""
+        run = self.folder / name
+        status = read_status(run)
+        if status is None or status.state != "done":
+            return False
+        try:
+            result = read_result(run / RESULT)
+            job = json.loads((run / JOB).read_text("utf-8"))["job"]
+        except (DualevalError, OSError, ValueError, KeyError):
+            return False
+        self._check_metric(result)
+        job.pop("weights", None)
+        stamp = self._stamp(name)
+        self._take(name, status=DONE, result=result, exit_code=EXIT_DONE, stamp=stamp, job=job)
+        return True
+
+    def fail(self, checkpoint: Checkpoint, error: DualevalError) -> None:
+        """Take it as failed, until its files change."""
+        failed = {"status": FAILED, "reason": text_of(error), "exit_code": error.exit_code}
+        self._take(checkpoint.name, **failed, stamp=checkpoint.stamp)
+
+    def _take(self, name: str, **known: Any) -> None:
+        self.rows.pop(name, None)
+        self.rows[name] = Outcome(name=name, folder=str(self.folder / name), step=step_of(name), **known)
+        self._is_written = False
+
+    def changed(self, checkpoint: Checkpoint) -> bool:
+        """Whether its files are others than those that were evaluated, or begun with, under this name."""
+        row = self.rows.get(checkpoint.name)
+        stamp = self._stamp(checkpoint.name) if row is None else row.stamp
+        return stamp not in (None, checkpoint.stamp)
+
+    def begin(self, checkpoint: Checkpoint, waiting: Callable[[], None]) -> bool | None:
+        """Take a checkpoint in hand; returns whether what lies in its folder is of other files.
+
+        None where another watcher has it in hand, or has evaluated it a moment ago. ``waiting`` is called
+        until it is known whether that watcher lives.
+        """
+        own = self.folder / _OF_WATCHERS / checkpoint.name
+        own.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lease = Lease.take(own, secrets.token_hex(4), waiting=waiting)
+        except UsageError:
+            return None
+        if self.is_settled(checkpoint):
+            self.let_go()
+            return None
+        is_other = self.changed(checkpoint)
+        write_text(own / _STAMP, checkpoint.stamp)
+        return is_other
+
+    def let_go(self) -> None:
+        """Let other watchers have what is in hand."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _stamp(self, name: str) -> str | None:
+        path = self.folder / _OF_WATCHERS / name / _STAMP
+        return path.read_text("utf-8") if path.exists() else None
+
+    def _check_metric(self, result: Result) -> None:
+        """Check that results have the metric that was asked for, and that one of its ends is better."""
+        ranking = [name for name in result.metrics if result.directions.get(name)]
+        if self._metric not in (None, *ranking):
+            raise UsageError(
+                f"--best-by {self._metric}: the results have {', '.join(ranking) or 'nothing'} to rank by."
+                f"{did_you_mean(self._metric, ranking)}"
+            )
+
+    # -- all of them -------------------------------------------------------------------------------
+
+    def ranked(self) -> tuple[str | None, list[ModelRow]]:
+        """The metric that ranks, and the rows of one job from the best on; then all others, with a reason."""
+        rows = sorted(self.rows.values(), key=lambda row: (row.step is None, row.step or 0, row.name))
+        # What was computed last is compared with: code or data may have changed since the others.
+        newest = next((row for row in reversed(self.rows.values()) if row.result is not None), None)
+        if newest is None or newest.result is None:
+            return None, [*rows]
+        rows = [_compared(row, newest) for row in rows]
+        directions = newest.result.directions
+        metric = self._metric or next((name for name in newest.result.metrics if directions.get(name)), None)
+        sign = -1 if directions.get(metric or "") == "higher" else 1
+
+        def place(row: ModelRow) -> tuple[bool, bool, float]:
+            value = None if row.reason else number_of(row.result, metric or "")
+            return row.reason is not None, value is None, sign * (value or 0)
+
+        return metric, sorted(rows, key=place)
+
+    def write(self, paths: dict[str, str]) -> None:
+        """Where there is more than before, write the leaderboard, and have the link lead to the best.
+
+        ``paths`` are those of the checkpoints that are there, by their names.
+        """
+        if self._is_written:
+            return
+        metric, rows = self.ranked()
+        write_text(self.folder / LEADERBOARD, ModelsTable(rows).to_csv())
+        there = (row for row in rows if row.name in paths and row.reason is None)
+        best = next((row for row in there if number_of(row.result, metric or "") is not None), None)
+        if self._link is not None and best is not None:
+            # Never without one: made beside it and put in its place.
+            beside = self._link.with_name(f"{self._link.name}.{secrets.token_hex(4)}")
+            beside.symlink_to(Path(paths[best.name]).absolute())
+            beside.replace(self._link)
+        self._is_written = True
+
+
+def _compared(row: Outcome, newest: Outcome) -> Outcome:
+    """A row; where it cannot be compared with the newest, with the reason."""
+    if row.result is None or row.job == newest.job:
+        return row
+    parts = dict.fromkeys(re.split(r"[.[]", name)[0] for name, _, _ in differences(row.job, newest.job))
+    return replace(row, reason=f"not ranked: another {listed(parts)} than that of {newest.name}")

@@ -1,10 +1,10 @@
-"""Pictures that a manifest lists, with their labels."""
+"""Labelled pictures: of class folders, or of the rows of a manifest."""
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,16 +13,84 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.data.cache import DataCache
-from dualeval.data.files import FileNames
-from dualeval.data.image_files import ImageFiles
-from dualeval.data.labels import KnownClasses, Labels, indices_of_classes
+from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
+from dualeval.data.image_files import FileNames, ImageFiles
+from dualeval.data.labels import KnownClasses, Labels, choose_labels, indices_of_classes
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.table import Table, column_of, is_unicode, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 
+
+class ImageFolder(ImageFiles):
+    """Images below ``root/CLASS/``, folders and files in name order; sub-folders of a class count to it.
+
+    A class folder may be empty. Files and folders whose names begin with a dot are passed over.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        preprocessing: Preprocessing,
+        *,
+        label: Callable[[Sequence[str]], Labels] = choose_labels,
+        whole_files: bool = False,
+        cache: DataCache | None = None,
+    ) -> None:
+        cache = cache or DataCache()
+        found, self.passed_over = cache.once(("class folders", root.absolute()), lambda: _listed(root))
+        self.classes = list(found)
+        if not any(map(len, found.values())):
+            raise self._without_images(root)
+        labels = label(self.classes)
+        counts = [len(found[name]) for name in labels.classes]
+        if not any(counts):
+            raise UsageError(
+                f"data folder {root} holds no sample: the class map leaves out all folders that hold images."
+            )
+        super().__init__(
+            root,
+            FileNames(path for name in labels.classes for path in found[name]),
+            np.repeat(np.array([*labels.classes.values()], np.int64), counts),
+            labels=labels,
+            preprocessing=preprocessing,
+            whole_files=whole_files,
+            cache=cache,
+        )
+
+    def _without_images(self, root: Path) -> UsageError:
+        loose = sum(is_image(path.name) for path in root.iterdir())
+        folders = f"{len(self.classes)} class folders without images and {loose} images beside them"
+        return UsageError(
+            f"data folder {root} holds no sample: found {folders}; expected {root}/CLASS/IMAGE "
+            f"({' '.join(EXTENSIONS)})." + (f" {self.passed_over}." if str(self.passed_over) else "")
+        )
+
+    def notes(self) -> list[str]:
+        """Which classes the folders are, and what was passed over and is no picture."""
+        said = "" if self.passed_over.holds_pictures else str(self.passed_over)
+        return [*super().notes(), *filter(None, [said])]
+
+    def warnings(self) -> list[str]:
+        """Where classes may be others than the model's, and where pictures are no samples."""
+        said = str(self.passed_over) if self.passed_over.holds_pictures else ""
+        return [*super().warnings(), *filter(None, [said])]
+
+    def labels_used(self, num_classes: int) -> dict[str, Any]:
+        """How folders became classes, and what was passed over, as in result.json."""
+        return {**super().labels_used(num_classes), "passed_over": self.passed_over.to_json()}
+
+
+def _listed(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
+    """The images of each class folder, as paths below the root, and what lies there beside them."""
+    passed_over = PassedOver()
+    folders = {shown_name(name): name for name in class_folders(root, passed_over)}
+    found = {name: FileNames(images_in(root, folder, passed_over)) for name, folder in folders.items()}
+    return found, passed_over
+
+
 PATH_COLUMNS = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file", "image")
-LABEL_COLUMNS = ("label", "class", "target", "y")
+_LABEL_COLUMNS = ("label", "class", "target", "y")
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
@@ -32,7 +100,7 @@ _LOOKED_FOR = 1000
 _LEFT_OUT = -1
 
 
-class Labeler(Protocol):
+class _Labeler(Protocol):
     """Decides which class each label is."""
 
     @property
@@ -55,7 +123,7 @@ class ManifestImages(WithColumns, ImageFiles):
         path: Path,
         preprocessing: Preprocessing,
         *,
-        label: Labeler,
+        label: _Labeler,
         image_root: Path | None = None,
         path_column: str | None = None,
         label_column: str | None = None,
@@ -121,7 +189,7 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, keep:
             )
         return (
             column_of(path, found, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths", hint),
-            column_of(path, found, label_column, LABEL_COLUMNS, "--label-column", "their labels", hint),
+            column_of(path, found, label_column, _LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
     of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
@@ -195,7 +263,7 @@ def _no_path(of: Table, number: int, path: object) -> UsageError:
 # -- labels ----------------------------------------------------------------------------------------------
 
 
-def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
+def _classes(read: _Read, label: _Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
     """Which class each label of a manifest is."""
     if label.takes_names:
         return _named(read, label)
@@ -227,7 +295,7 @@ def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]
     return indices_of_classes((), label.known), classes
 
 
-def _named(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
+def _named(read: _Read, label: _Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
     texts = [str(text) for text in read.labels]
     labels = label(sorted({*texts}), "label")
     return labels, np.array([labels.classes.get(text, _LEFT_OUT) for text in texts], np.int64)
