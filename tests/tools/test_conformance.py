@@ -20,7 +20,8 @@ from click.testing import CliRunner
 from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
 from dualeval.launch.site import Node, Site
-from dualeval.tools.conformance.command import Names, _Runs
+from dualeval.report.anonymous import Names
+from dualeval.tools.conformance.command import _Runs
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
 from dualeval.tools.trials import Ended, Interrupts, Trial
@@ -205,41 +206,58 @@ def test_the_summary_of_nothing() -> None:
 
 
 NAMES = Names(
-    {
-        "/scratch/ada/runs/c1": "OUT",
-        "/home/ada/env": "ENV",
-        "/users/ada": "~",
-        "ada": "USER",
-        "gpu01.site.org": "node1",
-        "gpu01": "node1",
-        "h0": "node2",
-        "node1": "node3",
-        "": "USER",
-    }
+    folders={"/scratch/ada/runs/c1": "OUT", "/home/ada/env": "ENV"},
+    homes=("/users/ada",),
+    hosts={"gpu01.site.org": "node1", "gpu01": "node1", "gpu-a100-02": "node2", "h0": "node3", "vm": "node4"},
+    users=("ada",),
 )
 
 
 @pytest.mark.parametrize(
     ("text", "cleaned"),
     [
-        # Hosts of the run, in any case, beside other words; one is named as the report names another.
-        ("slurmstepd-h0: error: *** STEP 2.2 ON gpu01", "slurmstepd-node2: error: *** STEP 2.2 ON node1"),
-        ("at h0:\\ngpu01\\r \x1b[31mh0\x1b[0m", "at node2:\\nnode1\\r node2"),
-        ("GPU01, Gpu01.Site.Org, node1; -H gpu01:2", "node1, node1, node3; -H node1:2"),
-        ("Open MPI 4.1.4, torch 2.13.0+cpu, gpu012, digest 9f0ch07e1 at 12:30:05", None),
+        # Hosts of the run, in any case, with any domain, beside other words; and others of the same cluster.
+        ("slurmstepd-h0: error: *** STEP 2.2 ON gpu01", "slurmstepd-node3: error: *** STEP 2.2 ON node1"),
+        ("GPU01, Gpu01.Site.Org, gpu01.other.org.", "node1, node1, node1."),
+        ("at h0:\\ngpu01\\r \x1b[31mh0\x1b[0m", "at node3:\\nnode1\\r node3"),
+        ("gpu02, gpu-a100-17, license.site.org", "another-host, another-host, another-host"),
+        ("nodes gpu[01-02,07],h[0-1] and gpu-a100-[01", "nodes HOSTS,HOSTS and HOSTS"),
+        ("-H gpu01:2,vm:2", "-H node1:2,node4:2"),
+        # No hosts.
+        ("Open MPI 4.1.4, torch 2.13.0+cpu, hdf5, vmlinux, run --vm x", None),
+        ("digest 9f0ch07e1 eccb6c44204111a5 at 12:30:05, std::runtime_error", None),
         # Addresses, but those of this machine.
         ("connect to 10.77.0.11. From fd77::11.", "connect to ADDRESS. From ADDRESS."),
-        ("peer:10.77.0.11 [fd77::11]:29500 10.77.0.11/24", "peer:ADDRESS [ADDRESS]:29500 ADDRESS/24"),
+        ("peer:10.77.0.11 peer:fd77::11: refused", "peer:ADDRESS peer:ADDRESS: refused"),
+        ("[::ffff:10.77.0.11]:29500 ::ffff:127.0.0.1", "[ADDRESS]:29500 ::ffff:127.0.0.1"),
+        ("10.77.0.11_x 10.77.0.11.29500 10.77.0.11/24", "ADDRESS_x ADDRESS.29500 ADDRESS/24"),
+        ("port 02:42:ac:11:00:02 is down", "port ADDRESS is down"),
         ("::1 0.0.0.0 127.0.0.1 c10::Error std::fd::add", None),
         # Folders and persons.
         ("in /scratch/ada/runs/c1/logs/003.err", "in OUT/logs/003.err"),
-        ("-I/home/ada/env/bin; -L/users/bob/lib", "-IENV/bin; -L~/lib"),
-        ("/users/ada/a.py, /export/home/bob/x, cd /root; ls /rootfs", "~/a.py, ~/x, cd ~; ls /rootfs"),
+        ("/home/ada/env/bin/torchrun: not found", "ENV/bin/torchrun: not found"),
+        ("/home/ada/env2/bin", "~/.../bin"),
+        ('File "/users/ada/secret project/a.py", line 3', 'File "~/.../a.py", line 3'),
+        ("/home/bob smith/a, b/c: denied", "~/.../c: denied"),
+        ("/export/home/bob/secret/x in /Users/ada/x", "~/.../x in ~/.../x"),
+        ("/users/ada/bin/mpirun --out runs/1", "~/.../mpirun --out runs/1"),
+        ("cd /root; ls /rootfs", "cd ~; ls /rootfs"),
         ("ada@gpu01: /scratch/ada_1/x, adagrad", "USER@node1: /scratch/USER_1/x, adagrad"),
     ],
 )
 def test_names_are_taken_out(text: str, cleaned: str | None) -> None:
     assert NAMES.clean(text) == (text if cleaned is None else cleaned)
+
+
+def test_hosts_that_are_named_as_the_report_names_them() -> None:
+    names = Names(folders={}, hosts={"node2": "node1", "node1": "node2"})
+    assert names.clean("node1 waits for node2 and node3") == "node2 waits for node1 and another-host"
+
+
+@pytest.mark.parametrize("address", ["10.1.2.3", "fd77::11"])
+def test_an_address_as_a_name_takes_no_number_out(address: str) -> None:
+    names = Names(folders={}, hosts={address: "node1", address.partition(".")[0]: "node1"})
+    assert names.clean(f"10 ranks at {address}") == "10 ranks at ADDRESS"
 
 
 def shared(folder: Path) -> dict[str, Any]:
@@ -340,7 +358,7 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
             timeout_s=60,
             limit=64,
             site=site,
-            names=Names({}),
+            names=Names(folders={}, hosts={}),
             header=header,
         )
         content = runs.run([replace(Trial.on(site, "none", "single", 1, "cpu"), is_reference=True)])

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from dualeval.cli.options import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
 from dualeval.launch.launchers import WAYS, child_environ, choose_ways
 from dualeval.launch.site import Site
+from dualeval.report.anonymous import Names
 from dualeval.result import RESULT, json_text, read_status
 from dualeval.tools import node_facts
 from dualeval.tools.conformance import page as judging
@@ -47,14 +47,6 @@ _DEVICES = ("cpu", "cuda")
 _JSON, _PAGE = "conformance.json", "conformance.md"
 _LAST_LINES = 8
 _TAIL_BYTES = 65536
-_OF_NOBODY = ("", "/", "root", "user", "localhost")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Some programs print a line's end as two characters, which end with a letter.
-_START = r"(?:(?<![a-z0-9])|(?<=\\[nrt]))"
-_HOME = re.compile(r"(?:/[\w.+-]+)*/(?:homes?|users)/[^/\s:\"']+|(?<![\w.-])/root(?![\w-])", re.IGNORECASE)
-_ADDRESS = re.compile(
-    r"(?<![\w.])\d+(?:\.\d+){3}(?![\w.]*\w)|(?<![\w:])[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?!\w)"
-)
 # How horovodrun and mpirun --tag-output name the rank: before a line, and mpirun within one of many.
 _TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
 
@@ -98,7 +90,7 @@ def conformance(
     dualeval conformance --launchers torchrun,mpirun --ranks 1,2,8
 
     Type it once, not under a launcher: it starts the launchers itself. You can share OUT/conformance.md and
-    OUT/conformance.json: in them your hosts, user and folders have other names.
+    OUT/conformance.json: they have no host names, users or paths.
     """
     if facts:
         click.echo(node_facts.facts_line(os.environ))
@@ -140,16 +132,15 @@ def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interru
     environ = child_environ(os.environ, str(Path(sys.executable).parent))
     site, facts = node_facts.find_site(environ, interrupts.check)
     names = Names(
-        {
+        folders={
             str(folder): "OUT",
             str(folder.resolve()): "OUT",
             sys.prefix: "ENV",
             str(Path(__file__).resolve().parents[3]): "DUALEVAL",
-            str(Path.home()): "~",
-            str(Path.home().resolve()): "~",
-            _user(): "USER",
-            **_host_names(facts),
-        }
+        },
+        homes=tuple({str(Path.home()), str(Path.home().resolve())}),
+        hosts=_host_names(facts),
+        users=(_user(),),
     )
     shown = ("cpu", "cpu_capability", "cores", "gpus", "driver")
     scheduler = site.slurm or None
@@ -194,33 +185,6 @@ def _user() -> str:
     with suppress(KeyError, OSError):
         return getpass.getuser()
     return ""
-
-
-class Names:
-    """What names a person or a host in a text that is to be shared, and what takes its place."""
-
-    def __init__(self, known: Mapping[str, str]) -> None:
-        # A user who is no person, a host that is on every machine, and a home that is every folder.
-        self._known = {name.lower(): label for name, label in known.items() if name not in _OF_NOBODY}
-        names = sorted(self._known, key=len, reverse=True)
-        words = [f"{_START * name[0].isalnum()}{re.escape(name)}" for name in names]
-        # In one go: what stands for a host may be another one's name.
-        self._pattern = re.compile(rf"(?:{'|'.join(words)})(?![a-z0-9])", re.IGNORECASE)
-
-    def clean(self, text: str) -> str:
-        """Replace names where no letter or digit touches them, others' homes, and addresses but loopback."""
-        text = _COLOUR.sub("", text)
-        if self._known:
-            text = self._pattern.sub(lambda found: self._known[found[0].lower()], text)
-        return _ADDRESS.sub(_without_address, _HOME.sub("~", text))
-
-
-def _without_address(found: re.Match[str]) -> str:
-    with suppress(ValueError):
-        address = ip_address(found[0])
-        if not (address.is_loopback or address.is_unspecified):
-            return "ADDRESS"
-    return found[0]
 
 
 @dataclass(frozen=True, kw_only=True)
