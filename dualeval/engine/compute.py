@@ -142,10 +142,15 @@ class Compute:
                     "sample, as {'loss': losses}"
                 )
             # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.
-            own = all_copied if self._accelerator.is_host else dict
+            is_host = self._accelerator.is_host
             if isinstance(observed, LateColumns):
-                return observed.of(own(observed.given))
-            return own(as_columns(observed))
+                return (
+                    observed.of({name: part.clone() for name, part in observed.given.items()})
+                    if is_host
+                    else observed
+                )
+            columns: Columns = as_columns(observed)
+            return all_copied(columns) if is_host else columns
 
     def _why(self, error: Exception, model: nn.Module) -> str | None:
         return self._explain(error) or why_model_failed(error, model)
