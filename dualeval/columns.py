@@ -219,8 +219,12 @@ class LateColumns:
     # What batches have in common whose columns can be made at once.
     kind: object
 
+    def copied(self) -> Mapping[str, Tensor]:
+        """The same in memory that nobody else has."""
+        raise NotImplementedError
+
     def of(self, given: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """As these, of other tensors: the same in other memory, or on the host."""
+        """As these, of other tensors, as the same ones on the host."""
         raise NotImplementedError
 
     def joined(self, others: Sequence[LateColumns]) -> LateColumns:

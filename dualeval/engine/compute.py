@@ -144,11 +144,7 @@ class Compute:
             # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.
             is_host = self._accelerator.is_host
             if isinstance(observed, LateColumns):
-                return (
-                    observed.of({name: part.clone() for name, part in observed.given.items()})
-                    if is_host
-                    else observed
-                )
+                return observed.copied() if is_host else observed
             columns: Columns = as_columns(observed)
             return all_copied(columns) if is_host else columns
 

@@ -126,6 +126,9 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
         columns = _columns_of(logits, known, self._top, names)
         return {**columns, **({"target": as_labels(target)} if "target" in columns else {})}
 
+    def copied(self) -> LogitColumns:
+        return self.of({"logits": self.given["logits"].clone(), "target": self.given["target"].clone()})
+
     def joined(self, others: Sequence[LateColumns]) -> LogitColumns:
         batches = [self.given, *(batch.given for batch in others)]
         return self.of({name: torch.cat([batch[name] for batch in batches]) for name in self.given})
