@@ -81,7 +81,7 @@ picture: $(VENV)/.dev
 report-demo: $(VENV)/.dev
 	$(BIN)/python docs/report_demo.py runs/report-demo
 
-# The tables of docs/launchers.md, from launch/launchers/.
+# The first table of docs/launchers.md, from launch/launchers/.
 tables: $(VENV)/.dev
 	$(BIN)/python docs/launcher_tables.py
 

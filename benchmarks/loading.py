@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dualeval.models import classifiers
-from dualeval.tools.bench.cell import peak_of_process
+from dualeval.tools.bench.measuring import peak_of_process
 
 SIZES = (1, 4)
 MEGABYTES = 400

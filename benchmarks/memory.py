@@ -27,7 +27,7 @@ from dualeval import connect, detect
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.tasks import Task
-from dualeval.tools.bench.cell import peak_of_process
+from dualeval.tools.bench.measuring import peak_of_process
 
 SIZES = (1, 2)
 SAMPLES = (10_000, 100_000)

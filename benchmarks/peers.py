@@ -40,7 +40,7 @@ from loops import BARE, LIBRARIES, LOOPS, world
 from problems import Problem, fashion_cnn, resnet18, small_cnn
 from torch import distributed, nn
 
-from dualeval.tools.bench.cell import peak_of_process
+from dualeval.tools.bench.measuring import peak_of_process
 
 SIZES = (1, 2)
 RESULT_SIZE = 3

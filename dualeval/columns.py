@@ -1,7 +1,7 @@
-"""Columns whose rows differ in length: numbers (``Ragged``) and text (``Text``).
+"""Columns: plain tensors, those that are made late, numbers (``Ragged``) and text (``Text``) of any length.
 
-Both are the values of all samples, one behind the other, and how many each sample has. Ledger metrics get
-them in torch, as ``Ragged`` and ``Text``; files and metrics of all rows have the same in numpy, as
+The last two are the values of all samples, one behind the other, and how many each sample has. Ledger metrics
+get them in torch, as ``Ragged`` and ``Text``; files and metrics of all rows have the same in numpy, as
 ``RaggedRows`` and ``TextRows``, which may be memory-mapped.
 """
 

@@ -53,7 +53,7 @@ def prepare(words: Sequence[str]) -> None:
 
 
 def take_signals(words: Sequence[str]) -> None:
-    """End the process by ``--stop-signals`` with exit code 75, until ``engine.signals`` takes them.
+    """End the process by ``--stop-signals`` with exit code 75, until ``engine.end.process`` takes them.
 
     ``dualeval run --nproc`` starts its ranks with them blocked: what came before this is heard now. One that
     is ignored stays ignored.

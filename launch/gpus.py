@@ -6,7 +6,6 @@ each rank other GPUs, all of them starting at 0.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -159,25 +158,42 @@ def _named(sights: Sequence[Sight]) -> str:
 
 
 def _divide(sights: Sequence[Sight], most: int) -> dict[int, Gpu]:
-    """Give each rank one of the GPUs that it sees, each GPU to so many at most.
+    """Give as many ranks as possible one of the GPUs that they see, each GPU to so many at most.
 
-    Who sees fewest chooses first. Ranks that see the same GPUs take them in that order, so that rank k of a
-    plain node has GPU k.
+    A maximum matching by augmenting paths (Berge 1957), in rank order. Ranks that see the same GPUs take them
+    in that order, so that rank k of a plain node has GPU k.
     """
-    seen_before = Counter[tuple[str, ...]]()
+    seen_before: dict[tuple[str, ...], int] = {}
     preferences: dict[int, list[Gpu]] = {}
     for sight in sights:
         ids = tuple(gpu.id for gpu in sight.gpus)
-        turn = seen_before[ids] % len(ids)
-        seen_before[ids] += 1
+        turn = seen_before.get(ids, 0) % len(ids)
+        seen_before[ids] = turn + 1
         preferences[sight.rank] = [*sight.gpus[turn:], *sight.gpus[:turn]]
-    ranks_of = Counter[str]()
+    holders: dict[str, list[int]] = {}
     taken: dict[int, Gpu] = {}
-    for sight in sorted(sights, key=lambda sight: len(sight.gpus)):
-        gpu = next((gpu for gpu in preferences[sight.rank] if ranks_of[gpu.id] < most), None)
-        if gpu is not None:
-            ranks_of[gpu.id] += 1
-            taken[sight.rank] = gpu
+
+    def give(rank: int, tried: set[str]) -> bool:
+        # A free one that comes later in its order goes before one that another rank has to give up.
+        for gpu in preferences[rank]:
+            if gpu.id not in tried and len(holders.setdefault(gpu.id, [])) < most:
+                holders[gpu.id].append(rank)
+                taken[rank] = gpu
+                return True
+        for gpu in preferences[rank]:
+            if gpu.id in tried:
+                continue
+            tried.add(gpu.id)
+            for other in tuple(holders[gpu.id]):
+                if give(other, tried):
+                    holders[gpu.id].remove(other)
+                    holders[gpu.id].append(rank)
+                    taken[rank] = gpu
+                    return True
+        return False
+
+    for sight in sights:
+        give(sight.rank, set())
     return taken
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dualeval.tools.bench.cell import peak_of_process
+from dualeval.tools.bench.measuring import peak_of_process
 
 # The folder for the peaks of the ranks.
 PEAKS = "DUALEVAL_TEST_PEAKS"

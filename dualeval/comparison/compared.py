@@ -16,7 +16,7 @@ from dualeval.comparison import statistics
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
-from dualeval.engine.differences import PREDICTION_COLUMNS, same_entries
+from dualeval.engine.row_comparison import PREDICTION_COLUMNS, same_entries
 from dualeval.engine.slices import bins_without_use
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_groups

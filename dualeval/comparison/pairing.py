@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.differences import differing_fingerprints, same_entries
+from dualeval.engine.differences import differing_fingerprints
 from dualeval.engine.rescoring import finished_run
+from dualeval.engine.row_comparison import same_entries
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.scores import Score, score_from

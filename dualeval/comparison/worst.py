@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from dualeval.comparison.compared import Comparison
 from dualeval.comparison.estimates import Flips
-from dualeval.engine.differences import PREDICTION_COLUMNS
 from dualeval.engine.rescoring import finished_run
+from dualeval.engine.row_comparison import PREDICTION_COLUMNS
 from dualeval.engine.slices import is_of
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import UsageError

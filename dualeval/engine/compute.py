@@ -260,6 +260,12 @@ def _is_plain(value: Any, device: torch.device) -> bool:
 
 
 def _moves_itself(value: Any) -> bool:
-    """Whether an object has a method ``to``, as a tensor does; a dict's items, as in a batch of transformers,
-    are copied one by one: its own method would wait for the device."""
-    return not isinstance(value, (Tensor, UserDict)) and callable(getattr(type(value), "to", None))
+    """Whether an object has a method ``to``, as a tensor does.
+
+    Not that of a batch of transformers, which would wait for the device: its items are copied one by one.
+    """
+    method = getattr(type(value), "to", None)
+    of_batch = isinstance(value, UserDict) and str(getattr(method, "__module__", "")).startswith(
+        "transformers."
+    )
+    return callable(method) and not isinstance(value, Tensor) and not of_batch

@@ -330,6 +330,7 @@ class Feed:
             return map(self._reader.__getitem__, self._batches), ()
         _check_room_for_locks(self._workers)
         before = set(multiprocessing.active_children())
+        collects = gc.isenabled()
         # Batches are the loader's samples: the plan has already made them.
         loader = torch.utils.data.DataLoader(
             _Sending(self._reader),
@@ -340,29 +341,36 @@ class Feed:
             # Not by Python's own choice, which is forkserver from 3.14 on: what is read is not pickled.
             multiprocessing_context="fork",
             prefetch_factor=self._ahead,
-            # However the process that it reads for ends: one that hangs in a read would outlive it.
-            worker_init_fn=lambda worker: end_with_parent(signal.SIGKILL),
+            worker_init_fn=lambda worker: _begin_reading(collects),
             # Not the process's own: a caller's script may draw from that.
             generator=torch.Generator(),
         )
-        with _parents_garbage_kept():
+        with _collector_off():
             loaded = map(pickle.loads, loader)
         return loaded, [each for each in multiprocessing.active_children() if each not in before]
 
 
 @contextmanager
-def _parents_garbage_kept() -> Iterator[None]:
-    """Have processes that are forked meanwhile collect nothing that was there before.
-
-    Among that may be memory of a GPU, which a forked process can only end at when it gives it back.
-    """
-    was_frozen = gc.get_freeze_count()
-    gc.freeze()
+def _collector_off() -> Iterator[None]:
+    """Keep Python's collector from running; processes that are forked meanwhile have to start it again."""
+    was_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        if not was_frozen:
-            gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def _begin_reading(collects: bool) -> None:
+    """In a reading process, before all else."""
+    # However the process that it reads for ends: one that hangs in a read would outlive it.
+    end_with_parent(signal.SIGKILL)
+    # What was there before is not collected here: memory of a GPU may be among it, and a forked process ends
+    # at giving that back.
+    gc.freeze()
+    if collects:
+        gc.enable()
 
 
 def _check_room_for_locks(workers: int) -> None:

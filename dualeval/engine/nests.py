@@ -106,7 +106,8 @@ def opened_nest(nest: Any) -> _Opened | None:
         return _of_object(nest, _keys(kind._fields), list(nest), kind._make)
     if (known := pytree.SUPPORTED_NODES.get(kind)) is not None:
         # Not by pytree's own walk, whose function calls itself.
-        parts, context = known.flatten_fn(nest)
+        given, context = known.flatten_fn(nest)
+        parts = [*given]
         names = _keys(nest) if isinstance(nest, Mapping) else _numbers(parts)
         return names, parts, lambda values: known.unflatten_fn(values, context)
     if isinstance(nest, (dict, UserDict)) or (dataclasses.is_dataclass(nest) and not isinstance(nest, type)):

@@ -50,7 +50,7 @@ def check_precision(precision: str, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise UsageError(
-            f"--precision tf32: the device is {device}, and TF32 is a format of NVIDIA GPUs. Leave it "
+            f"--precision tf32: the device is {device}, and TF32 is a format of some GPUs. Leave it "
             "out (fp32), or run on a GPU with --device cuda."
         )
     with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""RunOptions: how one evaluation runs, as the caller asks for it."""
+"""How one evaluation runs, and a session, as the caller asks for it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from dualeval.columns import Rows, kind_of, to_column
-from dualeval.engine.differences import differing_rows
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
@@ -30,6 +29,7 @@ from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Ledger
+from dualeval.engine.row_comparison import differing_rows
 from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError

@@ -291,7 +291,7 @@ class Session:
         Returns:
             The options as the result would have them.
         """
-        from dualeval.engine.opened import Reference
+        from dualeval.engine.reference import Reference
         from dualeval.engine.run import try_out
 
         self._check_usable()

@@ -1,4 +1,4 @@
-"""What ``dualeval conformance`` finds of a node and of the nodes on which it may start ranks."""
+"""What ``conformance`` and ``bench`` find of a node and of the nodes on which it may start ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Run = Callable[[Sequence[str], float], tuple[int | None, str, str]]
 
 
 def facts_line(environ: Mapping[str, str]) -> str:
-    """Look at this node; a line that ``read_facts`` finds again."""
+    """Look at this node; a line that ``_read_facts`` finds again."""
     return _FACTS + json.dumps(_node_facts(environ))
 
 

@@ -1,4 +1,4 @@
-"""What a launcher is: the names of its variables, what its ranks use, and how they are started and end.
+"""What a launcher is: the names of its variables, what its ranks use, and how they are started.
 
 A probe reads the environment through ``Environment``, which raises the errors of what is missing or wrong.
 """
@@ -153,7 +153,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """One launcher; the tables of ``docs/launchers.md`` are made of these values."""
+    """One launcher; the first table of ``docs/launchers.md`` is made of these values."""
 
     # What ``--launcher`` takes.
     name: str

@@ -151,10 +151,12 @@ def test_the_script_itself_gives_what_a_shell_sources(launch: Launch) -> None:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from dualeval.cli import dualeval\n"
+        "from dualeval.cli import COMMANDS, dualeval\n"
         "for words in (['run', '--help'], ['run', '--task', 'question-answering', '--help'], "
         "['score', '--help'], ['list', 'tasks']):\n"
         "    dualeval.main(words, standalone_mode=False)\n"
+        "for word in COMMANDS:\n"
+        "    dualeval.get_command(None, word)\n"
         "heavy = {'torch', 'numpy', 'torchvision', 'transformers', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -302,8 +302,11 @@ def test_a_reading_process_gives_back_nothing_of_its_parents(tmp_path: Path) -> 
         # Written by whoever collects the cycle.
         weakref.finalize(cycle[0], (tmp_path / "collected").touch).atexit = False
         del cycle
+        frozen = gc.get_freeze_count()
         read(Collecting(8), [range(4), range(4, 8)], workers=1)
         assert not [*tmp_path.iterdir()]
+        # The process itself collects as before.
+        assert gc.get_freeze_count() == frozen and not gc.isenabled()
         gc.collect()
         assert [*tmp_path.iterdir()]
     finally:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import dualeval
 from dualeval.columns import RaggedRows
 from dualeval.engine import stored_rows
-from dualeval.engine.differences import Difference, as_one_kind, right, same_entries, text_rows
+from dualeval.engine.row_comparison import Difference, as_one_kind, right, same_entries, text_rows
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.report.table import print_result

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
 
 from dualeval.engine import accelerator, looks
 from dualeval.engine.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
@@ -235,6 +236,33 @@ def test_every_kind_of_nest_gets_there(name: str, device: accelerator.Accelerato
     assert not own or found["b"].encodings == "of the tokenizer"
     if name == "sequences":
         assert isinstance(found, PackedSequence) and found.batch_sizes.device == CPU
+
+
+def test_a_batch_of_transformers_is_copied_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def to(*_: Any) -> Any:
+        raise AssertionError("it would wait for the device")
+
+    monkeypatch.setattr(to, "__module__", transformers.BatchEncoding.to.__module__)
+    monkeypatch.setattr(transformers.BatchEncoding, "to", to)
+    found = Uploads(Played(["copying"])).start(transformers.BatchEncoding({"input_ids": ONES}))
+    assert type(found) is transformers.BatchEncoding and found["input_ids"].tolist() == [1, 1]
+
+
+class Pair:
+    """Two tensors in a class that torch's pytree knows, and gives one by one."""
+
+    def __init__(self, one: Tensor, other: Tensor) -> None:
+        self.one, self.other = one, other
+
+
+def test_a_class_of_ones_own_that_pytree_knows() -> None:
+    pytree.register_pytree_node(
+        Pair, lambda pair: (iter((pair.one, pair.other)), None), lambda parts, _: Pair(*parts)
+    )
+    found = map_batch(torch.neg, [Pair(ONES, 2 * ONES)])[0]
+    assert (found.one.tolist(), found.other.tolist()) == ([-1, -1], [-2, -2])
 
 
 @pytest.mark.parametrize("name", ["dict", "namedtuple", "dataclass", "user dict"])

@@ -26,13 +26,11 @@ from dualeval.tools.bench.cell import (
     Cell,
     CellStart,
     cores_of_processes,
-    measure_evaluation,
-    measure_training,
     order_of_round,
     own_part,
     plan_cells,
-    split_batches,
 )
+from dualeval.tools.bench.measuring import measure_evaluation, measure_training, split_batches
 from dualeval.tools.bench.page import MEASURED, draw, page, with_figures
 from dualeval.tools.trials import FAILED, NOT_HERE, Interrupted
 from tests.conftest import BIN, Launch

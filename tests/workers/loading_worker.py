@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.models import classifiers
-from dualeval.tools.bench.cell import peak_of_process
+from dualeval.tools.bench.measuring import peak_of_process
 
 WIDTH = 1024
 LAYERS = 16

@@ -181,12 +181,15 @@ def conclude_quietly(error: BaseException, code: int) -> None:
         error._dualeval_exit_code = code  # type: ignore[attr-defined]
 
 
+# -- signals -----------------------------------------------------------------------------------------------
+
+
 class Signals:
     """Takes signals in place of this process's main thread, until it is closed.
 
     They are blocked in the main thread. Reading processes that are forked from it inherit that: they must not
     end by the SIGTERM that Slurm sends to all processes of a step, which their rank would take for an error.
-    They end with their rank (``process.end_process``, and the kernel).
+    They end with their rank (``end_process``, and the kernel).
 
     The kernel hands a signal to any thread that does not block it: the one that is begun here, or one that is
     older, as those of OpenBLAS in a script. It runs the handler of Python's that is set here: even where no

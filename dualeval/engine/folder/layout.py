@@ -16,13 +16,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.folder.lease import LEASE, at_work
-from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
 from dualeval.result import JOB, PREDICTIONS, REPORT, RESULT, STATUS, read_status
 from dualeval.wording import counted, listed
+
+if TYPE_CHECKING:
+    from dualeval.engine.plan import EvalPlan
 
 _JOURNAL = "journal"
 STACKS = "stacks"

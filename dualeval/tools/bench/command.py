@@ -37,7 +37,6 @@ from dualeval.tools.bench.cell import (
     cores_of_processes,
     order_of_round,
     plan_cells,
-    run_cell,
 )
 from dualeval.tools.bench.page import (
     MEASURED,
@@ -119,6 +118,8 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         job = whole_job_of(
             {**flags, "batch_size": start.batch_size, "precision": start.precision}, "dualeval bench"
         )
+        from dualeval.tools.bench.measuring import run_cell
+
         context.exit(run_cell(job, start, flags["launcher"], [*OWN_COMMAND, *context.obj]))
     if unused := start_of(flags["config"]):
         click.echo(

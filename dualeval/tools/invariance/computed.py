@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from dualeval.columns import Column, Ragged, Rows, each_part, kind_of, to_rows
 from dualeval.engine.compute import Compute, copy_sharing_tensors
-from dualeval.engine.differences import Difference, differing_rows
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.loop import unreadable
 from dualeval.engine.nests import tensors_in
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.preparation import prepare, why_preparation_failed
+from dualeval.engine.row_comparison import Difference, differing_rows
 from dualeval.tasks import Dataset, Task
 
 _OUTPUT = "output"

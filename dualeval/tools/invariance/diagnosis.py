@@ -19,13 +19,13 @@ from dualeval.columns import Rows
 from dualeval.engine import numerics
 from dualeval.engine.building import moved
 from dualeval.engine.compute import is_compiled
-from dualeval.engine.differences import differing_rows
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.machines import machine_facts
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import compiler_settings, set_evaluation_mode
+from dualeval.engine.row_comparison import differing_rows
 from dualeval.engine.samples import as_dataset
 from dualeval.errors import UsageError
 from dualeval.report.table import labelled, make_console, print_line
