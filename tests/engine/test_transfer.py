@@ -258,9 +258,8 @@ class Pair:
 
 
 def test_a_class_of_ones_own_that_pytree_knows() -> None:
-    pytree.register_pytree_node(
-        Pair, lambda pair: (iter((pair.one, pair.other)), None), lambda parts, _: Pair(*parts)
-    )
+    register: Any = pytree.register_pytree_node
+    register(Pair, lambda pair: (iter((pair.one, pair.other)), None), lambda parts, _: Pair(*parts))
     found = map_batch(torch.neg, [Pair(ONES, 2 * ONES)])[0]
     assert (found.one.tolist(), found.other.tolist()) == ([-1, -1], [-2, -2])
 
