@@ -225,7 +225,8 @@ def _kind(kind: Any) -> str:
     return "i" if pyarrow.types.is_integer(kind) else "f" if pyarrow.types.is_floating(kind) else ""
 
 
-# From the buffers: ``to_numpy`` and the like import pandas, where that is installed, which takes a second.
+# From the buffers: ``to_numpy``, ``to_pandas_dtype`` and the like import pandas: for a second where that is
+# installed, and where it is not, an older pyarrow fails.
 
 
 def _rows(array: Any) -> Rows:
@@ -266,7 +267,8 @@ def _numbers(array: Any) -> npt.NDArray[Any]:
         return _numbers(array.values).reshape(-1, kind.list_size)[here]
     if pyarrow.types.is_boolean(kind):
         return _bits(array.buffers()[1], array)
-    return np.frombuffer(array.buffers()[1], kind.to_pandas_dtype())[here].copy()
+    of_kind = "u" if pyarrow.types.is_unsigned_integer(kind) else _kind(kind)
+    return np.frombuffer(array.buffers()[1], f"{of_kind}{kind.bit_width // 8}")[here].copy()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,6 +134,12 @@ def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch:
     shutil.rmtree(venv)  # with CUDA several GB
 
 
+def test_no_run_asks_pyarrow_for_what_it_has_of_pandas() -> None:
+    """pyarrow before 26 then fails where pandas is not installed; dualeval does not depend on it."""
+    source = [*ROOT.glob("dualeval/**/*.py"), *ROOT.glob("backends/*.py"), *ROOT.glob("launch/**/*.py")]
+    assert not [path for path in source if re.search(r"\.to_pandas\w*\(", path.read_text("utf-8"))]
+
+
 def test_the_changelog_has_this_version() -> None:
     """A merge has emptied it once, and nothing noticed."""
     assert f"\n## {dualeval.__version__}\n\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
