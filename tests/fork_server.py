@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -150,6 +151,8 @@ def main() -> None:
     except Job as job:
         asked = job.asked
     else:
+        # Also where nobody is left to do it.
+        shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)
         return
     run(asked, path)
 
