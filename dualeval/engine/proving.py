@@ -129,11 +129,14 @@ def batches_of_journal(
 def batches_of_predictions(
     path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[StoredBatch]:
-    """The rows of the batches that the fingerprint draws."""
+    """The rows of the batches that the fingerprint draws, but of those whose samples have all failed."""
     rows = StoredRows(path)
     without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
     for number in places_drawn(fingerprint, plan.num_batches) if rows.names else ():
-        yield StoredBatch(**vars(rows.batch(plan.batch_samples(number))), machines=tuple(without_count))
+        batch = rows.batch(plan.batch_samples(number))
+        # The result has the metrics' digests of the first: here and there the same one.
+        if batch.evaluated.any():
+            yield StoredBatch(**vars(batch), machines=tuple(without_count))
 
 
 # -- the comparison ------------------------------------------------------------------------------------
