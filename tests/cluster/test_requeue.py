@@ -139,7 +139,7 @@ def test_where_slurm_does_not_requeue_the_same_line_goes_on(batch: Batch, digest
 def test_a_job_whose_time_is_up_comes_back(batch: Batch, digest: str) -> None:
     # Slurm looks every 30 s, and warns where the time is within the next 30: 10 to 40 s after the start,
     # and the job takes 50.
-    slow = {**PACKAGE, FAULT: "slow:2.4 all 0"}
+    slow = {**PACKAGE, FAULT: "slow:1.3 all 0"}
     line = f"sbatch {TASKS} --time=1 --signal=USR2@20 slurm/eval.sbatch {JOB}"
     with batch.begun(line, slow) as (number, _):
         batch.cluster.wait_for_restart(number, 1, 90)
