@@ -7,7 +7,6 @@ error whose text cannot be written), hang, term (it sends itself SIGTERM); stop 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -117,9 +116,7 @@ def run(out: Path, modes: set[str], rank: int) -> None:
     if modes & {"torch", "spawned"}:
         import torch.distributed as dist
 
-        # Else its threads now and then abort the interpreter at its end; so they do where the traceback of an
-        # error, which waits for the collector, still holds it.
-        gc.collect()
+        # Else its threads now and then abort the interpreter at its end.
         dist.destroy_process_group()
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     assert before == after
