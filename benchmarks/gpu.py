@@ -402,12 +402,11 @@ def ends(trial: Trial) -> None:
         right = said["first"] == said["then"] and "out of memory on cuda:0 with --batch-size" in said["error"]
         return PASSED if right else FAILED, f"{said['error']} Digests: {said['first']}, then {said['then']}"
 
-    trial.row("ends", "SIGKILL, and the same command again", killed)
-
     def asserts() -> Verdict:
         said = trial.ask("asserts")
         return PASSED if "device-side assert" in said else FAILED, said
 
+    trial.row("ends", "SIGKILL, and the same command again", killed)
     trial.row("ends", "no memory, and then enough", no_memory, on_cpu=False)
     trial.row("ends", "an assertion on the device", asserts, on_cpu=False)
 

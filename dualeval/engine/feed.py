@@ -330,33 +330,32 @@ class Feed:
             return map(self._reader.__getitem__, self._batches), ()
         _check_room_for_locks(self._workers)
         before = set(multiprocessing.active_children())
-        collects = gc.isenabled()
-        # Batches are the loader's samples: the plan has already made them.
-        loader = torch.utils.data.DataLoader(
-            _Sending(self._reader),
-            batch_size=None,
-            sampler=self._batches,
-            collate_fn=lambda batch: batch,
-            num_workers=self._workers,
-            # Not by Python's own choice, which is forkserver from 3.14 on: what is read is not pickled.
-            multiprocessing_context="fork",
-            prefetch_factor=self._ahead,
-            worker_init_fn=lambda worker: _begin_reading(collects),
-            # Not the process's own: a caller's script may draw from that.
-            generator=torch.Generator(),
-        )
-        with _collector_off():
+        with _collector_off() as collects:
+            # Batches are the loader's samples: the plan has already made them.
+            loader = torch.utils.data.DataLoader(
+                _Sending(self._reader),
+                batch_size=None,
+                sampler=self._batches,
+                collate_fn=lambda batch: batch,
+                num_workers=self._workers,
+                # Not by Python's own choice, which is forkserver from 3.14 on: what is read is not pickled.
+                multiprocessing_context="fork",
+                prefetch_factor=self._ahead,
+                worker_init_fn=lambda worker: _begin_reading(collects),
+                # Not the process's own: a caller's script may draw from that.
+                generator=torch.Generator(),
+            )
             loaded = map(pickle.loads, loader)
         return loaded, [each for each in multiprocessing.active_children() if each not in before]
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
-    """Keep Python's collector from running; processes that are forked meanwhile have to start it again."""
+def _collector_off() -> Iterator[bool]:
+    """Keep the collector off, and say whether it was on: processes that are forked start it again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        yield was_on
     finally:
         if was_on:
             gc.enable()

@@ -35,7 +35,7 @@ from dualeval.engine.measured import (
 from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.proving import Proven, batches_of_predictions, metric_digests
+from dualeval.engine.proving import Proven, batches_of_predictions, comparable, metric_digests
 from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import MemoryWriter, NewRows, collect_rows
 from dualeval.errors import DualevalError, UsageError
@@ -354,7 +354,8 @@ class _Ended:
         for name, column in of.task.exports.items():
             write_json_file(path / name, rows, plan, of.task, dataset, of.kept, column, step)
         # What the metrics make of the first batch that a later run compares.
-        stored = next(batches_of_predictions(path / PREDICTIONS, plan, result.fingerprint), None)
+        drawn = batches_of_predictions(path / PREDICTIONS, plan, result.fingerprint)
+        stored = next(comparable(drawn), None)
         digests = {} if stored is None else metric_digests(of.metrics, of.row_metrics, stored.columns)
         names = (PREDICTIONS, *of.task.exports)
         return replace(

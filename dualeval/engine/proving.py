@@ -7,7 +7,7 @@ or a variable that the model reads cannot; but they show in the numbers.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -94,7 +94,7 @@ def stored_batches(evaluation: Evaluation, opened: Opened) -> list[StoredBatch]:
         found = batches_of_journal(opened.previous.chunks.files, plan, fingerprint)
     else:
         found = batches_of_predictions(folder.path / PREDICTIONS, plan, fingerprint, finished.machines)
-    return [batch for batch in found if batch.columns and batch.evaluated.any()]
+    return [*comparable(found)]
 
 
 def places_drawn(fingerprint: str, count: int) -> list[int]:
@@ -129,14 +129,16 @@ def batches_of_journal(
 def batches_of_predictions(
     path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[StoredBatch]:
-    """The rows of the batches that the fingerprint draws, but of those whose samples have all failed."""
+    """The rows of the batches that the fingerprint draws."""
     rows = StoredRows(path)
     without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
     for number in places_drawn(fingerprint, plan.num_batches) if rows.names else ():
-        batch = rows.batch(plan.batch_samples(number))
-        # The result has the metrics' digests of the first: here and there the same one.
-        if batch.evaluated.any():
-            yield StoredBatch(**vars(batch), machines=tuple(without_count))
+        yield StoredBatch(**vars(rows.batch(plan.batch_samples(number))), machines=tuple(without_count))
+
+
+def comparable(found: Iterable[StoredBatch]) -> Iterator[StoredBatch]:
+    """The batches with rows to compare; a result has the metrics' digests of the first of them."""
+    return (batch for batch in found if batch.columns and batch.evaluated.any())
 
 
 # -- the comparison ------------------------------------------------------------------------------------
