@@ -59,6 +59,15 @@ def test_who_makes_no_progress_is_named_with_its_place() -> None:
     )
 
 
+def test_who_ends_within_a_slow_step_is_named_as_not_responding() -> None:
+    """Its last heartbeat came after its last progress: the one limit is over before the other."""
+    monitor = watching()
+    last = HEARTBEAT._replace(number=2)
+    seen = [look(monitor, 10, r2=HEARTBEAT), *(look(monitor, now, r2=last) for now in (11, 70.5, 71.5))]
+    assert seen[:3] == [None] * 3
+    assert seen[3] is not None and seen[3][1].endswith("stage load, and the process does not respond")
+
+
 def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
     monitor = watching()
     waiting = HEARTBEAT._replace(stage="meet", chunk=None)
