@@ -319,15 +319,19 @@ class ControlPlane(Ending):
         if self._meetings is not None:
             self._meetings.has_spoken()
 
-    def leave(self, limit_s: float = 10.0, *, together: bool = False) -> bool:
-        """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
+    def end_beats(self) -> None:
+        """Report no more: Python that ends while a thread is in a call of torch's aborts the process."""
         self._left = True
-        self.end_run()
         if self._beats is not None:
             self._wake.set()
             # Limited: it may hang in a call to the store, and ends with the process.
             self._beats.join(_LAST_BEAT_WITHIN_S)
             self._beats = None
+
+    def leave(self, limit_s: float = 10.0, *, together: bool = False) -> bool:
+        """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
+        self.end_run()
+        self.end_beats()
         meetings, self._meetings = self._meetings, None
         all_left = meetings is None or meetings.leave(limit_s, together=together)
         # Its threads end with it; collected later, in a forked process, it would wait for them there.
