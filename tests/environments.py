@@ -298,12 +298,7 @@ _WORLDS = {
         "horovodrun", 1, 2, 1, 2, meeting=AtHorovodrun(address=("127.0.0.1", 13938))
     ),
     "torchrun": world_at(
-        "torchrun",
-        1,
-        2,
-        1,
-        2,
-        0,
+        *("torchrun", 1, 2, 1, 2, 0),
         meeting=AtTorchrun(address=("localhost", 40603), launch_id="a05c029a-9f44-49e5-8e91-e6644d1b340c"),
     ),
     "one torchrun a node under srun": world_at(
