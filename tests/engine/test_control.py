@@ -26,7 +26,7 @@ from dualeval.errors import EXIT_STOPPED, DualevalError, LaunchError, PeerError,
 from dualeval.world import store
 from dualeval.world.store import limit_for, pause_for
 from tests.conftest import Launch
-from tests.control_ranks import OfferOnly, fail_in_the_middle, on_many_ranks, stop_all
+from tests.control_ranks import OfferOnly, fail_in_the_middle, on_many_ranks, stop_all, until
 from tests.faults import LOADED_S
 from tests.launchers import start
 
@@ -62,39 +62,24 @@ def test_nobody_goes_on_before_the_last_has_come() -> None:
     assert on_ranks(3, work) == [True, True, True]
 
 
-def test_alone_nothing_is_waited_for() -> None:
-    def work(rank: int, control: ControlPlane) -> str:
-        control.meet()
-        control.raise_if_peer_failed()
-        return str(control.fail(UsageError("wrong")))
-
-    assert on_ranks(1, work) == ["wrong"]
-
-
-def test_the_first_failure_is_everybodys() -> None:
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (UsageError("rank 1 found it wrong"), "rank 1 found it wrong", 2),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero", 1),
+    ],
+)
+def test_the_first_failure_is_everybodys(error: Exception, said: str, code: int) -> None:
     def work(rank: int, control: ControlPlane) -> Any:
         control.meet()
         if rank == 1:
-            return control.fail(UsageError("rank 1 found it wrong"))
+            return control.fail(error)
         control.meet()
         return None
 
-    errors = on_ranks(3, work)
-    assert all(isinstance(error, PeerError) and isinstance(error, UsageError) for error in errors)
-    assert {(str(error), error.rank, error.exit_code) for error in errors} == {
-        ("rank 1 found it wrong", 1, 2)
-    }
-
-
-def test_an_unexpected_error_is_told_with_its_type() -> None:
-    def work(rank: int, control: ControlPlane) -> Any:
-        if rank == 0:
-            return control.fail(ZeroDivisionError("division by zero"))
-        control.meet()
-        return None
-
-    for error in on_ranks(2, work):
-        assert (str(error), error.exit_code) == ("ZeroDivisionError: division by zero", 1)
+    told = on_ranks(3, work)
+    assert {(str(each), each.rank, each.exit_code) for each in told} == {(said, 1, code)}
+    assert all(isinstance(each, PeerError) and isinstance(each, UsageError) == (code == 2) for each in told)
 
 
 def test_the_reporter_sums_over_ranks_and_hears_of_failures() -> None:
@@ -264,18 +249,14 @@ def test_a_stop_that_one_rank_cannot_save_is_a_failure() -> None:
         if rank == 0:
             control.stop("SIGINT")
         # The failure may have taken the stop's place before this rank has looked.
-        while control.stopping is None and control.failure is None:
-            assert control.news.wait(LIMIT_S)
-            control.news.clear()
+        until(control, lambda: control.stopping or control.failure)
         if rank == 1:
             control.fail_to_save("no room")
         else:
             control.saved(1)
         assert control.all_saved.wait(LIMIT_S)
-        while control.verdict is None or control.verdict.kind == "stop":
-            assert control.news.wait(LIMIT_S)
-            control.news.clear()
-        return control.verdict.kind, str(control.failure)
+        until(control, lambda: control.verdict is not None and control.verdict.kind != "stop")
+        return control.verdict and control.verdict.kind, str(control.failure)
 
     assert on_ranks(3, work) == [("failure", "what was finished could not be saved: no room")] * 3
 
@@ -287,9 +268,7 @@ def test_rank_0_counts_who_has_saved() -> None:
         control.meet()
         if rank == 0:
             control.stop("SIGTERM")
-        while control.stopping is None:
-            assert control.news.wait(LIMIT_S)
-            control.news.clear()
+        until(control, lambda: control.stopping)
         control.saved(rank + 1)
         assert control.all_saved.wait(LIMIT_S / 2)
         if rank != 0:

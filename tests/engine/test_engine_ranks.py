@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT, Launch
 from tests.launchers import start, way
-from tests.sessions import evaluate
+from tests.sessions import FILES, evaluate
 from tests.tiny import TinyTask
 from tests.workers.engine_worker import ContentsTask, MedianTask
 
@@ -62,7 +62,7 @@ def test_rows_reach_rank_0_without_a_shared_folder(
 ) -> None:
     first, second = run_ranks(launch, "apart", 2, tmp_path, (launcher, backend))
     assert first["digest"] == second["digest"] == wanted
-    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
+    assert first["left"] == FILES
     assert second["left"] == []
     table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
     assert table["index"].to_pylist() == list(range(997))
@@ -80,7 +80,7 @@ def test_without_a_shared_folder_a_run_goes_on_from_what_rank_0_sees(
     assert apart.startswith("rank 1 of 2 cannot see ")
     assert "lost if it ends early" in apart
     assert second["notes"] == []
-    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
+    assert first["left"] == FILES
     assert second["left"] == []
 
 
