@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 
 from tests.conftest import ROOT, Launch
@@ -54,19 +53,6 @@ def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_p
         assert counts[0]["_all_reduce"] == 1
         assert [count["in_loop"] for count in counts] == [0, 0, 0, 0]
         assert all(count == counts[0] for count in counts), "the number depends on samples or metrics"
-
-
-@pytest.mark.parametrize(("launcher", "backend"), WAYS)
-def test_rows_reach_rank_0_without_a_shared_folder(
-    launch: Launch, tmp_path: Path, wanted: str, launcher: str, backend: str
-) -> None:
-    first, second = run_ranks(launch, "apart", 2, tmp_path, (launcher, backend))
-    assert first["digest"] == second["digest"] == wanted
-    assert first["left"] == FILES
-    assert second["left"] == []
-    table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
-    assert table["index"].to_pylist() == list(range(997))
-    assert table["target"].to_pylist() == [index * 31 % 7 for index in range(997)]
 
 
 def test_without_a_shared_folder_a_run_goes_on_from_what_rank_0_sees(

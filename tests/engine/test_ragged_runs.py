@@ -21,9 +21,10 @@ from dualeval.engine.rescoring import verify
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
 from tests.conftest import Launch
-from tests.engine.test_engine_ranks import run_ranks
+from tests.engine.test_engine_ranks import OTHER_WAYS, run_ranks
 from tests.engine.test_evaluator import evaluate, rows
 from tests.engine.test_own_loop import opened
+from tests.launchers import way
 from tests.ragged_task import RAGGED, WORDS, RaggedTask, length_of, unnamed
 from tests.workers.engine_worker import BROKEN_ROWS, RAGGED_SAMPLES
 
@@ -91,11 +92,20 @@ def test_files_of_the_tasks_own(done: tuple[Path, Result]) -> None:
         assert found == {key: value for key, value in pairs if value is not None}
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_any_number_of_ranks(launch: Launch, tmp_path: Path, done: tuple[Path, Result], size: int) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "backend", "size"),
+    [
+        way("torchrun", "torch", 2, long=True),
+        way("torchrun", "torch", 3),
+        *(way(*names, 3, long=True) for names in OTHER_WAYS),
+    ],
+)
+def test_any_number_of_ranks(
+    launch: Launch, tmp_path: Path, done: tuple[Path, Result], launcher: str, backend: str, size: int
+) -> None:
     """Two ranks share a folder; of three rank 0 has a disk of its own, the others one together, where nothing
     is left; and each makes a run without a folder, too."""
-    reports = run_ranks(launch, "ragged", size, tmp_path)
+    reports = run_ranks(launch, "ragged", size, tmp_path, (launcher, backend))
     out, result = done
     for report in reports:
         assert report["digests"] == 2 * [result.metrics_digest]

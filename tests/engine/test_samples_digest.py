@@ -77,11 +77,6 @@ def test_it_is_what_the_docs_say_at_any_number_of_ranks(count: int) -> None:
         assert sum(map(len, hashes)) == len(blocks_of(count))
 
 
-def test_the_example_of_the_docs() -> None:
-    inner = hashlib.sha256(b'["a","b"]').hexdigest()
-    assert digest_of(2, "ab") == hashlib.sha256(f'[2,"{inner}"]'.encode()).hexdigest()
-
-
 def test_other_samples_have_other_digests_of_equal_metrics() -> None:
     found = [of_names(names) for names in ("abc", "abcd", "abx", "acb")]
     assert len({result.metrics_digest for result in found}) == 1
