@@ -35,11 +35,8 @@ def save_causal(folder: Path, kind: str = "GPT2", *, begins: bool = False, **cha
 
     tokenizer, options = byte_level()
     tokenizer.decoder = decoders.ByteLevel()
-    if begins:
-        template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-        tokenizer.post_processor = template
-    else:
-        tokenizer.post_processor = None
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = template if begins else None
     options = {**options, "bos_token": "<s>", "eos_token": "</s>"}
     library.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
     small = {

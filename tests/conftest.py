@@ -211,6 +211,12 @@ def launch() -> Iterator[Launch]:
 
 
 @pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where a run may write: a folder that is not there yet."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that count reads and forwards: without those of the look at the first samples."""
     from dualeval.engine.looks import Looked

@@ -103,6 +103,13 @@ def on_many_ranks(size: int, processes: int, work: Work, timeout_s: float = 60.0
     return [found[rank] for rank in range(size)]
 
 
+def until(control: ControlPlane, condition: Callable[[], object]) -> None:
+    """Wait for something that the control plane has news of."""
+    while not condition():
+        assert control.news.wait(LIMIT_S)
+        control.news.clear()
+
+
 # -- what ranks do, with moments on the clock that the processes of a host share ---------------------------
 
 
@@ -119,9 +126,7 @@ def fail_in_the_middle(rank: int, control: ControlPlane) -> dict[str, float]:
         moments["failed"] = monotonic()
         assert str(control.fail(UsageError("it was this one"))) == "it was this one"
         return moments
-    while control.failure is None:
-        assert control.news.wait(LIMIT_S)
-        control.news.clear()
+    until(control, lambda: control.failure)
     assert str(control.failure) == "it was this one", control.failure
     moments["heard"] = monotonic()
     return moments
@@ -136,9 +141,7 @@ def stop_all(rank: int, control: ControlPlane) -> dict[str, float]:
     if rank == control.size // 2:
         moments["signalled"] = monotonic()
         control.stop("SIGTERM")
-    while control.stopping is None:
-        assert control.news.wait(LIMIT_S)
-        control.news.clear()
+    until(control, lambda: control.stopping)
     moments["heard"] = monotonic()
     control.saved(2)
     # As rank 0 of a run waits, which reports a failure then.

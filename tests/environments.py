@@ -165,7 +165,7 @@ a heterogeneous step in one allocation | recorded here
 SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=block SLURM_GTIDS=1,2 SLURM_JOB_ID=13
 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=3 SLURM_PROCID=1 SLURM_STEP_ID=0
 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1
--> node 1 of this step is h0, and lists h0, h1: a heterogeneous step
+-> node 1 of this step is h0, and lists h0, h1: a heterogeneous step.*'srun --het-group=0,1 dualeval run'
 
 no launcher | recorded here
 HOME=/root OMP_NUM_THREADS=1 SLURM_CONF=/etc/slurm.conf
@@ -298,12 +298,7 @@ _WORLDS = {
         "horovodrun", 1, 2, 1, 2, meeting=AtHorovodrun(address=("127.0.0.1", 13938))
     ),
     "torchrun": world_at(
-        "torchrun",
-        1,
-        2,
-        1,
-        2,
-        0,
+        *("torchrun", 1, 2, 1, 2, 0),
         meeting=AtTorchrun(address=("localhost", 40603), launch_id="a05c029a-9f44-49e5-8e91-e6644d1b340c"),
     ),
     "one torchrun a node under srun": world_at(

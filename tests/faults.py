@@ -173,6 +173,13 @@ def hurt_run(
         yield Run(launchers, size, folder, find)
 
 
+def ended_run(launch: Launch, command: Sequence[str | Path], size: int, folder: Path, **options: Any) -> Run:
+    """A run whose model has a fault, at its end."""
+    with hurt_run(launch, [command], size, folder, **options) as run:
+        run.wait_for_end()
+    return run
+
+
 @contextmanager
 def _all_started(
     launch: Launch, commands: Sequence[Sequence[str | Path]], environ: Mapping[str, str], folder: Path
@@ -271,14 +278,13 @@ class Round:
 
 def uninterrupted(launch: Launch, folder: Path, job: Sequence[str] = SMALL_JOB) -> str:
     """The digest of a job, from one process that nobody hurts."""
-    with hurt_run(launch, [["dualeval", "run", *job, "--out", "out"]], 1, folder) as run:
-        run.wait_for_end()
-        assert run.launchers[0].returncode == 0, run.said()
+    run = ended_run(launch, ["dualeval", "run", *job, "--out", "out"], 1, folder)
+    assert run.launchers[0].returncode == 0, run.said()
     return str(json.loads((folder / "out/result.json").read_text())["metrics_digest"])
 
 
-def play(launch: Launch, folder: Path, kind: str, seed: str, digest: str) -> Round:
-    """Play one round: hurt a run, and go on until it is done."""
+def play(launch: Launch, folder: Path, kind: str, seed: str, digest: str, *, sharded: bool = False) -> Round:
+    """Play one round: hurt a run, whose model may be sharded, and go on until it is done, or whole."""
     random = Random(seed)
     round_ = Round(kind=kind, seed=seed)
     try:
@@ -287,7 +293,7 @@ def play(launch: Launch, folder: Path, kind: str, seed: str, digest: str) -> Rou
             if len(round_.story) >= 12:
                 round_.wrong.append("it does not come to its end")
                 return round_
-            _play_run(launch, folder, round_, random, hurt=again)
+            _play_run(launch, folder, round_, random, hurt=again, sharded=sharded)
             if round_.wrong:
                 return round_
             again = random.random() < 1 / 3
@@ -313,9 +319,14 @@ def _is_done(out: Path) -> bool:
         return False
 
 
-def _play_run(launch: Launch, folder: Path, round_: Round, random: Random, *, hurt: bool) -> None:
+def _play_run(
+    launch: Launch, folder: Path, round_: Round, random: Random, *, hurt: bool, sharded: bool
+) -> None:
     size = random.randint(1, 4)
-    typed = random.choice(["dualeval run", *_WAYS] if size == 1 else _WAYS).format(n=size)
+    ways = [way for way in _WAYS if "--backend" not in way] if sharded else _WAYS
+    typed = random.choice(["dualeval run", *ways] if size == 1 else ways).format(n=size)
+    if sharded and (not round_.story or random.random() < 2 / 3):
+        typed += " --shard fsdp"
     # Long enough that the moment lies within it.
     evaluate_s = random.uniform(0.8, 1.6)
     faults = [f"slow:{evaluate_s * size / (SAMPLES / 20):.4f} all 0"] if hurt else []

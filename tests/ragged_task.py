@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from dualeval.columns import Ragged, RaggedRows, Text, TextRows
 from dualeval.metrics import Measured, Metric, RowMetric
-from dualeval.tasks import Task
-from tests.tiny import CLASSES, FEATURES, TinyDataset
+from tests.tiny import FEATURES, TinyDataset, TinyTask
 
 WORDS = ["", "é", "𝄞 clef", "plain", "日本語", "e\u0301", "tab\tand\nline", "\0"]
 KINDS = {
@@ -84,37 +83,29 @@ class EveryBit:
         return f"{shapes} {hashlib.sha256(b''.join(part.tobytes() for part in parts)).hexdigest()}"
 
 
-class RaggedTask(Task):
+class RaggedTask(TinyTask):
     """A linear classifier that gives as many values of each kind as ``length_of`` says, and a word."""
 
     name = "ragged"
-    wants_workers = False
+    rows = None  # type: ignore[assignment]
 
     def __init__(self, count: int, broken: Sequence[int] = ()) -> None:
+        super().__init__(count)
         self._dataset = IndexedDataset(count, broken)
 
     @property
     def exports(self) -> Mapping[str, str]:
         return {"tokens.json": "tokens", "words.json": "word"}
 
-    def dataset(self) -> TinyDataset:
-        return self._dataset
-
     def collate(self, samples: Any) -> dict[str, Tensor]:
         features, indices = zip(*samples, strict=True)
         return {"features": torch.stack(features), "index": torch.tensor(indices)}
-
-    def build_model(self, device: torch.device) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return nn.Linear(FEATURES, CLASSES).eval().to(device)
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         unnamed["batches"] -= 1
         if unnamed["batches"] < 0:
             raise RuntimeError("enough")
-        logits: Tensor = model(batch["features"])
-        return logits * unnamed["scale"]
+        return super().forward(model, batch) * unnamed["scale"]
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
         lengths = torch.tensor([length_of(index) for index in batch["index"].tolist()])

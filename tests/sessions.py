@@ -20,6 +20,9 @@ from dualeval.tasks import Task
 from dualeval.world import World
 from dualeval.world.devices import connect
 
+# All that a finished run has in its folder.
+FILES = ["job.json", "predictions.parquet", "result.json", "status.json"]
+
 
 @contextmanager
 def joined(backend: Backend) -> Iterator[ControlPlane]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from dualeval.columns import Ragged
 from dualeval.metrics import Metric, RowMetric, from_torchmetrics
 from dualeval.metrics.torchmetrics import Parsed
-from dualeval.tasks import Task
 from tests.ragged_task import IndexedDataset
-from tests.tiny import CLASSES, TinyDataset
+from tests.tiny import CLASSES, TinyTask
 
 WORDS = ("the", "cat", "sat", "on", "mat")
 SAMPLES = 120
@@ -97,22 +96,16 @@ def _boxes(features: Tensor, counts: Sequence[int], size: float) -> Ragged:
     return Ragged(torch.cat(rows), torch.tensor(counts))
 
 
-class ManyMetricsTask(Task):
+class ManyMetricsTask(TinyTask):
     """Columns of the data alone, and the metrics of these names."""
 
     name = "many metrics"
-    wants_workers = False
+    rows = ()  # type: ignore[assignment]
 
     def __init__(self, names: Sequence[str] = tuple(METRICS), broken: Sequence[int] = BROKEN) -> None:
+        super().__init__(SAMPLES)
         self._dataset = IndexedDataset(SAMPLES, broken)
         self._names = tuple(names)
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        return ()
-
-    def dataset(self) -> TinyDataset:
-        return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
         features, indices = zip(*samples, strict=True)
@@ -125,10 +118,9 @@ class ManyMetricsTask(Task):
         unnamed["batches"] -= 1
         if unnamed["batches"] < 0:
             raise RuntimeError("enough")
-        features: Tensor = model(batch["features"])
-        return features
+        return super().forward(model, batch)
 
-    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Mapping[str, Any]:
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
         return columns_of(outputs, batch["index"])
 
     def metrics(self) -> list[Metric | RowMetric]:

@@ -40,19 +40,18 @@ MUNGE_SOCKET = "/run/munge.socket"
 class Cluster:
     """Hosts h0, h1, ... at 10.77.0.10, .11, ..., from ``with`` to its end; start it from the main thread.
 
-    With ``ipv6`` they are at fd77::10, ... alone. With ``ssh`` each reaches the others through sshd, and with
-    ``slurm`` each is a node of 4 CPUs and two GPUs that are played; h0 is the controller. Needs what the
-    requirement "cluster" asks for; raises ``RuntimeError`` with the ends of all logs where something does not
-    come up. Everything dies with this process, even where that is killed.
+    Each reaches the others through sshd, and is a node of 4 CPUs and two GPUs that are played; h0 is the
+    controller. With ``ipv6`` they are at fd77::10, ... alone, without sshd and Slurm. Needs what the
+    requirement "cluster" asks for; raises ``RuntimeError`` with the ends of all logs where something does
+    not come up. Everything dies with this process, even where that is killed.
     """
 
-    def __init__(self, size: int = 2, *, ssh: bool = True, slurm: bool = True, ipv6: bool = False) -> None:
+    def __init__(self, *, ipv6: bool = False) -> None:
         network = "fd77::" if ipv6 else "10.77.0."
-        self._addresses = {f"h{index}": f"{network}{10 + index}" for index in range(size)}
+        self._addresses = {f"h{index}": f"{network}{10 + index}" for index in range(2)}
         # nodad: else the kernel first looks, for a second, whether another has the address.
         self._mask = "64 dev eth0 nodad" if ipv6 else "24 dev eth0"
-        self._ssh = ssh
-        self._slurm = slurm
+        self._serves = not ipv6
         self._shells: dict[str, _Shell] = {}
 
     def __enter__(self) -> Cluster:
@@ -64,9 +63,8 @@ class Cluster:
             (self.folder / "logs").mkdir()
             (self.folder / "home").mkdir()
             self._start_hosts(stack)
-            if self._ssh:
+            if self._serves:
                 self._start_ssh()
-            if self._slurm:
                 self._start_slurm()
             self._stack = stack.pop_all()
         return self
@@ -82,7 +80,7 @@ class Cluster:
     @property
     def variables(self) -> Mapping[str, str]:
         """What a command on a host needs in its environment, beside what every command of a test gets."""
-        return {"SLURM_CONF": str(self.folder / "slurm.conf")} if self._slurm else {}
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")} if self._serves else {}
 
     def address(self, host: str) -> str:
         """The address at which the other hosts reach a host."""
@@ -204,7 +202,7 @@ class Cluster:
             # Without a name server each look-up in DNS would take seconds.
             "/etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
         }
-        if self._ssh:
+        if self._serves:
             files["/etc/ssh/ssh_config"] = ssh_config(self.folder)
             # The machine's root may be locked out, or have settings at home that no test is to depend on.
             files["/etc/shadow"] = "root:*:19000::::::\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import test_launchers, test_requeue
-from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
 from tests.cluster.test_requeue import MODEL, PATIENCE, SLOW, until
@@ -20,7 +18,6 @@ from tests.conftest import ROOT, Launch
 pytestmark = pytest.mark.needs("cluster")
 
 PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/joining_worker.py", "place"]
-DETECT = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
 COUNT_OF_TASKS = 3
 
 # Asked for by the tests below, as this module's own.
@@ -64,15 +61,6 @@ def test_both_components_of_a_heterogeneous_job_evaluate(batch: Batch) -> None:
     assert batch.result("out")["world"] == {"size": 3, "nodes": 2, "launcher": "srun", "backend": "torch"}, (
         log
     )
-
-
-def test_a_heterogeneous_step_that_tells_no_order_is_refused(typed: Typed) -> None:
-    detect = shlex.join([sys.executable, "-c", DETECT])
-    steps = f"srun -N1 -n1 -w h1 {detect} : -N1 -n2 -w h0 {detect}"
-    done = typed("salloc", "-N2", "--ntasks-per-node", "2", "bash", "-c", steps)
-    assert done.returncode != 0
-    assert "World(" not in done.stdout
-    assert "type 'srun --het-group=0,1 dualeval run'" in done.stderr
 
 
 def test_a_job_with_gpus_does_not_fall_back_to_cpus(batch: Batch) -> None:

@@ -1,18 +1,16 @@
-"""Commands over two hosts: those of the README, doctor, conformance, sharded models, the collectives."""
+"""Commands over two hosts: those of the README, doctor, conformance, sharded models."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.backends.test_collectives import EXAMPLE, SAID
 from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
@@ -25,8 +23,6 @@ from tests.tools.test_conformance import outcomes, shared
 pytestmark = pytest.mark.needs("cluster")
 
 SRUN = ["srun", "-N2", "--ntasks-per-node", "1"]
-# The rank on h1 is told to use another backend than rank 0.
-DIFFERING = 'if [ "$SLURM_PROCID" = 1 ]; then set -- --backend horovod; fi; exec dualeval doctor "$@"'
 
 # Asked for by the tests below, as this module's own.
 pictures = test_sharded_runs.pictures
@@ -65,15 +61,6 @@ def test_doctor_over_two_hosts(typed: Typed, cluster: Cluster) -> None:
     assert found["ranks"]["1"]["reached"] == "h0"
     assert [facts["interface"] for facts in found["ranks"].values()] == ["lo", "eth0"]
     assert found["speed"]["cpu"]["bandwidth_gb_s"] > 0
-
-
-@pytest.mark.needs("horovod")
-def test_doctor_names_how_ranks_differ(typed: Typed) -> None:
-    finished = typed(*SRUN, "bash", "-c", DIFFERING)
-    assert finished.returncode == 1, finished.stderr
-    problem = "the ranks differ in the backend: torch on rank 0; horovod on rank 1"
-    assert f"1 problem:\n  - {problem}\n" in finished.stdout
-    assert "operations      not tried on all ranks" in finished.stdout
 
 
 @pytest.mark.long
@@ -130,15 +117,8 @@ def test_a_sharded_model_has_the_digest_of_the_whole_one(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [[], pytest.param(["--mpi=pmix"], marks=pytest.mark.needs("mpi"))])
-def test_the_example_of_the_collectives(typed: Typed, words: list[str]) -> None:
-    assert typed(*SRUN, *words, sys.executable, EXAMPLE).ok().stdout.count(SAID[2]) == 1
-
-
-@pytest.mark.long
-def test_pods_of_a_pytorch_job(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
+def test_pods_of_a_pytorch_job(cluster: Cluster, launch: Launch, out: Path) -> None:
     """Two hosts stand for pods, with the variables that the Training Operator sets (pull request 1840)."""
-    out = tmp_path / "out"
     command = ["torchrun", "-m", "dualeval", "run", "--limit", "500", "--out", str(out)]
     told = {"MASTER_ADDR": "h0", "MASTER_PORT": "23456", "WORLD_SIZE": "4", "PYTHONUNBUFFERED": "1"}
     told |= {

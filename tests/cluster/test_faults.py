@@ -31,6 +31,7 @@ from tests.faults import (
     SAMPLES,
     SMALL_JOB,
     Run,
+    ended_run,
     hurt_run,
     is_alive,
     kill,
@@ -73,16 +74,6 @@ def test_killed_at_random(launch: Launch, tmp_path: Path, digest: str, seed: str
     assert max(played.notice_s, default=0.0) < HEARTBEAT_S + GONE_WITHIN_S + LOADED_S, said
 
 
-@pytest.mark.long
-def test_the_faulty_model_is_the_embedded_one(launch: Launch, tmp_path: Path) -> None:
-    digest = evaluate(ImageClassification()).metrics_digest
-    command = ["dualeval", "run", *JOB, "--out", "out"]
-    with hurt_run(launch, [command], 1, tmp_path) as run:
-        run.wait_for_end()
-    found = look_into(tmp_path / "out", 10_000, digest)
-    assert not found.differs and not found.wrong, run.said()
-
-
 @pytest.mark.parametrize(
     ("point", "backend"),
     [
@@ -92,12 +83,10 @@ def test_the_faulty_model_is_the_embedded_one(launch: Launch, tmp_path: Path) ->
     ],
 )
 def test_killed_within_a_journal_file(
-    launch: Launch, tmp_path: Path, digest: str, point: str, backend: str
+    launch: Launch, tmp_path: Path, out: Path, digest: str, point: str, backend: str
 ) -> None:
-    out = tmp_path / "out"
     fault = f"slow:0.02 all 0;{point} 0 2"
-    with hurt_run(launch, [["dualeval", "run", *SMALL_JOB, "--out", "out"]], 1, tmp_path, fault=fault) as run:
-        run.wait_for_end()
+    run = ended_run(launch, ["dualeval", "run", *SMALL_JOB, "--out", "out"], 1, tmp_path, fault=fault)
     assert run.launchers[0].returncode == -9, run.said()
     whole = sorted((out / "journal").glob("*.journal"))
     assert len(whole) == 2
@@ -106,10 +95,8 @@ def test_killed_within_a_journal_file(
     assert finished > 0
     if point == "write":
         assert partial.stat().st_size > 0
-    with hurt_run(
-        launch, [[*ON_ONE_HOST[backend].format(n=2).split(), *SMALL_JOB, "--out", "out"]], 2, tmp_path
-    ) as run:
-        run.wait_for_end()
+    again = [*ON_ONE_HOST[backend].format(n=2).split(), *SMALL_JOB, "--out", "out"]
+    run = ended_run(launch, again, 2, tmp_path)
     assert run.launchers[0].returncode == 0, run.said()
     found = look_into(out, SAMPLES, digest)
     assert (found.lost, found.twice, found.differs, found.wrong) == (0, 0, False, []), run.said()
@@ -333,10 +320,7 @@ def test_a_batch_that_computes_for_long_is_named_and_awaited(
     rank = size - 1
     words = [] if size == 1 else ["--nproc", str(size)]
     job = [*SMALL_JOB, "--heartbeat-timeout", f"{HEARTBEAT_S:g}", "--out", "out"]
-    with hurt_run(
-        launch, [["dualeval", "run", *words, *job]], size, tmp_path, fault=f"compute {rank} 5"
-    ) as run:
-        run.wait_for_end()
+    run = ended_run(launch, ["dualeval", "run", *words, *job], size, tmp_path, fault=f"compute {rank} 5")
     assert run.launchers[0].returncode == 0, run.said()
     found = look_into(tmp_path / "out", SAMPLES, digest)
     assert (found.lost, found.twice, found.differs, found.wrong) == (0, 0, False, []), run.said()
@@ -347,8 +331,7 @@ def test_a_batch_that_computes_for_long_is_named_and_awaited(
 def test_a_batch_that_computes_for_too_long_is_given_up(launch: Launch, tmp_path: Path) -> None:
     limits = ["--heartbeat-timeout", f"{HEARTBEAT_S:g}", "--forward-timeout", f"{HEARTBEAT_S + 1:g}"]
     command = ["dualeval", "run", "--nproc", "2", *SMALL_JOB, *limits, "--out", "out"]
-    with hurt_run(launch, [command], 2, tmp_path, fault="compute 1 5") as run:
-        run.wait_for_end()
+    run = ended_run(launch, command, 2, tmp_path, fault="compute 1 5")
     assert run.launchers[0].returncode == 1, run.said()
     for rank in (0, 1):
         assert_said(
@@ -455,18 +438,3 @@ def end_launchers(cluster: Cluster, run: Run) -> None:
                     kill(process)
         assert time.monotonic() < deadline + 20.0, run.said()
         time.sleep(0.05)
-
-
-# -- a rank that raises ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "backend"), each(["raise"], {("raise", "torch")}))
-def test_a_rank_that_raises_is_named_by_all(launch: Launch, tmp_path: Path, name: str, backend: str) -> None:
-    command = [*ON_ONE_HOST[backend].format(n=SIZE).split(), *SMALL_JOB, "--out", "out"]
-    with hurt_run(launch, [command], SIZE, tmp_path, fault="slow all 0;raise 2 5") as run:
-        run.wait_for_end()
-    assert run.launchers[0].returncode == 1, run.said()
-    for rank in (0, 1):
-        assert_said(run, rank, [2], "RuntimeError: the model broke$")
-    assert run.said().count("dualeval: in your code (") == 1 and run.said().count(", in _raise\n") == 1
-    assert "Traceback" not in run.said()

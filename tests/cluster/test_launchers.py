@@ -27,6 +27,7 @@ from tests.engine.test_digests import (
     Table,
     Way,
     check,
+    once_each,
     row,
     table,
 )
@@ -97,95 +98,62 @@ class ClusterWay(Way):
 
 AGENT = "--nnodes {nodes} --nproc-per-node {ranks} --rdzv-backend c10d --rdzv-endpoint h0:29500 --rdzv-id 7"
 STATIC = "--nnodes {nodes} --nproc-per-node {ranks} --node-rank {node} --master-addr h0 --master-port 29500"
-TORCHRUN = ClusterWay(
-    typed=f"torchrun {AGENT} -m dualeval run", launcher="torchrun", backend="torch", on_each=True
-)
-TORCHRUN_STATIC = ClusterWay(
-    typed=f"torchrun {STATIC} -m dualeval run", launcher="torchrun", backend="torch", on_each=True
-)
+
+
+def over(start: str, launcher: str, backend: str, *, asks: bool = False, **more: Any) -> ClusterWay:
+    """A way that is typed so; ``asks`` where --backend has to be typed, too."""
+    typed = f"{start} dualeval run" + (f" --backend {backend}" if asks else "")
+    return ClusterWay(typed=typed, launcher=launcher, backend=backend, **more)
+
+
 # One command for all agents, and so as many ranks on each host.
-SRUN_TORCHRUN = ClusterWay(
-    typed=f"srun -N{{nodes}} --ntasks-per-node 1 torchrun {AGENT} -m dualeval run",
-    launcher="torchrun",
-    backend="torch",
-    sizes=(1, 2, 4),
+SRUN_TORCHRUN = over(
+    f"srun -N{{nodes}} --ntasks-per-node 1 torchrun {AGENT} -m", "torchrun", "torch", sizes=(1, 2, 4)
 )
-HOROVODRUN_GLOO = ClusterWay(
-    typed="horovodrun --gloo -np {n} -H {hosts} dualeval run",
-    launcher="horovodrun",
-    backend="horovod",
-    sizes=(2, 3, 4),
-)
-# Where all ranks are on one other host, horovodrun may take the loopback interface for the one between them.
-HOROVODRUN_GLOO_AWAY = ClusterWay(
-    typed="horovodrun --gloo --network-interfaces eth0 -np {n} -H {hosts} dualeval run",
-    launcher="horovodrun",
-    backend="horovod",
-    sizes=(1,),
-)
-HOROVODRUN_MPI = ClusterWay(
-    typed="horovodrun --mpi -np {n} -H {hosts} dualeval run", launcher="mpirun", backend="horovod"
-)
-HOROVODRUN = ClusterWay(
-    typed="horovodrun -np {n} -H {hosts} dualeval run", launcher="mpirun", backend="horovod", sizes=(2,)
-)
-MPIRUN = ClusterWay(typed="mpirun -np {n} -H {hosts} dualeval run", launcher="mpirun", backend="horovod")
-MPIRUN_TORCH = ClusterWay(
-    typed="mpirun -np {n} -H {hosts} dualeval run --backend torch", launcher="mpirun", backend="torch"
-)
-MPIRUN_MPI = ClusterWay(
-    typed="mpirun -np {n} -H {hosts} dualeval run --backend mpi", launcher="mpirun", backend="mpi"
-)
-SRUN = ClusterWay(typed="srun {tasks} dualeval run", launcher="srun", backend="torch")
-SRUN_HOROVOD = ClusterWay(
-    typed="srun {tasks} dualeval run --backend horovod", launcher="srun", backend="horovod"
-)
-SRUN_PMIX = ClusterWay(
-    typed="srun {tasks} --mpi=pmix dualeval run", launcher="srun", backend="torch", further=("mpi",)
-)
-SRUN_PMIX_HOROVOD = ClusterWay(
-    typed="srun {tasks} --mpi=pmix dualeval run --backend horovod",
-    launcher="srun",
-    backend="horovod",
-    further=("mpi",),
-)
-SRUN_PMIX_MPI = ClusterWay(
-    typed="srun {tasks} --mpi=pmix dualeval run --backend mpi", launcher="srun", backend="mpi"
-)
+HOROVODRUN = over("horovodrun -np {n} -H {hosts}", "mpirun", "horovod", sizes=(2,))
+SRUN = over("srun {tasks}", "srun", "torch")
+SRUN_PMIX_MPI = over("srun {tasks} --mpi=pmix", "srun", "mpi", asks=True)
 EVERY_WAY = [
-    *(TORCHRUN, TORCHRUN_STATIC, SRUN_TORCHRUN, HOROVODRUN_GLOO_AWAY, HOROVODRUN_GLOO, HOROVODRUN_MPI),
-    *(MPIRUN, MPIRUN_TORCH, MPIRUN_MPI),
-    *(SRUN, SRUN_HOROVOD, SRUN_PMIX, SRUN_PMIX_HOROVOD, SRUN_PMIX_MPI),
+    over(f"torchrun {AGENT} -m", "torchrun", "torch", on_each=True),
+    over(f"torchrun {STATIC} -m", "torchrun", "torch", on_each=True),
+    SRUN_TORCHRUN,
+    # Where all ranks are on one other host, horovodrun may take the loopback interface for the right one.
+    over(
+        "horovodrun --gloo --network-interfaces eth0 -np {n} -H {hosts}", "horovodrun", "horovod", sizes=(1,)
+    ),
+    over("horovodrun --gloo -np {n} -H {hosts}", "horovodrun", "horovod", sizes=(2, 3, 4)),
+    over("horovodrun --mpi -np {n} -H {hosts}", "mpirun", "horovod"),
+    over("mpirun -np {n} -H {hosts}", "mpirun", "horovod"),
+    over("mpirun -np {n} -H {hosts}", "mpirun", "torch", asks=True),
+    over("mpirun -np {n} -H {hosts}", "mpirun", "mpi", asks=True),
+    SRUN,
+    over("srun {tasks}", "srun", "horovod", asks=True),
+    over("srun {tasks} --mpi=pmix", "srun", "torch", further=("mpi",)),
+    over("srun {tasks} --mpi=pmix", "srun", "horovod", asks=True, further=("mpi",)),
+    SRUN_PMIX_MPI,
 ]
 
 
 @pytest.fixture(scope="module")
 def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
     """Evaluate once in each way, size and job, each in a new folder; gives result.json."""
-    results: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def once(way: Way, size: int, evaluation: Evaluation) -> dict[str, Any]:
-        key = way.command(size), evaluation.name
-        if key not in results:
-            home = tmp_path_factory.mktemp("way")
-            typed = way.commands(size) if isinstance(way, ClusterWay) else [way.command(size)]
-            with ExitStack() as stack:
-                processes = []
-                for host, words in zip(cluster.hosts, typed, strict=False):
-                    command = cluster.on(host, [*words.split(), *evaluation.arguments, "--out", home / "out"])
-                    variables = {**cluster.variables, "PYTHONPATH": ""}
-                    folder = evaluation.folder or home
-                    processes.append(
-                        stack.enter_context(launch.started(command, variables=variables, cwd=folder))
-                    )
-                said = [text for process in processes for text in process.communicate(timeout=PATIENCE)]
-            assert [process.returncode for process in processes] == [0] * len(typed), "\n".join(said)
-            result: dict[str, Any] = json.loads((home / "out/result.json").read_text())
-            assert "".join(said).count(result["metrics_digest"]) == 1
-            results[key] = result
-        return results[key]
+    def run(way: Way, size: int, evaluation: Evaluation, home: Path) -> str:
+        typed = way.commands(size) if isinstance(way, ClusterWay) else [way.command(size)]
+        with ExitStack() as stack:
+            processes = []
+            for host, words in zip(cluster.hosts, typed, strict=False):
+                command = cluster.on(host, [*words.split(), *evaluation.arguments, "--out", home / "out"])
+                variables = {**cluster.variables, "PYTHONPATH": ""}
+                folder = evaluation.folder or home
+                processes.append(
+                    stack.enter_context(launch.started(command, variables=variables, cwd=folder))
+                )
+            said = [text for process in processes for text in process.communicate(timeout=PATIENCE)]
+        assert [process.returncode for process in processes] == [0] * len(typed), "\n".join(said)
+        return "".join(said)
 
-    return once
+    return once_each(run, tmp_path_factory)
 
 
 @pytest.mark.parametrize(

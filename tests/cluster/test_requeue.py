@@ -26,6 +26,7 @@ ASSETS = ROOT / "dualeval/assets"
 MODEL = f"--model tests.faulty_models:fashion_cnn --weights {ASSETS}/fashion_cnn.safetensors --data {ASSETS}"
 JOB = f"{MODEL} --batch-size 20 --limit 1600 --out out"
 TASKS = "--nodes 2 --ntasks-per-node 1"
+SBATCH = f"sbatch {TASKS} slurm/eval.sbatch {JOB}"
 PACKAGE = {"PYTHONPATH": str(ROOT)}
 # Each of two ranks works for 3 s, and has saved something after the first.
 SLOW = {**PACKAGE, FAULT: "slow:0.15 all 0", FLUSH_S: "0.3"}
@@ -80,45 +81,51 @@ def check_completed(batch: Batch, number: int, digest: str, restarts: int) -> st
     return (batch.folder / f"dualeval-{number}.log").read_text()
 
 
-def test_a_warned_job_comes_back(batch: Batch, digest: str) -> None:
-    with batch.begun(f"sbatch {TASKS} slurm/eval.sbatch {JOB} --fresh", SLOW) as (number, _):
+WARNED = ["stopped by SIGUSR2", "asked to queue job {} again, to resume in out."]
+
+
+@pytest.mark.parametrize(
+    ("line", "order", "says"),
+    [
+        (f"{SBATCH} --fresh", "scancel --signal=USR2 {}", WARNED),
+        pytest.param(f"dualeval submit {TASKS} -- {JOB}", "scontrol requeue {}", [], marks=pytest.mark.long),
+    ],
+    ids=["warned", "requeued"],
+)
+def test_a_job_comes_back(batch: Batch, digest: str, line: str, order: str, says: list[str]) -> None:
+    with batch.begun(line, SLOW) as (number, _):
         wait_for_chunks(batch, number)
-        batch.order(f"scancel --signal=USR2 {number}")
+        batch.order(order.format(number))
         batch.cluster.wait_for_restart(number, 1)
         log = check_completed(batch, number, digest, restarts=1)
-    assert "stopped by SIGUSR2" in log
-    assert f"asked to queue job {number} again, to resume in out." in log
+    assert all(words.format(number) in log for words in says), log
 
 
-@pytest.mark.long
-def test_a_requeued_job_goes_on(batch: Batch, digest: str) -> None:
-    with batch.begun(f"dualeval submit {TASKS} -- {JOB}", SLOW) as (number, _):
+@pytest.mark.parametrize(
+    ("line", "order", "state", "signal"),
+    [
+        (SBATCH, "scancel {}", "CANCELLED", "SIGTERM"),
+        # To the batch shell, and through torchrun's agents.
+        pytest.param(SBATCH, "scancel --batch --signal=TERM {}", "FAILED", "SIGTERM", marks=pytest.mark.long),
+        pytest.param(
+            f"sbatch {TASKS} --output dualeval-%j.log --wrap '{TORCHRUN}'",
+            *("scancel --signal=USR2 {}", "FAILED", "SIGUSR2"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["cancelled", "shell", "torchrun"],
+)
+def test_a_job_that_does_not_come_back_has_saved(
+    batch: Batch, line: str, order: str, state: str, signal: str
+) -> None:
+    with batch.begun(line, SLOW) as (number, _):
         wait_for_chunks(batch, number)
-        batch.order(f"scontrol requeue {number}")
-        batch.cluster.wait_for_restart(number, 1)
-        check_completed(batch, number, digest, restarts=1)
-
-
-def test_a_cancelled_job_does_not_come_back(batch: Batch) -> None:
-    with batch.begun(f"sbatch {TASKS} slurm/eval.sbatch {JOB}", SLOW) as (number, _):
-        wait_for_chunks(batch, number)
-        batch.order(f"scancel {number}")
-        assert batch.cluster.wait_for_job(number, PATIENCE) == "CANCELLED"
+        batch.order(order.format(number))
+        assert batch.cluster.wait_for_job(number, PATIENCE) == state
     assert batch.facts(number)["Restarts"] == "0"
     found = status(batch)
-    assert (found["state"], found["signal"], found["exit_code"]) == ("stopped", "SIGTERM", 75)
+    assert (found["state"], found["signal"], found["exit_code"]) == ("stopped", signal, 75)
     assert found["chunks_saved"] > 0
-
-
-@pytest.mark.long
-def test_sigterm_to_the_batch_shell_lets_the_ranks_save(batch: Batch) -> None:
-    with batch.begun(f"sbatch {TASKS} slurm/eval.sbatch {JOB}", SLOW) as (number, _):
-        wait_for_chunks(batch, number)
-        batch.order(f"scancel --batch --signal=TERM {number}")
-        assert batch.cluster.wait_for_job(number, PATIENCE) == "FAILED"
-    assert batch.facts(number)["Restarts"] == "0"
-    log = (batch.folder / f"dualeval-{number}.log").read_text()
-    assert (status(batch)["state"], status(batch)["signal"]) == ("stopped", "SIGTERM"), log
 
 
 @pytest.mark.long
@@ -160,21 +167,9 @@ def test_a_job_of_a_lost_node_comes_back(
     own_cluster: Cluster, launch: Launch, tmp_path: Path, digest: str
 ) -> None:
     batch = Batch(own_cluster, launch, tmp_path)
-    with batch.begun(f"sbatch {TASKS} slurm/eval.sbatch {JOB}", SLOW) as (number, _):
+    with batch.begun(SBATCH, SLOW) as (number, _):
         wait_for_chunks(batch, number)
         own_cluster.lose("h1")
         own_cluster.bring_back("h1")
         own_cluster.wait_for_restart(number, 1)
         check_completed(batch, number, digest, restarts=1)
-
-
-@pytest.mark.long
-def test_ranks_of_torchrun_are_warned_through_its_agents(batch: Batch) -> None:
-    line = f"sbatch {TASKS} --output dualeval-%j.log --wrap '{TORCHRUN}'"
-    with batch.begun(line, SLOW) as (number, _):
-        wait_for_chunks(batch, number)
-        batch.order(f"scancel --signal=USR2 {number}")
-        assert batch.cluster.wait_for_job(number, PATIENCE) == "FAILED"
-    found = status(batch)
-    assert (found["state"], found["signal"], found["exit_code"]) == ("stopped", "SIGUSR2", 75)
-    assert found["chunks_saved"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import re
 import socket
@@ -11,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -25,10 +23,8 @@ from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.errors import EXIT_STOPPED, DualevalError, LaunchError, PeerError, Stopped, UsageError
 from dualeval.world import store
 from dualeval.world.store import limit_for, pause_for
-from tests.conftest import Launch
-from tests.control_ranks import OfferOnly, fail_in_the_middle, on_many_ranks, stop_all
+from tests.control_ranks import OfferOnly, fail_in_the_middle, on_many_ranks, stop_all, until
 from tests.faults import LOADED_S
-from tests.launchers import start
 
 LIMIT_S = 30.0
 
@@ -62,39 +58,24 @@ def test_nobody_goes_on_before_the_last_has_come() -> None:
     assert on_ranks(3, work) == [True, True, True]
 
 
-def test_alone_nothing_is_waited_for() -> None:
-    def work(rank: int, control: ControlPlane) -> str:
-        control.meet()
-        control.raise_if_peer_failed()
-        return str(control.fail(UsageError("wrong")))
-
-    assert on_ranks(1, work) == ["wrong"]
-
-
-def test_the_first_failure_is_everybodys() -> None:
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (UsageError("rank 1 found it wrong"), "rank 1 found it wrong", 2),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero", 1),
+    ],
+)
+def test_the_first_failure_is_everybodys(error: Exception, said: str, code: int) -> None:
     def work(rank: int, control: ControlPlane) -> Any:
         control.meet()
         if rank == 1:
-            return control.fail(UsageError("rank 1 found it wrong"))
+            return control.fail(error)
         control.meet()
         return None
 
-    errors = on_ranks(3, work)
-    assert all(isinstance(error, PeerError) and isinstance(error, UsageError) for error in errors)
-    assert {(str(error), error.rank, error.exit_code) for error in errors} == {
-        ("rank 1 found it wrong", 1, 2)
-    }
-
-
-def test_an_unexpected_error_is_told_with_its_type() -> None:
-    def work(rank: int, control: ControlPlane) -> Any:
-        if rank == 0:
-            return control.fail(ZeroDivisionError("division by zero"))
-        control.meet()
-        return None
-
-    for error in on_ranks(2, work):
-        assert (str(error), error.exit_code) == ("ZeroDivisionError: division by zero", 1)
+    told = on_ranks(3, work)
+    assert {(str(each), each.rank, each.exit_code) for each in told} == {(said, 1, code)}
+    assert all(isinstance(each, PeerError) and isinstance(each, UsageError) == (code == 2) for each in told)
 
 
 def test_the_reporter_sums_over_ranks_and_hears_of_failures() -> None:
@@ -264,18 +245,14 @@ def test_a_stop_that_one_rank_cannot_save_is_a_failure() -> None:
         if rank == 0:
             control.stop("SIGINT")
         # The failure may have taken the stop's place before this rank has looked.
-        while control.stopping is None and control.failure is None:
-            assert control.news.wait(LIMIT_S)
-            control.news.clear()
+        until(control, lambda: control.stopping or control.failure)
         if rank == 1:
             control.fail_to_save("no room")
         else:
             control.saved(1)
         assert control.all_saved.wait(LIMIT_S)
-        while control.verdict is None or control.verdict.kind == "stop":
-            assert control.news.wait(LIMIT_S)
-            control.news.clear()
-        return control.verdict.kind, str(control.failure)
+        until(control, lambda: control.verdict is not None and control.verdict.kind != "stop")
+        return control.verdict and control.verdict.kind, str(control.failure)
 
     assert on_ranks(3, work) == [("failure", "what was finished could not be saved: no room")] * 3
 
@@ -287,9 +264,7 @@ def test_rank_0_counts_who_has_saved() -> None:
         control.meet()
         if rank == 0:
             control.stop("SIGTERM")
-        while control.stopping is None:
-            assert control.news.wait(LIMIT_S)
-            control.news.clear()
+        until(control, lambda: control.stopping)
         control.saved(rank + 1)
         assert control.all_saved.wait(LIMIT_S / 2)
         if rank != 0:
@@ -458,16 +433,3 @@ def test_a_stop_is_concluded_by_all(size: int, processes: int) -> None:
     ended = max(of_rank["ended"] for of_rank in moments) - signalled
     print(f"{size} ranks: ended after {ended:.2f} s")
     assert ended < 5.0 + LOADED_S
-
-
-@pytest.mark.long
-def test_32_ranks_have_the_digest_of_one(launch: Launch, tmp_path: Path) -> None:
-    found = []
-    for size in (1, 32):
-        out = tmp_path / str(size)
-        launch([*start("torchrun", size), "dualeval", "run", "--no-progress", "--out", out], timeout=270).ok()
-        found.append(json.loads((out / "result.json").read_text()))
-    assert found[0]["metrics_digest"] == found[1]["metrics_digest"]
-    assert found[1]["samples"] == {"total": 10_000, "evaluated": 10_000, "failed": 0}
-    # 157 batches: at least four for each rank.
-    assert len(found[1]["timing"]["ranks"]) == 32

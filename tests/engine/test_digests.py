@@ -171,26 +171,32 @@ PART = Evaluation(name="part", arguments=["--limit", "997"], samples=997, top1=T
 Evaluate = Callable[[Way, int, Evaluation], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
-    """Evaluate once in each way, size and job, each in a new folder; gives result.json."""
+def once_each(run: Callable[[Way, int, Evaluation, Path], str], folders: pytest.TempPathFactory) -> Evaluate:
+    """Run once in each way, size and job, each in a new folder; gives result.json."""
     results: dict[tuple[str, str], dict[str, Any]] = {}
 
     def once(way: Way, size: int, evaluation: Evaluation) -> dict[str, Any]:
-        command = way.command(size)
-        if (command, evaluation.name) not in results:
-            home = tmp_path_factory.mktemp("way")
-            words = [*command.split(), *evaluation.arguments, "--out", home / "out"]
-            folder = way.folder or evaluation.folder or home
-            done = launch(words, cwd=folder, variables={"PYTHONPATH": ""}, timeout=240)
-            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-            result: dict[str, Any] = json.loads((home / "out/result.json").read_text())
-            assert result["metrics_digest"] in done.stdout
-            assert f"{100 * evaluation.top1:.2f} %" in done.stdout
-            results[command, evaluation.name] = result
-        return results[command, evaluation.name]
+        key = way.command(size), evaluation.name
+        if key not in results:
+            home = folders.mktemp("way")
+            said = run(way, size, evaluation, home)
+            results[key] = json.loads((home / "out/result.json").read_text())
+            assert said.count(results[key]["metrics_digest"]) == 1
+        return results[key]
 
     return once
+
+
+@pytest.fixture(scope="module")
+def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
+    def run(way: Way, size: int, evaluation: Evaluation, home: Path) -> str:
+        words = [*way.command(size).split(), *evaluation.arguments, "--out", home / "out"]
+        folder = way.folder or evaluation.folder or home
+        done = launch(words, cwd=folder, variables={"PYTHONPATH": ""}, timeout=240).ok()
+        assert f"{100 * evaluation.top1:.2f} %" in done.stdout
+        return done.stdout
+
+    return once_each(run, tmp_path_factory)
 
 
 def check(

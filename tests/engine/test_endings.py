@@ -110,9 +110,8 @@ def goes_on(launch: Launch, out: Path, wanted: str, command: Words | None = None
     ids=str,
 )
 def test_a_signal_saves_and_ends(
-    launch: Launch, tmp_path: Path, wanted: str, number: signal.Signals, ranks: int
+    launch: Launch, out: Path, wanted: str, number: signal.Signals, ranks: int
 ) -> None:
-    out = tmp_path / "out"
     # As under nohup: what is ignored at the start stays so.
     shell = f'trap "" {"HUP" if number == signal.SIGINT else "INT"}; exec "$@"'
     command = ["bash", "-c", shell, "bash", *RUN, *(["--nproc", "2"] if ranks == 2 else [])]
@@ -130,9 +129,8 @@ def test_a_signal_saves_and_ends(
     assert result["chunks"]["resumed"] == status["chunks_saved"]
 
 
-def test_a_signal_in_the_middle_of_a_long_forward(launch: Launch, tmp_path: Path, wanted: str) -> None:
+def test_a_signal_in_the_middle_of_a_long_forward(launch: Launch, out: Path, wanted: str) -> None:
     """One rank is in a forward of 10 s; the signal reaches the other one, which writes it down at once."""
-    out = tmp_path / "out"
     with at_work(launch, [*RUN, "--nproc", "2"], out, "slow 0 0;long 1 10") as process:
         await_line("fault: long", process)
         ranks_of(process)[0].send_signal(signal.SIGTERM)
@@ -187,9 +185,8 @@ def test_a_finished_run_that_loses_a_rank_is_finished(launch: Launch, tmp_path: 
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_as_it_stops_is_what_the_run_has_come_to(
-    launch: Launch, tmp_path: Path, wanted: str
+    launch: Launch, out: Path, wanted: str
 ) -> None:
-    out = tmp_path / "out"
     with at_work(launch, [*RUN, "--nproc", "2"], out, "slow 0 0;long 1 10") as process:
         await_line("fault: long", process)
         ranks = ranks_of(process)
@@ -206,9 +203,8 @@ def test_a_rank_that_is_killed_as_it_stops_is_what_the_run_has_come_to(
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_that_was_suspended_goes_on(launch: Launch, tmp_path: Path, wanted: str, ranks: int) -> None:
+def test_a_run_that_was_suspended_goes_on(launch: Launch, out: Path, wanted: str, ranks: int) -> None:
     """For longer than the timeout, with all its processes, as by Ctrl-Z; one that is alone by itself, too."""
-    out = tmp_path / "out"
     command = [*RUN, *([] if ranks == 1 else ["--nproc", "2"]), "--heartbeat-timeout", "3"]
     with at_work(launch, command, out) as process:
         launcher = psutil.Process(process.pid)
@@ -225,8 +221,7 @@ def test_a_run_that_was_suspended_goes_on(launch: Launch, tmp_path: Path, wanted
     assert read(out / "result.json")["metrics_digest"] == wanted
 
 
-def test_c_code_that_holds_pythons_lock_is_ended(launch: Launch, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_c_code_that_holds_pythons_lock_is_ended(launch: Launch, out: Path) -> None:
     with at_work(launch, [*RUN, "--heartbeat-timeout", "1.5"], out, "slow 0 0;lock 0 20") as process:
         code, said = end(process)
     assert code == -signal.SIGKILL, said
@@ -248,8 +243,7 @@ def test_a_run_alone_that_was_killed_is_written_down(launch: Launch, tmp_path: P
     assert f"Type the same command again, with --out {out}, to resume." in status["reason"]
 
 
-def test_a_second_sigint_stops_at_once(launch: Launch, tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_second_sigint_stops_at_once(launch: Launch, out: Path, wanted: str) -> None:
     with at_work(launch, RUN, out, "slow all 0;long all 10") as process:
         await_line("fault: long", process)
         process.send_signal(signal.SIGINT)
@@ -261,9 +255,8 @@ def test_a_second_sigint_stops_at_once(launch: Launch, tmp_path: Path, wanted: s
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
-def test_a_stop_needs_nobody_who_reads(launch: Launch, tmp_path: Path, wanted: str) -> None:
+def test_a_stop_needs_nobody_who_reads(launch: Launch, out: Path, wanted: str) -> None:
     """As in ``dualeval run ... 2>&1 | tee log``, where Ctrl-C ends tee as well."""
-    out = tmp_path / "out"
     with at_work(launch, [*RUN, "--progress", "--stop-signals", "SIGUSR1"], out) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -294,9 +287,8 @@ def test_torchrun_goes_on_after_a_killed_rank(launch: Launch, tmp_path: Path, wa
     assert result["chunks"]["resumed"] > 0
 
 
-def test_torchrun_does_not_start_again_what_was_stopped(launch: Launch, tmp_path: Path) -> None:
+def test_torchrun_does_not_start_again_what_was_stopped(launch: Launch, out: Path) -> None:
     """The signal reaches the ranks alone, as Slurm's does; the agent takes their end for a failure."""
-    out = tmp_path / "out"
     command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1", "-m", "dualeval", "run", "--fresh"]
     with at_work(launch, command, out) as process:
         for rank in ranks_of(process):
@@ -310,9 +302,8 @@ def test_torchrun_does_not_start_again_what_was_stopped(launch: Launch, tmp_path
 
 
 @pytest.mark.needs("cluster")
-def test_a_full_disk_is_said_so(launch: Launch, tmp_path: Path, wanted: str) -> None:
+def test_a_full_disk_is_said_so(launch: Launch, out: Path, wanted: str) -> None:
     """A disk of 40 kB takes some of the journal; where there is room the run goes on."""
-    out = tmp_path / "out"
     out.mkdir()
     mounted = (
         f'mount -t tmpfs -o size=40k tmpfs "{out}" && "$@"; code=$?; cp -r "{out}" "{out}.kept"; exit $code'
@@ -341,9 +332,8 @@ def test_a_full_disk_is_said_so(launch: Launch, tmp_path: Path, wanted: str) -> 
         pytest.param("exit:0 0 20", "sys.exit(0)", marks=pytest.mark.long),
     ],
 )
-def test_a_model_that_ends_its_rank(launch: Launch, tmp_path: Path, fault: str, said_of_it: str) -> None:
+def test_a_model_that_ends_its_rank(launch: Launch, out: Path, fault: str, said_of_it: str) -> None:
     """On one rank of two, in the loop or while it is built: that is a failure, and no stop."""
-    out = tmp_path / "out"
     done = launch([*start("torchrun", 2), *RUN, *JOB, "--out", out], variables={FAULT: fault})
     assert done.returncode == 1, done.stderr
     assert f"the task's code raised {said_of_it}" in done.stderr
@@ -361,8 +351,7 @@ def test_a_model_that_ends_its_rank(launch: Launch, tmp_path: Path, fault: str, 
 SMALL: Words = [sys.executable, "-m", "dualeval", "run", "--limit", "64", "--no-progress", "--out", "out"]
 
 
-def test_a_killed_reading_process(launch: Launch, tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_killed_reading_process(launch: Launch, out: Path, wanted: str) -> None:
     with at_work(launch, [*RUN, "--workers", "2"], out) as process:
         readers = [
             child for child in psutil.Process(process.pid).children() if "--workers" in child.cmdline()

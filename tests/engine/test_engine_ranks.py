@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 
 from tests.conftest import ROOT, Launch
 from tests.launchers import start, way
-from tests.sessions import evaluate
+from tests.sessions import FILES, evaluate
 from tests.tiny import TinyTask
 from tests.workers.engine_worker import ContentsTask, MedianTask
 
@@ -56,19 +55,6 @@ def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_p
         assert all(count == counts[0] for count in counts), "the number depends on samples or metrics"
 
 
-@pytest.mark.parametrize(("launcher", "backend"), WAYS)
-def test_rows_reach_rank_0_without_a_shared_folder(
-    launch: Launch, tmp_path: Path, wanted: str, launcher: str, backend: str
-) -> None:
-    first, second = run_ranks(launch, "apart", 2, tmp_path, (launcher, backend))
-    assert first["digest"] == second["digest"] == wanted
-    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
-    assert second["left"] == []
-    table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
-    assert table["index"].to_pylist() == list(range(997))
-    assert table["target"].to_pylist() == [index * 31 % 7 for index in range(997)]
-
-
 def test_without_a_shared_folder_a_run_goes_on_from_what_rank_0_sees(
     launch: Launch, tmp_path: Path, wanted: str
 ) -> None:
@@ -80,7 +66,7 @@ def test_without_a_shared_folder_a_run_goes_on_from_what_rank_0_sees(
     assert apart.startswith("rank 1 of 2 cannot see ")
     assert "lost if it ends early" in apart
     assert second["notes"] == []
-    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
+    assert first["left"] == FILES
     assert second["left"] == []
 
 

@@ -21,8 +21,8 @@ from dualeval.engine.preparation import set_evaluation_mode
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.options import choices
 from dualeval.tasks import Task
+from tests.sessions import FILES, noted
 from tests.sessions import evaluate as evaluate
-from tests.sessions import noted
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 
@@ -46,12 +46,7 @@ def test_metrics_are_those_of_the_rows(tmp_path: Path) -> None:
     assert written["metrics"] == result.metrics
     assert written["metrics_digest"] == result.metrics_digest
     assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "done"
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "job.json",
-        "predictions.parquet",
-        "result.json",
-        "status.json",
-    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
 
 
 def test_limit_is_the_first_samples(tmp_path: Path) -> None:
@@ -61,11 +56,16 @@ def test_limit_is_the_first_samples(tmp_path: Path) -> None:
     assert evaluate(TinyTask(5), tmp_path / "more", limit=100).samples["total"] == 5
 
 
-def test_grouping_of_integer_work_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "a", batch_size=8, on_error="skip")
-    monkeypatch.setattr(recorder, "FLUSH_ROWS", 20)
+@pytest.mark.parametrize(("count", "broken", "rows_a_file"), [(500, [17, 18], 20), (12, range(8), 1)])
+def test_grouping_of_integer_work_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, broken: Sequence[int], rows_a_file: int
+) -> None:
+    """Also where no sample of the first batches can be read."""
+    wanted = evaluate(TinyTask(count, broken), tmp_path / "a", batch_size=4, on_error="skip")
+    assert wanted.samples["failed"] == len(broken)
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", rows_a_file)
     monkeypatch.setattr(windows, "WINDOW_ROWS", 50)
-    found = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "b", batch_size=8, on_error="skip")
+    found = evaluate(TinyTask(count, broken), tmp_path / "b", batch_size=4, on_error="skip")
     assert found.metrics_digest == wanted.metrics_digest
     assert repr(rows(tmp_path / "b")) == repr(rows(tmp_path / "a"))
 
@@ -79,9 +79,8 @@ def test_more_batches_than_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_failed_samples_are_left_out_and_listed(tmp_path: Path, workers: int) -> None:
+def test_failed_samples_are_left_out_and_listed(out: Path, workers: int) -> None:
     broken = [3, 8, 9, 10, 11, 29]  # 8 to 11: a whole batch, met before any other was read by its rank
-    out = tmp_path / "out"
     result = evaluate(TinyTask(30, broken), out, batch_size=4, on_error="skip", workers=workers)
     assert result.samples == {"total": 30, "evaluated": 24, "failed": 6}
     assert [entry["id"] for entry in result.failed] == [f"tiny/{index}" for index in broken]
@@ -91,15 +90,6 @@ def test_failed_samples_are_left_out_and_listed(tmp_path: Path, workers: int) ->
     assert all(table[name][index] is None for name in ("loss", "target", "top") for index in broken)
     assert result.metrics["loss"] == math.fsum(losses) / 24
     assert "6 samples could not be read and are in no metric" in result.warnings[0]
-
-
-def test_failed_first_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = evaluate(TinyTask(12, range(8)), tmp_path / "a", batch_size=4, on_error="skip")
-    assert result.samples["failed"] == 8
-    monkeypatch.setattr(recorder, "FLUSH_ROWS", 1)
-    again = evaluate(TinyTask(12, range(8)), tmp_path / "b", batch_size=4, on_error="skip")
-    assert again.metrics_digest == result.metrics_digest
-    assert repr(rows(tmp_path / "b")) == repr(rows(tmp_path / "a"))
 
 
 @pytest.mark.parametrize(
@@ -203,11 +193,10 @@ def test_a_task_has_all_methods() -> None:
         Unfinished()  # type: ignore[abstract]
 
 
-def test_a_file_of_a_tasks_own(tmp_path: Path) -> None:
+def test_a_file_of_a_tasks_own(out: Path) -> None:
     class Writing(TinyTask):
         exports = {"my-losses.json": "loss"}  # noqa: RUF012
 
-    out = tmp_path / "out"
     for _ in range(2):
         evaluate(Writing(20, broken=[3]), out, batch_size=8, on_error="skip", fresh=True)
     found = json.loads((out / "my-losses.json").read_text())
@@ -258,26 +247,22 @@ class Stubborn(nn.Dropout):
         return super().train(True)
 
 
-def test_a_model_in_training_mode_is_set_to_evaluation(tmp_path: Path) -> None:
+class Part(Dropping):
+    def build_model(self, device: torch.device) -> nn.Module:
+        model = super().build_model(device)
+        model.get_submodule("1").train()
+        return model
+
+
+@pytest.mark.parametrize(
+    ("task", "modules"),
+    [(Dropping(training=True), "3 modules: the model itself, 0, 1"), (Part(training=False), "1 module: 1")],
+)
+def test_a_model_in_training_mode_is_set_to_evaluation(tmp_path: Path, task: TinyTask, modules: str) -> None:
     wanted, [own] = noted(Dropping(training=False), tmp_path / "a", batch_size=16)
     assert own == "a model of 7 classes"
-    found, [own, note] = noted(Dropping(training=True), tmp_path / "b", batch_size=16)
-    assert note == (
-        "the model was in training mode, and was set to evaluation mode (3 modules: the model itself, 0, 1)"
-    )
-    assert found.metrics_digest == wanted.metrics_digest
-
-
-def test_a_part_in_training_mode_is_set_too(tmp_path: Path) -> None:
-    class Part(Dropping):
-        def build_model(self, device: torch.device) -> nn.Module:
-            model = super().build_model(device)
-            model.get_submodule("1").train()
-            return model
-
-    wanted, _ = noted(Dropping(training=False), tmp_path / "a", batch_size=16)
-    found, [_, note] = noted(Part(training=False), tmp_path / "b", batch_size=16)
-    assert "(1 module: 1)" in note
+    found, [own, note] = noted(task, tmp_path / "b", batch_size=16)
+    assert note == f"the model was in training mode, and was set to evaluation mode ({modules})"
     assert found.metrics_digest == wanted.metrics_digest
 
 

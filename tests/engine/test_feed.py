@@ -321,27 +321,7 @@ BATCH = 4
 FAILING: dict[str, list[tuple[int, ...]]] = {
     "questions": [(), (0,), (1, 2, 3), (5,), (6, 11), (4, 10), (13,)],
     "images": [(), (0,), (2, 3, 8)],
-    "numpy": [(), (0,), (5, 6, 18)],
 }
-
-
-class NumpyTask(TinyTask):
-    """A tiny task whose samples are numpy arrays and numpy numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(19)
-        read = self._dataset.__getitems__
-
-        def as_numpy(indices: Sequence[int]) -> Any:
-            return [{"features": x.numpy(), "target": np.int64(target)} for x, target in read(indices)]
-
-        self._dataset.__getitems__ = as_numpy  # type: ignore[method-assign]
-
-    def collate(self, samples: Any) -> dict[str, Tensor]:
-        return {
-            "features": torch.from_numpy(np.stack([sample["features"] for sample in samples])),
-            "targets": torch.from_numpy(np.stack([sample["target"] for sample in samples])),
-        }
 
 
 def tasks(inputs: Path) -> dict[str, Callable[[], Task]]:
@@ -361,7 +341,6 @@ def tasks(inputs: Path) -> dict[str, Callable[[], Task]]:
             num_classes=2,
             preprocessing={"resize": 64, "crop": 64},
         ),
-        "numpy": NumpyTask,
     }
 
 

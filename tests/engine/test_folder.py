@@ -304,16 +304,13 @@ def test_a_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "named"),
     [
+        (None, None),
         ("runs/mine", None),
         ("runs/20261122T184226-fdb49fd2", "runs/20261122T184226-fdb49fd2"),
         ("runs/20261122T184226.2-fdb49fd2", "runs/20261122T184226.2-fdb49fd2"),
         ("runs/20261122T184226-several-fdb49fd2/epoch1", "runs/20261122T184226-several-fdb49fd2"),
     ],
 )
-def test_a_folder_that_nobody_has_named_is_named_to_resume(folder: str, named: str | None) -> None:
+def test_a_folder_that_nobody_has_named_is_named_to_resume(folder: str | None, named: str | None) -> None:
     out = "" if named is None else f", with --out {named},"
-    assert how_to_resume(Path(folder)) == f"the same command again{out} to resume"
-
-
-def test_no_folder_no_name() -> None:
-    assert how_to_resume(None) == "the same command again to resume"
+    assert how_to_resume(None if folder is None else Path(folder)) == f"the same command again{out} to resume"

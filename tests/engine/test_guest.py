@@ -151,14 +151,6 @@ def test_everything_is_as_it_was(raises: bool) -> None:
     assert hooks == [dict(vars(module)["_forward_hooks"]) for module in model.modules()]
 
 
-class Trainer:
-    """Has a model, as a trainer has."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.models = {"student": model}
-        self.model = model
-
-
 class Deep(TinyTask):
     """Has a model far inside."""
 
@@ -175,7 +167,10 @@ class Deep(TinyTask):
 @pytest.mark.parametrize("path", ["box", "trainer"])
 def test_a_model_that_is_inside_of_a_task_is_put_back(path: str) -> None:
     model = make_model()
-    found = {"box": [[model]], "trainer": SimpleNamespace(trainer=Trainer(model))}
+    found = {
+        "box": [[model]],
+        "trainer": SimpleNamespace(trainer=SimpleNamespace(models={"student": model}, model=model)),
+    }
     evaluate(Deep(path, found[path], model))
     assert all(module.training for module in model.modules())
     assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())

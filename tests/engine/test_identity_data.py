@@ -41,10 +41,8 @@ def contents(root: Path, *, whole: bool = False, samples: range = range(2)) -> s
 
 
 def small_task(folder: Path, **options: Any) -> ImageClassification:
-    preprocessing = {"resize": 40, "crop": 32}
-    return ImageClassification(
-        model="resnet18", weights="random:0", data=folder, preprocessing=preprocessing, **options
-    )
+    given = {"preprocessing": {"resize": 40, "crop": 32}, **options}
+    return ImageClassification(model="resnet18", weights="random:0", data=folder, **given)
 
 
 @pytest.fixture

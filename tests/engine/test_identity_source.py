@@ -62,47 +62,29 @@ def found(home: Path, files: dict[str, str], item: str = "net:Net") -> dict[str,
 
 
 NET = "class Net:\n    def forward(self, x): return {}\n"
-# What the class's own module says, and what it reaches: one file, and what is changed in it.
-REACHED: dict[str, tuple[dict[str, str], str, str, str]] = {
-    "import": ({"net.py": "import a\n" + NET, "a.py": "x = 1"}, "a.py", "1", "2"),
-    "names of a module": ({"net.py": "from a import T\n" + NET, "a.py": "T = {1: 1}"}, "a.py", "1}", "2}"),
-    "import in a function": (
-        {
-            "net.py": "class Net:\n    def forward(self, x):\n        import a\n        return a.x\n",
-            "a.py": "x = 1",
-        },
-        "a.py",
-        "1",
-        "2",
-    ),
-    "star": ({"net.py": "from a import *\n" + NET, "a.py": "x = 1"}, "a.py", "1", "2"),
-    "over two": ({"net.py": "import a\n" + NET, "a.py": "if 1: import b", "b.py": "x = 1"}, "b.py", "1", "2"),
-    "loaded by name": (
-        {"net.py": "import importlib\na = importlib.import_module('a')\n" + NET, "a.py": "x = 1"},
-        "a.py",
-        "1",
-        "2",
-    ),
+# What the class's own module says before it, and the files that it reaches, of which the last is changed.
+REACHED: dict[str, tuple[str, dict[str, str]]] = {
+    "import": ("import a", {"a.py": "x = 1"}),
+    "names of a module": ("from a import T", {"a.py": "T = {1: 1}"}),
+    "import in a function": ("def f():\n    import a\n    return a.x", {"a.py": "x = 1"}),
+    "star": ("from a import *", {"a.py": "x = 1"}),
+    "over two": ("import a", {"a.py": "if 1: import b", "b.py": "x = 1"}),
+    "loaded by name": ("import importlib\na = importlib.import_module('a')", {"a.py": "x = 1"}),
     "what an object is of": (
-        {
-            "net.py": "import importlib\nA = getattr(importlib.import_module('a'), 'B')()\n" + NET,
-            "a.py": "class B: x = 1",
-        },
-        "a.py",
-        "1",
-        "2",
+        "import importlib\nA = getattr(importlib.import_module('a'), 'B')()",
+        {"a.py": "class B: x = 1"},
     ),
 }
 
 
 @pytest.mark.parametrize("name", REACHED)
 def test_a_change_in_a_module_that_is_reached(home: Path, name: str) -> None:
-    files, changed, old, new = REACHED[name]
-    first = found(home, files)
-    assert found(home, files) == first
-    other = found(home, {changed: files[changed].replace(old, new)})
-    module = changed.removesuffix(".py").replace("/", ".")
-    assert {name for name in first if first[name] != other[name]} == {module}
+    says, others = REACHED[name]
+    first = found(home, {"net.py": f"{says}\n{NET}", **others})
+    assert found(home, {}) == first
+    changed = [*others][-1]
+    other = found(home, {changed: f"{others[changed]}\ny = 2\n"})
+    assert {name for name in first if first[name] != other[name]} == {changed.removesuffix(".py")}
 
 
 def test_relative_imports_and_packages(home: Path) -> None:
@@ -198,11 +180,14 @@ def test_a_job_is_the_same_from_python_and_from_the_command_line(launch: Launch,
     script.write_text(JOB)
     launch([sys.executable, script, tmp_path / "a"]).ok()
     words = [sys.executable, "-m", "dualeval", "run", "--task", f"{script}:Mine", "--batch-size", "5"]
-    launch([*words, "--layout", "contiguous", "--out", tmp_path / "b"]).ok()
+    words += ["--layout", "contiguous", "--out", str(tmp_path / "b")]
+    launch(words).ok()
     jobs = [json.loads((tmp_path / name / "job.json").read_text())["job"] for name in "ab"]
     assert jobs[0] == jobs[1]
     # And one finds the other's result there.
     assert "finished before" in launch([sys.executable, script, tmp_path / "b"]).ok().stderr
+    skipped = json.loads(launch([*words, "--no-replay", "--json"]).ok().stdout)
+    assert (skipped["earlier"], skipped["replay"]) == (True, "skipped")
     script.write_text(JOB.replace("FACTOR = 1.0", "FACTOR = 2.0"))
     done = launch([sys.executable, script, tmp_path / "b"])
     assert done.returncode == 2
@@ -210,12 +195,6 @@ def test_a_job_is_the_same_from_python_and_from_the_command_line(launch: Launch,
 
 
 # What is installed
-
-
-def owner(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], module: str) -> str | None:
-    write(folder, files)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
-    return own_code.library_of(folder / module)
 
 
 INSTALLED: dict[str, tuple[dict[str, str], str, str | None]] = {
@@ -244,7 +223,9 @@ def test_installed_is_what_a_distribution_owns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     files, module, wanted = INSTALLED[name]
-    assert owner(tmp_path, monkeypatch, files, module) == wanted
+    write(tmp_path, files)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert own_code.library_of(tmp_path / module) == wanted
 
 
 def test_a_file_of_ones_own_that_is_called_as_one_of_pythons(tmp_path: Path) -> None:

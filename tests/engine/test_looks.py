@@ -60,11 +60,20 @@ class Net(nn.Module):
 THREADS: set[int] = set()
 
 
-def evaluate(model: nn.Module, capsys: pytest.CaptureFixture[str], **given: Any) -> tuple[Result, str]:
-    THREADS.clear()
-    given = {"data": data(), "metrics": ["loss"], **given}
-    result = dualeval.evaluate(model=model, batch_size=BATCH, **given)
-    return result, capsys.readouterr().err
+Evaluate = Callable[..., tuple[Result, str]]
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    """Evaluate a model; gives the result, and what was said."""
+
+    def run(model: nn.Module, **given: Any) -> tuple[Result, str]:
+        THREADS.clear()
+        given = {"data": data(), "metrics": ["loss"], **given}
+        result = dualeval.evaluate(model=model, batch_size=BATCH, **given)
+        return result, capsys.readouterr().err
+
+    return run
 
 
 class Keeps(Net):
@@ -98,14 +107,14 @@ def of_global() -> tuple[nn.Module, dict[str, Any], str]:
 
 @pytest.mark.parametrize("made", [of_attribute, of_hook, of_global])
 def test_what_a_forward_keeps_is_named_and_batches_are_computed_one_at_a_time(
-    capsys: pytest.CaptureFixture[str], made: Callable[[], tuple[nn.Module, dict[str, Any], str]]
+    evaluate: Evaluate, made: Callable[[], tuple[nn.Module, dict[str, Any], str]]
 ) -> None:
     model, given, place = made()
-    result, said = evaluate(model, capsys, metrics=["f"], **given)
+    result, said = evaluate(model, metrics=["f"], **given)
     [note] = [line for line in said.splitlines() if "one at a time" in line]
     assert place in note
     model, given, _ = made()
-    alone, said = evaluate(model, capsys, metrics=["f"], thread_safe=False, **given)
+    alone, said = evaluate(model, metrics=["f"], thread_safe=False, **given)
     assert result.metrics == alone.metrics and result.deterministic is True
     assert "one at a time" not in said
 
@@ -127,9 +136,9 @@ def with_hook() -> nn.Module:
 
 @pytest.mark.parametrize("made", [Net, Table, with_hook])
 def test_a_model_that_keeps_nothing_has_its_threads(
-    capsys: pytest.CaptureFixture[str], made: Callable[[], nn.Module]
+    evaluate: Evaluate, made: Callable[[], nn.Module]
 ) -> None:
-    result, said = evaluate(made(), capsys)
+    result, said = evaluate(made())
     assert len(THREADS) > 1 and said == ""
     assert result.deterministic is True and result.warnings == []
 
@@ -143,17 +152,17 @@ class Shared(Net):
         self.second.register_forward_pre_hook(lambda module, inputs: (store["f"].relu(),))
 
 
-def test_a_race_between_modules_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    result, said = evaluate(Shared({}), capsys)
+def test_a_race_between_modules_is_found(evaluate: Evaluate) -> None:
+    result, said = evaluate(Shared({}))
     assert "other numbers when two are computed at the same time (loss, " in said
-    alone, _ = evaluate(Shared({}), capsys, thread_safe=False)
+    alone, _ = evaluate(Shared({}), thread_safe=False)
     assert result.metrics == alone.metrics
 
 
-def test_thread_safe_overrides_the_look(capsys: pytest.CaptureFixture[str]) -> None:
-    _, said = evaluate(Keeps(), capsys, thread_safe=True)
+def test_thread_safe_overrides_the_look(evaluate: Evaluate) -> None:
+    _, said = evaluate(Keeps(), thread_safe=True)
     assert len(THREADS) > 1 and "one at a time" not in said
-    evaluate(Net(), capsys, thread_safe=False)
+    evaluate(Net(), thread_safe=False)
     assert {threading.get_ident()} == THREADS
 
 
@@ -193,9 +202,9 @@ class Recurrent(Net):
     ],
 )
 def test_a_forward_that_gives_other_numbers_again_is_a_warning(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Callable[[], nn.Module], cause: str
+    evaluate: Evaluate, tmp_path: Path, made: Callable[[], nn.Module], cause: str
 ) -> None:
-    result, _ = evaluate(made(), capsys, out=tmp_path / "out")
+    result, _ = evaluate(made(), out=tmp_path / "out")
     [warning] = result.warnings
     assert "the same samples give other numbers" in warning and "(loss, " in warning and cause in warning
     written = json.loads((tmp_path / "out" / "result.json").read_text())
@@ -212,8 +221,8 @@ class FromFirst(Net):
         return (values - self.mean) / self.std
 
 
-def test_what_the_first_batch_makes_and_others_read_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    result, said = evaluate(FromFirst(), capsys, thread_safe=False)
+def test_what_the_first_batch_makes_and_others_read_is_a_warning(evaluate: Evaluate) -> None:
+    result, said = evaluate(FromFirst(), thread_safe=False)
     [warning] = result.warnings
     assert "made of the first batch" in warning
     assert warning in said
@@ -232,8 +241,8 @@ class Augmented(Dataset[Any]):
         return torch.rand(8), index % 4
 
 
-def test_a_data_set_that_gives_other_samples_again_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    result, _ = evaluate(Net(), capsys, data=Augmented(), workers=0)
+def test_a_data_set_that_gives_other_samples_again_is_a_warning(evaluate: Evaluate) -> None:
+    result, _ = evaluate(Net(), data=Augmented(), workers=0)
     [warning] = result.warnings
     assert "the data set gives other values each time it is read" in warning
     assert result.deterministic is False
@@ -244,14 +253,12 @@ class WritesInput(Net):
         return super().forward(rows.mul_(2))
 
 
-def test_a_forward_that_writes_into_its_input_is_computed_from_the_same_input(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    result, said = evaluate(WritesInput(), capsys)
+def test_a_forward_that_writes_into_its_input_is_computed_from_the_same_input(evaluate: Evaluate) -> None:
+    result, said = evaluate(WritesInput())
     assert result.deterministic is True and said == "" and len(THREADS) > 1
 
 
-def test_what_collate_leaves_for_observe_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_collate_leaves_for_observe_is_a_warning(evaluate: Evaluate) -> None:
     last: dict[str, Tensor] = {}
 
     def collate(samples: Any) -> Any:
@@ -260,7 +267,7 @@ def test_what_collate_leaves_for_observe_is_a_warning(capsys: pytest.CaptureFixt
         return rows, labels
 
     observe = lambda outputs, batch: {"f": last["rows"][: len(outputs), 0]}  # noqa: E731
-    result, _ = evaluate(Net(), capsys, metrics=["f"], collate=collate, observe=observe)
+    result, _ = evaluate(Net(), metrics=["f"], collate=collate, observe=observe)
     [warning] = result.warnings
     assert "what is kept when a batch is read, and batches are read ahead" in warning
     assert result.deterministic is False
@@ -271,14 +278,12 @@ class Both(Counting):
         return nn.functional.dropout(super().hidden(values), 0.5)
 
 
-def test_buffers_and_random_numbers_are_put_back(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_and_random_numbers_are_put_back(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    looked, _ = evaluate(Both(), capsys)
+    looked, _ = evaluate(Both())
     monkeypatch.setattr("dualeval.engine.forward.look", lambda *_: looks.Looked(threads=1))
     torch.manual_seed(0)
-    unlooked, _ = evaluate(Both(), capsys)
+    unlooked, _ = evaluate(Both())
     assert looked.deterministic is False and looked.metrics == unlooked.metrics
 
 
@@ -289,19 +294,19 @@ class OneSize(Net):
 
 
 def test_a_model_for_whole_batches_is_looked_at_in_whole_batches(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(looks, "_FEWEST", 3)
-    result, said = evaluate(OneSize(), capsys)
+    result, said = evaluate(OneSize())
     assert result.deterministic is True and said == ""
 
 
 def test_a_look_that_takes_too_long_is_left_out_and_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(looks, "_ALWAYS_S", 0.0)
     few = TensorDataset(*(tensor[:40] for tensor in data().tensors))
-    result, said = evaluate(Dropout(), capsys, data=few)
+    result, said = evaluate(Dropout(), data=few)
     assert result.deterministic is None
     assert "was not tried" in said and {threading.get_ident()} == THREADS
 
@@ -405,15 +410,13 @@ def test_what_a_metric_may_keep(made: Callable[[], Any]) -> None:
     assert result.metrics["adding"] == SAMPLES
 
 
-def test_a_look_that_fails_ends_no_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted, _ = evaluate(Net(), capsys)
+def test_a_look_that_fails_ends_no_run(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, _ = evaluate(Net())
 
     def fails(*_: Any, **__: Any) -> Any:
         raise BlockingIOError("there is one already")
 
     monkeypatch.setattr(looks, "differences", fails)
-    result, said = evaluate(Net(), capsys)
+    result, said = evaluate(Net())
     assert "could not be computed twice (BlockingIOError: there is one already)" in said
     assert result.deterministic is None and result.metrics == wanted.metrics

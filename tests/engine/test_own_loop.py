@@ -226,58 +226,66 @@ def test_samples_that_cannot_be_read() -> None:
         list(loop.batches())
 
 
-def test_misuse_is_said_at_once() -> None:
-    data = [float(index) for index in range(40)]
+NUMBERS = [float(index) for index in range(40)]
 
-    def misuse(use: Callable[[OwnLoop, torch.Tensor, int], None], match: str) -> None:
-        with pytest.raises(UsageError, match=match), opened(data) as loop:
-            for number, batch in enumerate(loop.batches()):
-                use(loop, batch, number)
-            loop.result()
 
-    def twice(loop: OwnLoop, batch: torch.Tensor, number: int) -> None:
-        for _ in range(2):
-            loop.add(batch, value=batch)
+def add_twice(loop: OwnLoop, batch: torch.Tensor, number: int) -> None:
+    for _ in range(2):
+        loop.add(batch, value=batch)
 
-    def other_columns(loop: OwnLoop, batch: torch.Tensor, number: int) -> None:
-        loop.add(batch, **({"value": batch} if number < 2 else {"value": batch, "more": batch}))
 
-    misuse(lambda loop, batch, number: None, "samples 0 to 15 was not added")
-    misuse(twice, "samples 0 to 15 was added before")
-    misuse(
+MISUSES: list[tuple[Callable[[OwnLoop, torch.Tensor, int], object], str]] = [
+    (lambda loop, batch, number: None, "samples 0 to 15 was not added"),
+    (add_twice, "samples 0 to 15 was added before"),
+    (
         lambda loop, batch, number: loop.add(batch.clone(), value=batch),
-        "a Tensor that is not the current batch",
-    )
-    misuse(lambda loop, batch, number: loop.add(batch, value=batch[1:]), "has 15 rows .* expected 16")
-    misuse(
-        lambda loop, batch, number: loop.add(batch, value=batch.mean()), "has one number .* reduction='none'"
-    )
-    misuse(lambda loop, batch, number: loop.add(batch), "no column")
-    misuse(lambda loop, batch, number: loop.add(batch, value=[None] * 16), "'value' is a list")
-    misuse(lambda loop, batch, number: loop.add(batch, wide=batch[:, None]), "'wide' has 2 dimensions")
-    misuse(lambda loop, batch, number: loop.add(batch, id=batch), "the column 'id' is a name that is taken")
-    misuse(other_columns, "samples 32 to 39 was added with the columns value, more")
-    with pytest.raises(UsageError, match="no length"), opened(iter(data)):
+        "Tensor that is not the current batch",
+    ),
+    (lambda loop, batch, number: loop.add(batch, value=batch[1:]), "has 15 rows .* expected 16"),
+    (lambda loop, batch, number: loop.add(batch, value=batch.mean()), "has one number .* reduction='none'"),
+    (lambda loop, batch, number: loop.add(batch), "no column"),
+    (lambda loop, batch, number: loop.add(batch, value=[None] * 16), "'value' is a list"),
+    (lambda loop, batch, number: loop.add(batch, wide=batch[:, None]), "'wide' has 2 dimensions"),
+    (lambda loop, batch, number: loop.add(batch, id=batch), "the column 'id' is a name that is taken"),
+    (
+        lambda loop, batch, number: loop.add(batch, value=batch, **({} if number < 2 else {"more": batch})),
+        "samples 32 to 39 was added with the columns value, more",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "said"), MISUSES)
+def test_misuse_is_said_at_once(use: Callable[[OwnLoop, torch.Tensor, int], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said), opened(NUMBERS) as loop:
+        for number, batch in enumerate(loop.batches()):
+            use(loop, batch, number)
+        loop.result()
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "said"),
+    [
+        (iter(NUMBERS), {}, "no length"),
+        (torch.tensor(1.0), {}, "a Tensor, which has no length"),
+        ([], {}, "the data set is empty"),
+        *(
+            (NUMBERS, {name: value}, f"{name} {value!r}: expected a")
+            for name, value in (("metrics", 5), ("metrics", "a"), ("model", 5), ("collate", 5))
+        ),
+        (NUMBERS, {"precision": "amp-bf16"}, "in your own loop write autocast yourself"),
+    ],
+)
+def test_a_loop_that_cannot_be_opened(data: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said), opened(data, **options):
         pass
-    with pytest.raises(UsageError, match="a Tensor, which has no length"), opened(torch.tensor(1.0)):
-        pass
-    with pytest.raises(UsageError, match="the data set is empty"), opened([]):
-        pass
-    wrong: list[dict[str, Any]] = [{"metrics": 5}, {"metrics": "a"}, {"model": 5}, {"collate": 5}]
-    for option in wrong:
-        [(name, value)] = option.items()
-        with pytest.raises(UsageError, match=f"{name} {value!r}: expected a"), opened(data, **option):
-            pass
-    with (
-        pytest.raises(UsageError, match="in your own loop write autocast yourself"),
-        opened(data, precision="amp-bf16"),
-    ):
-        pass
-    with opened(data) as loop:
+
+
+def test_a_loop_without_a_batch() -> None:
+    with opened(NUMBERS) as loop:
         with pytest.raises(UsageError, match="without a loop"):
             loop.result()
         with pytest.raises(UsageError, match="without a current batch"):
-            loop.add(data, value=data)
+            loop.add(NUMBERS, value=NUMBERS)
 
 
 def test_a_batch_may_be_changed_in_place() -> None:

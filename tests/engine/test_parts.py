@@ -197,14 +197,14 @@ class Numbers(Asking):
 
 
 @pytest.mark.parametrize(
-    ("task", "error", "message"),
+    ("task", "message"),
     [
-        (Cut, ExactlyOnceError, "postprocess gave . rows of the column .* for samples"),
-        (Numbers, ExactlyOnceError, "postprocess gave no rows of the column 'loss' for samples"),
+        (Cut, "postprocess gave . rows of the column .* for samples"),
+        (Numbers, "postprocess gave no rows of the column 'loss' for samples"),
     ],
 )
-def test_a_postprocess_that_is_wrong(task: type[Asking], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_a_postprocess_that_is_wrong(task: type[Asking], message: str) -> None:
+    with pytest.raises(ExactlyOnceError, match=message):
         evaluate(task(90), None, batch_size=8, sample=40)
 
 

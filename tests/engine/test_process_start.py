@@ -17,6 +17,7 @@ from dualeval.process_start import may_print
 from dualeval.tasks.image_data import ASSETS
 from tests.conftest import Finished, Launch
 from tests.faulty_models import FAULT
+from tests.sessions import FILES
 
 # Whoever started the tests may ignore some signals, and what they start would inherit that.
 HEARD = ["env", "--default-signal"]
@@ -155,9 +156,7 @@ def test_a_finished_run_has_succeeded(
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert result["samples"]["evaluated"] == 64
     # Nothing of what was printed has gone into a file that took the number of a closed stream.
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("job.json", "predictions.parquet", "result.json", "status.json")
-    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     note = f"dualeval: note: standard output cannot be written ({why}); the result is in "
     assert done.stderr == ("" if why is None else f"{note}{tmp_path / 'out/result.json'}\n")
 

@@ -21,9 +21,10 @@ from dualeval.engine.rescoring import verify
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
 from tests.conftest import Launch
-from tests.engine.test_engine_ranks import run_ranks
+from tests.engine.test_engine_ranks import OTHER_WAYS, run_ranks
 from tests.engine.test_evaluator import evaluate, rows
 from tests.engine.test_own_loop import opened
+from tests.launchers import way
 from tests.ragged_task import RAGGED, WORDS, RaggedTask, length_of, unnamed
 from tests.workers.engine_worker import BROKEN_ROWS, RAGGED_SAMPLES
 
@@ -91,16 +92,20 @@ def test_files_of_the_tasks_own(done: tuple[Path, Result]) -> None:
         assert found == {key: value for key, value in pairs if value is not None}
 
 
-def test_without_a_folder_the_metrics_are_the_same(done: tuple[Path, Result]) -> None:
-    found = evaluate(RaggedTask(RAGGED_SAMPLES, BROKEN_ROWS), None, **OPTIONS)
-    assert (found.metrics, found.metrics_digest) == (done[1].metrics, done[1].metrics_digest)
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_any_number_of_ranks(launch: Launch, tmp_path: Path, done: tuple[Path, Result], size: int) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "backend", "size"),
+    [
+        way("torchrun", "torch", 2, long=True),
+        way("torchrun", "torch", 3),
+        *(way(*names, 3, long=True) for names in OTHER_WAYS),
+    ],
+)
+def test_any_number_of_ranks(
+    launch: Launch, tmp_path: Path, done: tuple[Path, Result], launcher: str, backend: str, size: int
+) -> None:
     """Two ranks share a folder; of three rank 0 has a disk of its own, the others one together, where nothing
     is left; and each makes a run without a folder, too."""
-    reports = run_ranks(launch, "ragged", size, tmp_path)
+    reports = run_ranks(launch, "ragged", size, tmp_path, (launcher, backend))
     out, result = done
     for report in reports:
         assert report["digests"] == 2 * [result.metrics_digest]
@@ -139,18 +144,6 @@ def test_a_resumed_run_has_the_same_bits(
     for name in ("predictions.parquet", "tokens.json", "words.json"):
         assert (tmp_path / "out" / name).read_bytes() == (done[0] / name).read_bytes()
     assert go_on(tmp_path / "out").earlier
-
-
-@pytest.mark.parametrize("when", ["begun", "finished"])
-def test_other_values_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    out = tmp_path / "out"
-    if when == "begun":
-        begin(out, monkeypatch)
-    else:
-        go_on(out)
-    monkeypatch.setitem(unnamed, "scale", 1.5)
-    with pytest.raises(UsageError, match=r"holds other numbers .* column '(score|boxes|tokens|doubles)'"):
-        go_on(out)
 
 
 # -- from the rows -----------------------------------------------------------------------------------
@@ -253,9 +246,6 @@ def test_a_finished_batch_is_compared(there: Any, now: Any, here: str, elsewhere
                 compare(there, now, same_machine=same_machine)
         else:
             assert compare(there, now, same_machine=same_machine) == expected
-
-
-# -- what is refused at the first batch --------------------------------------------------------------
 
 
 # -- loops of one's own ------------------------------------------------------------------------------

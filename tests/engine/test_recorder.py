@@ -181,52 +181,39 @@ def test_chunks_are_bounded_and_even() -> None:
 PLAN = EvalPlan(num_samples=10, batch_size=4)
 
 
-def folded(*chunks: int) -> Ledger:
+def folded(*chunks: int, last: tuple[int, int] | None = None) -> Ledger:
+    """The ledger of some chunks without failed samples, and of chunk 2 with so many evaluated and failed."""
     ledger = Ledger(PLAN, [])
     ledger.fold(chunks, [len(PLAN.chunk_samples(chunk)) for chunk in chunks], [0] * len(chunks))
+    if last is not None:
+        ledger.fold([2], [last[0]], [last[1]])
     return ledger
 
 
-def test_each_chunk_once_is_right() -> None:
-    ledger = folded(2, 0, 1)
+@pytest.mark.parametrize(
+    ("ledger", "totals"), [(folded(2, 0, 1), (10, 0)), (folded(0, 1, last=(1, 1)), (9, 1))]
+)
+def test_each_chunk_once_is_right(ledger: Ledger, totals: tuple[int, int]) -> None:
     ledger.verify_exactly_once()
-    assert ledger.totals() == (10, 0)
+    assert ledger.totals() == totals
 
 
-def test_failed_samples_count_to_their_chunk() -> None:
-    ledger = folded(0, 1)
-    ledger.fold([2], [1], [1])
-    ledger.verify_exactly_once()
-    assert ledger.totals() == (9, 1)
+MISSING = r"1 of 3 chunks .* chunk 2 \(samples 8 to 9\): folded 0 times, 0 evaluated and 0 failed of 2"
 
 
 @pytest.mark.parametrize(
-    ("chunks", "message"),
+    ("ledger", "message"),
     [
-        (
-            (0, 1),
-            r"1 of 3 chunks .* chunk 2 \(samples 8 to 9\): folded 0 times, 0 evaluated and 0 failed of 2",
-        ),
-        ((0, 1, 1, 2), r"chunk 1 \(samples 4 to 7\): folded 2 times, 8 evaluated"),
-        ((), "3 of 3 chunks"),
+        (folded(0, 1), MISSING),
+        (folded(0, 1, 1, 2), r"chunk 1 \(samples 4 to 7\): folded 2 times, 8 evaluated"),
+        (folded(), "3 of 3 chunks"),
+        (folded(0, 1, last=(1, 0)), "folded 1 times, 1 evaluated and 0 failed of 2"),
+        (Ledger(EvalPlan(num_samples=100, batch_size=1), []), r"and 90 more$"),
     ],
 )
-def test_missing_and_double_chunks_are_named(chunks: tuple[int, ...], message: str) -> None:
+def test_missing_double_and_wrong_chunks_are_named(ledger: Ledger, message: str) -> None:
     with pytest.raises(ExactlyOnceError, match=message):
-        folded(*chunks).verify_exactly_once()
-
-
-def test_a_chunk_with_a_wrong_count_is_named() -> None:
-    ledger = folded(0, 1)
-    ledger.fold([2], [1], [0])
-    with pytest.raises(ExactlyOnceError, match="folded 1 times, 1 evaluated and 0 failed of 2"):
         ledger.verify_exactly_once()
-
-
-def test_many_wrong_chunks_are_cut() -> None:
-    plan = EvalPlan(num_samples=100, batch_size=1)
-    with pytest.raises(ExactlyOnceError, match=r"and 90 more$"):
-        Ledger(plan, []).verify_exactly_once()
 
 
 def test_metrics_have_slots_of_their_own() -> None:

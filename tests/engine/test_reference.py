@@ -210,31 +210,25 @@ def test_a_part_of_the_data(tmp_path: Path, first: Path, options: dict[str, Any]
 
 def test_what_is_refused(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Seeded, "forward", lambda *_: pytest.fail("something was evaluated"))
-    with pytest.raises(UsageError, match="--reference: there is no folder"):
-        evaluate(Seeded(), tmp_path / "b", reference=tmp_path / "nothing")
-    unfinished = changed(first, tmp_path / "unfinished")
+    unfinished, without = changed(first, tmp_path / "unfinished"), changed(first, tmp_path / "without")
     status = json.loads((first / STATUS).read_text())
     (unfinished / STATUS).write_text(json.dumps({**status, "state": "stopped"}))
-    with pytest.raises(UsageError, match=r"--reference: .* holds no finished run: its state is 'stopped'"):
-        evaluate(Seeded(), tmp_path / "b", reference=unfinished)
-    without = changed(first, tmp_path / "without")
     (without / PREDICTIONS).unlink()
-    with pytest.raises(UsageError, match=r"--reference: .* no predictions\.parquet any more"):
-        evaluate(Seeded(), tmp_path / "b", reference=without)
     other = changed(first, tmp_path / "data", data={"fingerprint": "0" * 64, "contents": None})
-    with pytest.raises(UsageError, match=r"over different data: .* in labels, sizes or texts \(.*0{8}\)"):
-        evaluate(Seeded(), tmp_path / "b", reference=other)
     turned = changed(first, tmp_path / "turned", lambda table: table.take(list(range(COUNT))[::-1]))
-    with pytest.raises(
-        UsageError, match=r"in another order: sample 0 is 'tiny/299' there.*'dualeval compare"
-    ):
-        evaluate(Seeded(), tmp_path / "b", reference=turned)
     few = changed(first, tmp_path / "few", lambda table: table.select(["id", "index", "top"]))
-    with pytest.raises(UsageError, match="no column is in both runs"):
-        evaluate(Seeded(rows=("loss",)), tmp_path / "b", reference=few)
-    for wrong in ("", 3):
-        with pytest.raises(UsageError, match=r"reference .*: expected the folder of a finished run"):
-            evaluate(Seeded(), tmp_path / "b", reference=wrong)
+    cases: list[tuple[Any, str]] = [
+        (tmp_path / "nothing", "--reference: there is no folder"),
+        (unfinished, r"--reference: .* holds no finished run: its state is 'stopped'"),
+        (without, r"--reference: .* no predictions\.parquet any more"),
+        (other, r"over different data: .* in labels, sizes or texts \(.*0{8}\)"),
+        (turned, r"in another order: sample 0 is 'tiny/299' there.*'dualeval compare"),
+        (few, "no column is in both runs"),
+        *((wrong, r"reference .*: expected the folder of a finished run") for wrong in ("", 3)),
+    ]
+    for reference, said in cases:
+        with pytest.raises(UsageError, match=said):
+            evaluate(Seeded(rows=("loss",)), tmp_path / "b", reference=reference)
     with pytest.raises(UsageError, match="reference and out are both"):
         evaluate(Seeded(), first, reference=str(first))
     assert not (tmp_path / "b").exists()

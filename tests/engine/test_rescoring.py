@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import runpy
 import shutil
@@ -10,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -39,6 +36,7 @@ from dualeval.tasks.stored import metrics_of_run
 from tests import questions
 from tests.conftest import ROOT
 from tests.engine.test_evaluator import evaluate, rows
+from tests.ragged_task import EveryBit
 from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
 
 
@@ -57,23 +55,6 @@ class OddTask(TinyTask):
             if target == 5:
                 logits[place] = -0.0
         return logits
-
-
-class Bits:
-    """The sha256 of the bytes of columns: any other bit in any row is another value."""
-
-    def __init__(self, *columns: str) -> None:
-        self.name = "bits"
-        self.columns = columns
-
-    def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
-        return Measured(values={name: self._of(columns[name]) for name in self.columns})
-
-    @staticmethod
-    def _of(values: npt.NDArray[Any]) -> str:
-        return (
-            f"{values.dtype} {values.shape} {hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()}"
-        )
 
 
 class Codes:
@@ -117,7 +98,7 @@ class ManyColumns(TinyTask):
         return (*kinds, "nans", "wide_nans", "double_nans")
 
     def metrics(self) -> list[Metric | RowMetric]:
-        return [*super().metrics(), Codes(), Bits(*self.made)]
+        return [*super().metrics(), Codes(), EveryBit(*self.made)]
 
 
 def test_every_built_in_metric_comes_to_the_same_bits(tmp_path: Path) -> None:
@@ -151,7 +132,9 @@ def test_columns_of_every_kind_come_back_to_the_bit(tmp_path: Path, broken: Sequ
     wanted = evaluate(task, tmp_path, batch_size=4, on_error="skip")
     table = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
     kept = ["rank", "nan_logits", "inf_logits", "nans", *(name for name in task.made if name != "nans")]
-    assert table.column_names == ["id", "index", *task.rows, *kept], "what Codes reads, then what Bits does"
+    assert table.column_names == ["id", "index", *task.rows, *kept], (
+        "what Codes reads, then what EveryBit does"
+    )
     assert {table.column(name).null_count for name in task.made} == {len(broken)}
     found = dualeval.rescore(tmp_path, metrics=task.metrics())
     assert found.metrics == wanted.metrics

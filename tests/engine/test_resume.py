@@ -24,7 +24,7 @@ from dualeval.result import Result, Status, read_result, read_status
 from dualeval.world import Meeting, World
 from dualeval.world.devices import connect
 from tests.engine.test_evaluator import evaluate, rows
-from tests.sessions import run_task
+from tests.sessions import FILES, run_task
 from tests.tiny import TinyTask
 
 SAMPLES = 400
@@ -84,9 +84,7 @@ def check(out: Path, result: Result, wanted: str, resumed: int) -> None:
     assert result.metrics_digest == wanted
     assert result.chunks == {"total": 40, "evaluated_now": 40 - resumed, "resumed": resumed}
     assert rows(out)["index"] == list(range(SAMPLES))
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("job.json", "predictions.parquet", "result.json", "status.json")
-    ]
+    assert sorted(path.name for path in out.iterdir()) == FILES
     assert is_done(out)
 
 
@@ -111,8 +109,7 @@ def test_it_goes_on_again_and_again(tmp_path: Path, wanted: str) -> None:
     check(tmp_path / "out", go_on(tmp_path / "out"), wanted, resumed=27)
 
 
-def test_all_was_finished_but_the_end(tmp_path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
+def test_all_was_finished_but_the_end(out: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(finish, "write_predictions", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -133,9 +130,8 @@ def test_all_was_finished_but_the_end(tmp_path: Path, wanted: str, monkeypatch: 
     ids=["cut short", "empty", "a flipped bit", "a folder"],
 )
 def test_a_damaged_file_is_named_and_its_chunks_evaluated_again(
-    tmp_path: Path, wanted: str, damage: Callable[[Path], object]
+    out: Path, wanted: str, damage: Callable[[Path], object]
 ) -> None:
-    out = tmp_path / "out"
     files = begin(out)
     damage(files[1])
     notes: list[str] = []
@@ -230,8 +226,7 @@ def test_a_damaged_result_is_named_and_made_again(tmp_path: Path, wanted: str) -
     assert "do not fit its metrics_digest" in notes[0]
 
 
-def test_a_run_killed_after_its_result_is_finished(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_run_killed_after_its_result_is_finished(out: Path, wanted: str) -> None:
     files = begin(out)
     kept = [(file, file.read_bytes()) for file in files]
     go_on(out)
@@ -244,8 +239,7 @@ def test_a_run_killed_after_its_result_is_finished(tmp_path: Path, wanted: str) 
     assert not (out / "journal").exists()
 
 
-def test_failed_samples_are_tried_again(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_failed_samples_are_tried_again(out: Path, wanted: str) -> None:
     task = Ending(SAMPLES, 23)
     task.dataset()._broken = {5, 17}
     fingerprint = TinyTask(SAMPLES).dataset().fingerprint(SAMPLES)
@@ -266,9 +260,8 @@ def asleep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asleep")
-def test_a_second_run_that_ends_first_has_the_one_right_result(tmp_path: Path, wanted: str) -> None:
+def test_a_second_run_that_ends_first_has_the_one_right_result(out: Path, wanted: str) -> None:
     """It begins while the first is at work, and takes what is finished by then."""
-    out = tmp_path / "out"
     inner: list[Result] = []
     calls: list[int] = []
 
@@ -301,7 +294,7 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("asleep")
-def test_a_run_that_wakes_writes_nothing_where_another_has_gone_on(tmp_path: Path) -> None:
+def test_a_run_that_wakes_writes_nothing_where_another_has_gone_on(out: Path) -> None:
     class Sleeper(Ending):
         """Is stopped in its forward, until others have taken its folder over, or have told of its end."""
 
@@ -314,8 +307,6 @@ def test_a_run_that_wakes_writes_nothing_where_another_has_gone_on(tmp_path: Pat
                 self._left = -1
                 self._others()
             return super().forward(model, batch)
-
-    out = tmp_path / "out"
 
     def taken_over() -> None:
         with pytest.raises(RuntimeError, match="enough"):
@@ -456,9 +447,8 @@ def take_the_place_of(out: Path) -> None:
 
 @pytest.mark.parametrize("act", [empty, take_the_place_of])
 def test_nothing_is_written_into_a_folder_that_was_emptied_or_replaced(
-    tmp_path: Path, wanted: str, act: Callable[[Path], None]
+    out: Path, wanted: str, act: Callable[[Path], None]
 ) -> None:
-    out = tmp_path / "out"
     with pytest.raises(DualevalError, match=r"was emptied or replaced: .*Type the same command") as caught:
         go_on(out, acting(lambda: act(out)))
     assert "saved" not in str(caught.value)
@@ -466,8 +456,7 @@ def test_nothing_is_written_into_a_folder_that_was_emptied_or_replaced(
     check(out, go_on(out), wanted, resumed=0)
 
 
-def test_a_journal_that_was_removed_is_said_to_be_gone(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_journal_that_was_removed_is_said_to_be_gone(out: Path, wanted: str) -> None:
     with pytest.raises(DualevalError, match=r"journal is gone, or a file of it: .*evaluated again"):
         go_on(out, acting(lambda: shutil.rmtree(out / "journal")))
     status = read_status(out)
@@ -475,8 +464,7 @@ def test_a_journal_that_was_removed_is_said_to_be_gone(tmp_path: Path, wanted: s
     check(out, go_on(out), wanted, resumed=0)
 
 
-def test_a_folder_in_the_place_of_a_file_loses_nothing(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_folder_in_the_place_of_a_file_loses_nothing(out: Path, wanted: str) -> None:
     with pytest.raises(DualevalError, match=r"cannot be written any more .*Is a directory.*same command"):
         go_on(out, acting((out / "predictions.parquet").mkdir))
     (out / "predictions.parquet").rmdir()

@@ -99,9 +99,8 @@ def test_a_guest_leaves_the_group_as_it_was(
 )
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_owner_that_fails_ends_the_script(
-    launch: Launch, tmp_path: Path, mode: str, says: str, ranks: int
+    launch: Launch, out: Path, mode: str, says: str, ranks: int
 ) -> None:
-    out = tmp_path / "out"
     launcher = ALONE if ranks == 1 else TORCHRUN
     done = launch([*launcher, WORKER, out, mode], variables={"BAD": str(ranks - 1)})
     assert done.returncode == 1, done.stderr
@@ -111,8 +110,7 @@ def test_an_owner_that_fails_ends_the_script(
     assert status(out)["state"] == "failed" and says in status(out)["reason"]
 
 
-def test_an_owner_that_is_stopped_exits_75_and_goes_on(launch: Launch, tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_an_owner_that_is_stopped_exits_75_and_goes_on(launch: Launch, out: Path, wanted: str) -> None:
     done = launch([*ALONE, WORKER, out, "term"])
     assert done.returncode == 75, done.stderr
     assert "stopped by SIGTERM" in done.stderr and "Traceback" not in done.stderr
@@ -131,10 +129,7 @@ def test_what_is_caught_does_not_end_the_script(launch: Launch, tmp_path: Path) 
 @pytest.mark.parametrize(
     "group", ["torch", pytest.param("horovod", marks=[*needs("horovodrun", ""), pytest.mark.long])]
 )
-def test_a_guest_that_fails_raises_on_every_rank(
-    launch: Launch, tmp_path: Path, mode: str, group: str
-) -> None:
-    out = tmp_path / "out"
+def test_a_guest_that_fails_raises_on_every_rank(launch: Launch, out: Path, mode: str, group: str) -> None:
     launcher = TORCHRUN if group == "torch" else HOROVODRUN
     done = launch([*launcher, WORKER, out, group, mode], variables={"BAD": "1"}).ok()
     assert [said["sum"] for said in lines(done)] == [2.0, 2.0]
@@ -146,8 +141,7 @@ def test_a_guest_that_fails_raises_on_every_rank(
     assert "frame #" not in done.stderr
 
 
-def test_a_guest_is_stopped_by_what_it_polls(launch: Launch, tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_guest_is_stopped_by_what_it_polls(launch: Launch, out: Path, wanted: str) -> None:
     done = launch([*TORCHRUN, WORKER, out, "torch", "stop"]).ok()
     assert [(said["raised"], said["says"]) for said in lines(done)] == [("Stopped", "enough")] * 2
     assert status(out)["state"] == "stopped"

@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch
 from tests.launchers import start
+from tests.made_models import seeded
 from tests.sharded_models import models_for
 
-EMBEDDED = ["--no-progress", "--json", "--limit", "200"]
 DATA = [(row,) for row in torch.arange(40.0).reshape(10, 4) / 40]
 
 
@@ -131,11 +132,7 @@ def of_shapes(model: Reader, x: Tensor) -> Any:
 
 def test_a_forward_may_ask_for_what_does_not_depend_on_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reader, "forward", of_shapes)
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Reader()
-
+    make = partial(seeded, Reader)
     assert evaluated(make, shard="fsdp").metrics_digest == evaluated(make).metrics_digest
 
 
@@ -164,11 +161,7 @@ def test_a_part_that_returns_its_own_parameters_is_told_what_to_do(monkeypatch: 
     with pytest.raises(UsageError, match=r"a Rows returns its own parameters.*weight\.clone\(\)"):
         evaluated(Added, shard="fsdp")
     monkeypatch.setattr(Rows, "forward", lambda rows: {"rows": [rows.table[:1].clone()]})
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Added()
-
+    make = partial(seeded, Added)
     assert evaluated(make, shard="fsdp").metrics_digest == evaluated(make).metrics_digest
 
 
@@ -280,20 +273,6 @@ def test_an_identity_keeps_no_parameter_alive() -> None:
 # -- several ranks -----------------------------------------------------------------------------------------
 
 
-def run_models(launch: Launch, ranks: int, options: dict[str, Any], names: list[str]) -> None:
-    """Compare models, whole and divided, on some ranks."""
-    done = launch(
-        [
-            *("torchrun", "--nproc-per-node", str(ranks), "--master-port", "0", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", "localhost:0", ROOT / "tests" / "sharded_models.py"),
-            *(json.dumps(options), *names),
-        ],
-        timeout=600,
-    ).ok()
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found and all(found.values()), found
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "options"),
@@ -303,10 +282,17 @@ def run_models(launch: Launch, ranks: int, options: dict[str, Any], names: list[
         (3, {}),
         (2, {"layout": "contiguous"}),
         *((2, {"precision": precision}) for precision in ("amp-bf16", "bf16", "fp16")),
+        (2, {"precision": "bf16", "keep_batchnorm_fp32": True}),
     ],
 )
 def test_all_kinds_of_models(launch: Launch, ranks: int, options: dict[str, Any]) -> None:
-    run_models(launch, ranks, options, models_for(options.get("precision", "fp32")))
+    with_norms = ["resnet18", "mobilenet_v3_small"]
+    all_kinds = models_for(options.get("precision", "fp32"))
+    names = with_norms if "keep_batchnorm_fp32" in options else all_kinds
+    worker = str(ROOT / "tests" / "sharded_models.py")
+    words = [*start("torchrun", ranks), sys.executable, worker, json.dumps(options), *names]
+    found = json.loads(launch(words, timeout=600).ok().stdout.splitlines()[-1])
+    assert found and all(found.values()), found
 
 
 FIRST_FORWARD = """
@@ -334,32 +320,6 @@ def test_what_fails_in_the_first_forward_ends_a_run_of_several_models(launch: La
     )
     assert done.stderr.count(said) == 1, done.stderr
     assert "exitcode  : 2 " in done.stderr and "exitcode  : 1 " not in done.stderr
-
-
-def digest_of(launch: Launch, *words: str, ranks: int = 0) -> tuple[str, Any]:
-    started = start("torchrun", ranks) if ranks else []
-    done = launch([*started, sys.executable, "-m", "dualeval", "run", *words], timeout=300).ok()
-    result = json.loads(done.stdout)
-    return result["metrics_digest"], result["weights"]
-
-
-def test_the_command_line_on_two_ranks(launch: Launch, tmp_path: Path) -> None:
-    # 4 batches for 2 ranks would be even: of 200 samples the last is smaller, of 3 ranks one has more.
-    words = [*EMBEDDED, "--batch-size", "40"]
-    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
-    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", ranks=2)
-    assert divided == whole
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "precision", ["amp-bf16", "bf16", "fp16", "bf16 --keep-batchnorm-fp32", "fp32 --layout contiguous"]
-)
-def test_precisions_of_the_embedded_network(launch: Launch, precision: str, tmp_path: Path) -> None:
-    words = [*EMBEDDED, "--precision", *precision.split()]
-    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
-    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", ranks=2)
-    assert divided == whole
 
 
 # -- which parts of a model are gathered together: the rule, on models whose parts are known ------------

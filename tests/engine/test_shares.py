@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor, nn
 
 from dualeval.cli import dualeval
-from dualeval.engine import machines, recorder
+from dualeval.engine import recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import lease, opening
 from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.folder.layout import Share, unfinished
-from dualeval.engine.folder.lease import Lease
+from dualeval.engine.folder.lease import Lease, Process
 from dualeval.engine.options import RunOptions
 from dualeval.engine.run import evaluate_share
 from dualeval.errors import DualevalError, UsageError
@@ -25,8 +25,10 @@ from dualeval.result import Result, read_status
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import Launch
-from tests.engine.test_evaluator import evaluate, rows
+from tests.engine.test_evaluator import evaluate
+from tests.engine.test_replay import played_machine
 from tests.engine.test_resume import BATCH, SAMPLES, Ending
+from tests.engine.test_resume import check as check_run
 from tests.sessions import run_of, watched
 from tests.tiny import TinyTask
 
@@ -78,12 +80,7 @@ def all_shares(out: Path, *but: int, **options: Any) -> None:
 
 
 def check(out: Path, result: Result, wanted: str, now: int = 0) -> None:
-    assert result.metrics_digest == wanted
-    assert result.chunks == {"total": CHUNKS, "evaluated_now": now, "resumed": CHUNKS - now}
-    assert rows(out)["index"] == list(range(SAMPLES))
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("job.json", "predictions.parquet", "result.json", "status.json")
-    ]
+    check_run(out, result, wanted, CHUNKS - now)
 
 
 def test_shares_in_any_order_are_the_run_of_one_process(tmp_path: Path, wanted: str) -> None:
@@ -103,8 +100,7 @@ def test_shares_in_any_order_are_the_run_of_one_process(tmp_path: Path, wanted: 
     assert not (out / "shares").exists()
 
 
-def test_what_a_share_has_finished_is_not_evaluated_again(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_what_a_share_has_finished_is_not_evaluated_again(out: Path, wanted: str) -> None:
     all_shares(out, 2)
     with pytest.raises(RuntimeError, match="enough"):
         share(out, 2, Ending(SAMPLES, 7))
@@ -120,8 +116,7 @@ def test_what_a_share_has_finished_is_not_evaluated_again(tmp_path: Path, wanted
     check(out, finish(out), wanted)
 
 
-def test_finish_evaluates_what_is_missing(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_finish_evaluates_what_is_missing(out: Path, wanted: str) -> None:
     share(out, 1)
     with pytest.raises(RuntimeError, match="enough"):
         share(out, 2, Ending(SAMPLES, 7))
@@ -130,17 +125,15 @@ def test_finish_evaluates_what_is_missing(tmp_path: Path, wanted: str) -> None:
     assert len(task.dataset().reads) == 23 * BATCH + 2 * BATCH
 
 
-def test_a_finish_that_breaks_is_gone_on_with(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_finish_that_breaks_is_gone_on_with(out: Path, wanted: str) -> None:
     all_shares(out, 3, 4)
     with pytest.raises(RuntimeError, match="enough"):
         finish(out, Ending(SAMPLES, 2 + 7), evaluate_missing=True)
     check(out, finish(out, evaluate_missing=True), wanted, now=20 - 7)
 
 
-def test_shares_count_before_a_finish_that_broke(tmp_path: Path, wanted: str) -> None:
+def test_shares_count_before_a_finish_that_broke(out: Path, wanted: str) -> None:
     """What it has saved holds parts of shares that were started after it."""
-    out = tmp_path / "out"
     share(out, 1)
     with pytest.raises(RuntimeError, match="enough"):
         finish(out, Ending(SAMPLES, 2 + 7), evaluate_missing=True)
@@ -148,18 +141,10 @@ def test_shares_count_before_a_finish_that_broke(tmp_path: Path, wanted: str) ->
     check(out, finish(out), wanted)
 
 
-def test_there_may_be_more_shares_than_chunks(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_there_may_be_more_shares_than_chunks(out: Path) -> None:
     for number in (1, 2, 3):
         share(out, number, TinyTask(2 * BATCH), count=3)
     assert finish(out, TinyTask(2 * BATCH)).samples["evaluated"] == 2 * BATCH
-
-
-def _another_machine(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
-    found = machines.machine_facts
-    monkeypatch.setattr(
-        "dualeval.engine.agreement.machine_facts", lambda *given: {**found(*given), **changed}
-    )
 
 
 @pytest.mark.parametrize(
@@ -174,8 +159,7 @@ def _another_machine(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
         (lambda out: share(out, 2, count=5), "holds shares of 4, and this is share 2/5. Give --share I/4,"),
     ],
 )
-def test_a_folder_holds_shares_of_one_job(tmp_path: Path, call: Callable[[Path], object], said: str) -> None:
-    out = tmp_path / "out"
+def test_a_folder_holds_shares_of_one_job(out: Path, call: Callable[[Path], object], said: str) -> None:
     share(out, 1)
     with pytest.raises(UsageError) as caught:
         call(out)
@@ -183,19 +167,18 @@ def test_a_folder_holds_shares_of_one_job(tmp_path: Path, call: Callable[[Path],
 
 
 def test_other_versions_are_refused_and_other_processors_are_marked(
-    tmp_path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
+    out: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
     all_shares(out, 2)
     with monkeypatch.context() as patch:
-        _another_machine(patch, versions={"torch": "1.0"})
+        played_machine(patch, versions={"torch": "1.0"})
         with pytest.raises(UsageError, match="holds work from another kind of machine"):
             share(out, 2)
     with monkeypatch.context() as patch:
-        _another_machine(patch, model="another CPU")
+        played_machine(patch, model="another CPU")
         share(out, 2)
     # Nothing remains: the machine that joins them computes nothing, and may be any.
-    _another_machine(monkeypatch, device="other")
+    played_machine(monkeypatch, device="other")
     result = finish(out)
     check(out, result, wanted)
     assert [kind["chunks"] for kind in result.machines] == [30, 10]
@@ -212,23 +195,21 @@ class Nearly(TinyTask):
 
 
 def test_another_machine_may_join_them_to_tolerance(
-    tmp_path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
+    out: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
     all_shares(out)
     with pytest.raises(UsageError, match="holds other numbers than this job gives now"):
         finish(out, Nearly(SAMPLES))
-    _another_machine(monkeypatch, bits="0")
+    played_machine(monkeypatch, bits="0")
     result = finish(out, Nearly(SAMPLES))
     check(out, result, wanted)
     assert (result.replay, result.homogeneous) == ("within tolerance", True)
 
 
-def test_failed_samples_of_shares_are_in_the_result(tmp_path: Path) -> None:
+def test_failed_samples_of_shares_are_in_the_result(tmp_path: Path, out: Path) -> None:
     broken = (3, 17, 210)
     options: dict[str, Any] = {"on_error": "skip"}
     whole = evaluate(TinyTask(SAMPLES, broken), tmp_path / "whole", batch_size=BATCH, **options)
-    out = tmp_path / "out"
     for number in range(1, COUNT + 1):
         share(out, number, TinyTask(SAMPLES, broken), **options)
     result = finish(out, TinyTask(SAMPLES, broken), **options)
@@ -247,8 +228,7 @@ def test_a_share_tries_its_failed_samples_again(tmp_path: Path) -> None:
     assert rows_left(out) == 100
 
 
-def test_a_damaged_file_of_a_share_is_missing(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_damaged_file_of_a_share_is_missing(out: Path, wanted: str) -> None:
     all_shares(out)
     file = min((out / "shares/3-of-4/journal").glob("*.journal"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -288,10 +268,9 @@ def at_work(folder: Path) -> Iterator[None]:
     ],
 )
 def test_nothing_is_done_by_two_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, call: Callable[[Path], object], said: str
+    out: Path, monkeypatch: pytest.MonkeyPatch, where: str, call: Callable[[Path], object], said: str
 ) -> None:
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
-    out = tmp_path / "out"
     share(out, 1)
     (out / where).mkdir(exist_ok=True)
     with at_work(out / where), pytest.raises(UsageError) as caught:
@@ -300,23 +279,16 @@ def test_nothing_is_done_by_two_at_once(
     assert read_status(out / "shares/1-of-4") is not None, "nothing was removed"
 
 
-def test_a_killed_share_is_not_waited_for(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_killed_share_is_not_waited_for(out: Path, wanted: str) -> None:
     all_shares(out, 2)
-    killed = {"host": "h", "pid": 2**22 + 1, "space": "", "start": "", "token": "01234567", "counter": 1}
+    space = Process.own().space
+    killed = {"host": "h", "pid": 2**22 + 1, "space": space, "start": "", "token": "01234567", "counter": 1}
     (out / "shares/2-of-4").mkdir()
-    (out / "shares/2-of-4/lease.json").write_text(json.dumps({**killed, **_space()}))
+    (out / "shares/2-of-4/lease.json").write_text(json.dumps(killed))
     check(out, finish(out, evaluate_missing=True), wanted, now=10)
 
 
-def _space() -> dict[str, str]:
-    from dualeval.engine.folder.lease import Process
-
-    return {"space": Process.own().space}
-
-
-def test_fresh_removes_the_shares(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_fresh_removes_the_shares(out: Path, wanted: str) -> None:
     all_shares(out)
     check(out, finish(out, fresh=True, evaluate_missing=True), wanted, now=CHUNKS)
     assert unfinished(out) is None
@@ -331,8 +303,7 @@ def test_a_share_that_is_not_whole_is_not_done(tmp_path: Path, monkeypatch: pyte
     assert status.state == "failed"
 
 
-def test_what_shares_say_is_in_the_result(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_what_shares_say_is_in_the_result(out: Path) -> None:
     all_shares(out)
     said = out / "shares/3-of-4/said.json"
     said.write_text(json.dumps({"warnings": ["a warning of share 3"], "unlike": [["another each time"]]}))
@@ -341,8 +312,7 @@ def test_what_shares_say_is_in_the_result(tmp_path: Path) -> None:
     assert result.deterministic is False
 
 
-def test_a_damaged_result_of_shares_is_said(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_a_damaged_result_of_shares_is_said(out: Path, wanted: str) -> None:
     all_shares(out)
     finish(out)
     (out / "predictions.parquet").write_bytes(b"")
@@ -352,8 +322,7 @@ def test_a_damaged_result_of_shares_is_said(tmp_path: Path, wanted: str) -> None
     check(out, finish(out, evaluate_missing=True), wanted, now=CHUNKS)
 
 
-def test_what_a_share_has_said_stays(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_what_a_share_has_said_stays(out: Path) -> None:
     share(out, 1)
     said = out / "shares/1-of-4/said.json"
     said.write_text(json.dumps({"warnings": ["one"], "unlike": [["another each time"]]}))
@@ -372,36 +341,33 @@ def test_a_run_of_the_whole_job_gets_no_folder_of_shares(tmp_path: Path) -> None
     assert not (tmp_path / "out/shares").exists()
 
 
-def test_the_machine_of_the_shares_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
+def test_the_machine_of_the_shares_stays(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     all_shares(out)
     before = (out / "job.json").read_text()
     with monkeypatch.context() as patch:
-        _another_machine(patch, device="other")
+        played_machine(patch, device="other")
         patch.setattr("dualeval.engine.finish.write_predictions", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             finish(out)
     assert (out / "job.json").read_text() == before
     share(out, 1)
     with monkeypatch.context() as patch:
-        _another_machine(patch, device="other")
+        played_machine(patch, device="other")
         with pytest.raises(UsageError, match=f"Give another --out, or remove {out} to start over"):
             share(out, 2)
 
 
-def test_half_written_files_of_shares_go(tmp_path: Path, wanted: str) -> None:
-    out = tmp_path / "out"
+def test_half_written_files_of_shares_go(out: Path, wanted: str) -> None:
     all_shares(out)
     (out / "shares/1-of-4/said.json.01234567.partial").write_text("{")
     check(out, finish(out), wanted)
 
 
 def test_a_share_and_a_finish_that_begin_at_once_see_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OUT is taken between the share's joining and its lease."""
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
-    out = tmp_path / "out"
     join, held = opening.join_shares, list[Lease]()
 
     def joined(*given: Any, **more: Any) -> object:
@@ -474,8 +440,7 @@ def test_the_command_line_evaluates_shares_and_finishes_them(
     assert results[1]["folder"] == str(tmp_path / "out")
 
 
-def test_finish_of_no_shares_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_finish_of_no_shares_is_refused(tmp_path: Path, out: Path) -> None:
     words = ["finish", str(out)]
     with pytest.raises(UsageError, match="holds no shares"):
         dualeval.main(words, standalone_mode=False, obj=words)

@@ -61,33 +61,24 @@ class OfRows:
 class Custom(TinyTask):
     """A task of somebody's own, which counts its forwards."""
 
+    exports: Mapping[str, str] = {}
+
     def __init__(
         self,
         *,
-        metrics: Sequence[Metric] = (),
-        row_metrics: Sequence[RowMetric] = (),
+        metrics: Sequence[Metric | RowMetric] = (),
         columns: Mapping[str, Tensor] | None = None,
         rows: tuple[str, ...] = ("loss",),
         texts: Mapping[str, Sequence[str]] | None = None,
         files: Mapping[str, str] | None = None,
-        samples: int = SAMPLES,
     ) -> None:
-        super().__init__(samples)
+        super().__init__(SAMPLES)
         self._own_metrics = metrics
-        self._own_row_metrics = row_metrics
         self._columns = columns or {}
-        self._rows = rows
         self._texts = texts or {}
-        self._files = files or {}
+        self.rows = rows  # type: ignore[assignment]
+        self.exports = files or {}
         self.forwards = 0
-
-    @property
-    def rows(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._rows
-
-    @property
-    def exports(self) -> Mapping[str, str]:
-        return self._files
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         self.forwards += 1
@@ -97,7 +88,7 @@ class Custom(TinyTask):
         return {**super().observe(outputs, batch), **self._columns}
 
     def metrics(self) -> list[Metric | RowMetric]:
-        return [Mean("loss"), *self._own_metrics, *self._own_row_metrics]
+        return [Mean("loss"), *self._own_metrics]
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str]]:
         return self._texts
@@ -114,11 +105,11 @@ def column(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     "a row metric's column that is no row": (
-        {"row_metrics": [OfRows(columns=("embedding",))]},
+        {"metrics": [OfRows(columns=("embedding",))]},
         r"metric 'of_rows' reads column 'embedding', which the task does not make",
     ),
     "a column that a row metric reads and does not name": (
-        {"row_metrics": [OfRows(reads="rank")]},
+        {"metrics": [OfRows(reads="rank")]},
         r"metric 'of_rows' reads column 'rank', which is not among its columns \(loss\)",
     ),
     "a tensor as a value": (

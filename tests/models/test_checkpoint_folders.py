@@ -168,8 +168,9 @@ def test_other_dtypes_and_layouts(tmp_path: Path) -> None:
 
 def test_parts_of_a_tensor_are_put_together(tmp_path: Path, launch: Launch) -> None:
     """FSDP on two ranks has saved it."""
-    worker = ROOT / "tests/workers/sharded_worker.py"
-    launch([*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}).ok()
+    script = ROOT / "tests/workers/checkpoint_worker.py"
+    worker: list[str | Path] = [sys.executable, script, "model", tmp_path]
+    launch([*start("torchrun", 2), *worker], variables={"OMP_NUM_THREADS": "1"}).ok()
     assert len(list((tmp_path / "folder").glob("*.distcp"))) == 2
     wanted = torch.load(tmp_path / "whole.pt", weights_only=True)
     found = read_state_dict(tmp_path / "folder")

@@ -77,15 +77,8 @@ def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     return found
 
 
-def apart(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
-    """Each rank writes to a folder of its own, as ranks on nodes without a shared disk do."""
-    out = folder / f"disk-of-{backend.world.rank}" / "out"
-    result = run_task(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16))
-    return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
-
-
 def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
-    """As ``apart``, after a run that broke when each rank had saved 20 of its chunks."""
+    """Each rank has a folder of its own, as without a shared disk; a run broke when each had saved 20."""
     out = folder / f"disk-of-{backend.world.rank}" / "out"
     recorder.FLUSH_ROWS = 16
     batches = 0
@@ -415,7 +408,7 @@ def manners(backend: Backend, control: ControlPlane, folder: Path) -> list[dict[
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        *(collectives, apart, apart_again, together, broken, one_fails_in_the_loop),
+        *(collectives, apart_again, together, broken, one_fails_in_the_loop),
         *(one_fails_before_the_loop, another_job, one_id_on_two_ranks, two_machines, rank_in_the_model),
         *(numbered, contents, nothing_written, ragged, torchmetrics, scores, manners),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,10 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.columns import Ragged
-from dualeval.metrics import Measured, Metric, RowMetric, Value
+from dualeval.metrics import Measured, Value
 
 BATCH = 65_536
 _PIECE = 1 << 20
-
-
-class Numbers:
-    """Samples that are their own number, a batch at a time."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def id(self, index: int) -> str:
-        return str(index)
-
-    def __getitems__(self, indices: Sequence[int]) -> Tensor:
-        return torch.tensor(indices)
-
-    def fingerprint(self, count: int) -> str:
-        return str(count)
 
 
 class Sums:
@@ -69,37 +50,10 @@ class Sums:
         return Measured(values=found)
 
 
-class Counting(dualeval.Task):
+def observe(outputs: Tensor, batch: Tensor) -> dict[str, Any]:
     """A value, a number and two tokens a sample."""
-
-    wants_workers = False
-
-    def __init__(self, count: int, metric: Sums) -> None:
-        self._count = count
-        self._metric = metric
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        return ("number",)
-
-    def dataset(self) -> Numbers:
-        return Numbers(self._count)
-
-    def collate(self, samples: Any) -> Any:
-        return samples
-
-    def build_model(self, device: torch.device) -> nn.Module:
-        return nn.Identity()
-
-    def forward(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return batch
-
-    def observe(self, outputs: Tensor, batch: Tensor) -> dict[str, Any]:
-        tokens = Ragged(batch.repeat_interleave(2), torch.full((len(batch),), 2))
-        return {"value": batch / 3, "number": batch, "tokens": tokens}
-
-    def metrics(self) -> list[Metric | RowMetric]:
-        return [self._metric]
+    tokens = Ragged(batch.repeat_interleave(2), torch.full((len(batch),), 2))
+    return {"value": batch / 3, "number": batch, "tokens": tokens}
 
 
 def anonymous_bytes() -> int:
@@ -130,7 +84,16 @@ def main(count: int, out: Path) -> None:
     metric = Sums()
     found: dict[str, Any] = {}
     with watched() as peak:
-        result = dualeval.evaluate(Counting(count, metric), batch_size=BATCH, out=out, replay=False)
+        result = dualeval.evaluate(
+            model=nn.Identity().eval(),
+            data=range(count),
+            metrics=[metric],
+            observe=observe,
+            workers=0,
+            batch_size=BATCH,
+            out=out,
+            replay=False,
+        )
     found["run"] = peak[0]
     with watched() as peak:
         again = dualeval.rescore(out, metrics=[metric])
