@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 # Fixtures of a module or more that take seconds or a minute to make, by their names.
-MADE_ONCE = {"built", "cluster", "digest", "embedded", "evaluate", "fine_tuned", "wanted", "written"}
+MADE_ONCE = {"built", "cluster", "digest", "embedded", "evaluate", "wanted", "written"}
 MADE_ONCE |= {"of_two_ranks", "run_of_images"}
 
 

@@ -48,14 +48,6 @@ class Made:
             self.tokenizer(), self.facts, max_length=max_length, stride=stride, most_windows=most_windows
         )
 
-    def full(self, context: str) -> list[tuple[int, tuple[int, int]]]:
-        """Id and characters of each token of a context that nothing cuts."""
-        tokenizer = self.tokenizer()
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        found = tokenizer.encode(context, add_special_tokens=False)
-        return list(zip(found.ids, found.offsets, strict=True))
-
 
 def load(folder: Path) -> Made:
     tokenizer, facts = load_tokenizer(folder, USE)

@@ -83,32 +83,6 @@ def asked(path: Path) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def save_fine_tuned(folder: Path) -> Path:
-    """Save a small BERT that a few steps have taught the five real questions."""
-    library = transformers()
-    save_tiny_bert(folder, initializer_range=0.1)
-    tokenizer = library.AutoTokenizer.from_pretrained(folder)
-    model = library.AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    pairs = [(qa["question"], context) for context, qa in asked(squad_file())]
-    cut = {"padding": "longest", "truncation": "only_second", "max_length": 384, "return_tensors": "pt"}
-    inputs = tokenizer(*map(list, zip(*pairs, strict=True)), **cut)
-    places = []
-    for row, (_, qa) in enumerate(asked(squad_file())):
-        first, text = qa["answers"][0]["answer_start"], qa["answers"][0]["text"]
-        places.append([inputs.char_to_token(row, at, 1) for at in (first, first + len(text) - 1)])
-    starts, ends = torch.tensor(places).unbind(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        outputs = model(**inputs, start_positions=starts, end_positions=ends)
-        if outputs.loss < 0.02:
-            break
-        outputs.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder)
-    return folder
-
-
 def write_questions(path: Path, *, unanswerable: bool, copies: int = 2) -> Path:
     """Write questions on real and on hard texts: windows of many lengths, and texts of up to 2,000 tokens.
 

@@ -55,8 +55,11 @@ class TinyTask(Task):
     wants_workers = False
     thread_safe = True
 
-    def __init__(self, count: int, broken: Sequence[int] = (), metrics: Sequence[str] = ()) -> None:
+    def __init__(
+        self, count: int, broken: Sequence[int] = (), metrics: Sequence[str] = (), *, seed: int = 0
+    ) -> None:
         self._dataset = TinyDataset(count, broken)
+        self._seed = seed
         self._metrics = tuple(metrics) or default_metrics(CLASSES)
 
     def dataset(self) -> TinyDataset:
@@ -68,7 +71,7 @@ class TinyTask(Task):
 
     def build_model(self, device: torch.device) -> nn.Module:
         with torch.random.fork_rng():
-            torch.manual_seed(0)
+            torch.manual_seed(self._seed)
             return nn.Linear(FEATURES, CLASSES).eval().to(device)
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

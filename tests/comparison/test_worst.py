@@ -12,7 +12,7 @@ import pytest
 
 import dualeval
 from dualeval.comparison.compared import Comparison, Gate
-from dualeval.comparison.worst import JudgedRows, Listed, flips_of
+from dualeval.comparison.worst import JudgedRows, Listed
 from dualeval.engine import stored_rows
 from dualeval.errors import UsageError
 from dualeval.result import read_result
@@ -94,57 +94,35 @@ def test_calibration_is_that_of_ece(runs: tuple[Path, Path]) -> None:
     assert bins[2]["accuracy"] == pytest.approx((inside.target == inside.prediction).mean())
 
 
-def test_flips_are_those_of_compare(runs: tuple[Path, Path]) -> None:
-    flips = flips_of(dualeval.compare(*runs))
-    a, b = map(table_of, runs)
-    assert flips is not None
-    right = [table.target.eq(table.prediction) & table.loss.notna() for table in (a, b)]
-    rows = rows_of(runs[1])
-    listed, other = rows.lists(dualeval.compare(*runs))
-    assert (listed.reason, other.reason) == ("lost", "gained")
-    lost = (right[0] & ~right[1]).to_numpy()
-    assert (listed.among == lost).all() and lost.sum() > 10
-    chosen = rows.worst(listed, 5)
-    assert chosen.of == lost.sum()
-    by_hand = b[lost].sort_values(["confidence", "index"], ascending=[False, True])
-    assert chosen.places == by_hand.index[:5].tolist()
+WEIGHTED = {"column": "v", "weight": "w"}
+PERPLEXITY = {"column": "nll", "over": "tokens", "transform": "exp"}
 
 
 @pytest.mark.parametrize(
-    ("columns", "scores", "directions", "worst", "right"),
+    ("columns", "score", "direction", "worst", "right"),
     [
-        ({"f1": [0.5, 0.1, 0.9]}, {"f1": {"column": "f1"}}, {"f1": "higher"}, [1, 0, 2], None),
-        (
-            {"nll": [8.0, 9.0, 1.0], "tokens": [2, 3, 1]},
-            {"perplexity": {"column": "nll", "over": "tokens", "transform": "exp"}},
-            {"perplexity": "lower"},
-            [0, 1, 2],
-            None,
-        ),
-        (
-            {"iou": [0.0, 0.7, 0.2], "is_labelled": [False, True, True]},
-            {"iou": {"column": "iou", "weight": "is_labelled"}},
-            {"iou": "higher"},
-            [2, 1],
-            None,
-        ),
-        ({"ok": [True, False, True]}, {"ok": {"column": "ok"}}, {"ok": "higher"}, None, [1]),
-        ({"failed": [True, False, True]}, {"failed": {"column": "failed"}}, {"failed": "lower"}, None, None),
-        ({"size": [1.0, 2.0, 3.0]}, {"size": {"column": "size"}}, {}, None, None),
+        ({"f1": [0.5, 0.1, 0.9]}, {"column": "f1"}, "higher", [1, 0, 2], None),
+        ({"nll": [8.0, 9.0, 1.0], "tokens": [2, 3, 1]}, PERPLEXITY, "lower", [0, 1, 2], None),
+        ({"v": [0.0, 0.7, 0.2], "w": [False, True, True]}, WEIGHTED, "higher", [2, 1], None),
+        ({"ok": [True, False, True]}, {"column": "ok"}, "higher", None, [1]),
+        ({"failed": [True, False, True]}, {"column": "failed"}, "lower", None, None),
+        ({"size": [1.0, 2.0, 3.0]}, {"column": "size"}, None, None, None),
     ],
 )
 def test_what_is_worse_follows_from_the_scores(
     runs: tuple[Path, Path],
     tmp_path: Path,
     columns: dict[str, Any],
-    scores: dict[str, Any],
-    directions: dict[str, str],
+    score: dict[str, Any],
+    direction: str | None,
     worst: list[int] | None,
     right: list[int] | None,
 ) -> None:
     """Tasks without classes: the lowest F1, the highest loss by token, and what is right or wrong alone."""
     ids = {"id": ["x", "y", "z"], "index": [0, 1, 2]}
-    run = changed(runs[0], tmp_path / "run", lambda _: pyarrow.table({**ids, **columns}), scores=scores)
+    table = pyarrow.table({**ids, **columns})
+    run = changed(runs[0], tmp_path / "run", lambda _: table, scores={"metric": score})
+    directions = {} if direction is None else {"metric": direction}
     rows = JudgedRows(run, replace(rows_of(run).result, directions=directions))
     assert (rows.measure is not None) == (worst is not None)
     assert rows.judges == (right is not None)

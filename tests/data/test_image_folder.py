@@ -58,22 +58,9 @@ def test_order_and_targets(tmp_path: Path) -> None:
     assert data.classes == ["B", "a", "b", "c", "empty", "z"]
     assert data.labels.num_classes == 6
     assert data.sample_shape == (3, 16, 16)
-    assert ids(data) == [
-        *("B/z.png", "a/x.png", "b/1.png", "b/10.png", "b/2.png"),
-        *("c/sub.png", "c/sub/deep/1.png", "z/0.PNG", "z/1.Jpeg"),
-    ]
-    assert targets(data) == [0, 1, 2, 2, 2, 3, 3, 5, 5]
-
-
-def test_the_same_samples_as_torchvision(tmp_path: Path) -> None:
-    for name in ("b/2.png", "b/10.png", "a/x.jpg", "a/Y.JPG", "c/sub/1.png", "c/sub/0.webp"):
-        save(tmp_path / name)
-    (tmp_path / "b/.hidden.txt").touch()
-    reference = TORCHVISION.datasets.ImageFolder(tmp_path)
-    data = ImageFolder(tmp_path, SMALL)
-    assert [
-        (str(tmp_path / name), target) for name, target in zip(ids(data), targets(data), strict=True)
-    ] == (reference.samples)
+    reference = TORCHVISION.datasets.ImageFolder(tmp_path, allow_empty=True)
+    found = zip(ids(data), targets(data), strict=True)
+    assert [(str(tmp_path / name), target) for name, target in found] == reference.samples
     assert data.classes == reference.classes
     assert set(EXTENSIONS) == set(TORCHVISION.datasets.folder.IMG_EXTENSIONS)
 
@@ -233,20 +220,6 @@ def test_exif_rotation_is_left_alone(tmp_path: Path) -> None:
     plain = save(tmp_path / "plain/a/turned.jpg")
     assert torch.equal(only(path), reference(path, SMALL))
     assert torch.equal(only(path), only(plain))
-
-
-def test_broken_files_raise(tmp_path: Path) -> None:
-    whole = save(tmp_path / "a/0.jpg").read_bytes()
-    (tmp_path / "a/1.jpg").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "a/2.jpg").write_text("no image")
-    (tmp_path / "a/3.jpg").touch()
-    (tmp_path / "a/4.jpg").symlink_to(tmp_path / "nowhere.jpg")
-    data = ImageFolder(tmp_path, SMALL)
-    assert len(data) == 5
-    assert len(data.__getitems__([0])) == 1
-    for broken in range(1, 5):
-        with pytest.raises(OSError):
-            data.__getitems__([broken])
 
 
 def test_a_dangling_link_does_not_break_the_fingerprint(tmp_path: Path) -> None:

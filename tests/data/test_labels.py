@@ -216,12 +216,12 @@ def map_of(**classes: int | None) -> dict[str, ClassMap]:
         (
             "night_herron n02012849",
             {"known": BIRDS},
-            "are no classes of Birds_V1, while the others are: night_herron. Nearest: night heron.",
+            "while the others are: night_herron. Nearest: night heron.",
         ),
         (
             "crane",
             {"known": BIRDS},
-            "may be any of the classes 0, 2 of Birds_V1: crane, crane. Name it by its wnid (n02012849, ",
+            "classes 0, 2 of Birds_V1: crane, crane. Name it by its wnid (n0201",
         ),
         ("CARDIGAN", {"known": BIRDS}, "may be any of the classes 3, 4"),
         ("Night_Heron cardigan", {"known": BIRDS}, "may be any of the classes 3, 4"),

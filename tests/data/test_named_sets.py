@@ -80,6 +80,10 @@ def refused(data: str, split: str | None = None) -> str:
     return str(caught.value)
 
 
+def squeezed(data: str | Path, **pixels: Any) -> ImageClassification:
+    return ImageClassification(model="squeezenet1_1", weights="random:0", data=data, preprocessing=pixels)
+
+
 @pytest.fixture
 def fashion(tmp_path: Path) -> Path:
     """FashionMNIST as torchvision unpacks it; the training files are a few of the test's."""
@@ -217,9 +221,8 @@ def test_options_that_do_not_fit(fashion: Path, tmp_path: Path) -> None:
     assert "--num-classes 12, but the data has 10 classes" in said(
         data=f"FashionMNIST:{fashion}", num_classes=12
     )
-    weights: dict[str, Any] = {"model": "squeezenet1_1", "weights": "random:0"}
     with pytest.raises(UsageError, match=r"the images of FashionMNIST:\S+ need --mean and --std"):
-        ImageClassification(data=f"FashionMNIST:{fashion}", **weights)
+        squeezed(f"FashionMNIST:{fashion}")
 
 
 # -- other sizes -----------------------------------------------------------------------------------------
@@ -229,9 +232,7 @@ def test_resized_images_are_picture_files(tmp_path: Path, monkeypatch: pytest.Mo
     """To the bit: colours as PNG files, grey ones as well."""
     write_cifar(tmp_path, "CIFAR10", monkeypatch)
     pixels: dict[str, Any] = {"resize": 48, "crop": 40, "interpolation": "bicubic"}
-    task = ImageClassification(
-        model="squeezenet1_1", weights="random:0", data=f"cifar10:{tmp_path}", preprocessing=pixels
-    )
+    task = squeezed(f"cifar10:{tmp_path}", **pixels)
     data = task.dataset()
     assert task.wants_workers
     assert (data.sample_shape, len(data), data.labels.num_classes) == ((3, 40, 40), 20, 10)
@@ -248,17 +249,10 @@ def test_resized_images_are_picture_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_other_channels_in_their_own_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path, "CIFAR10", monkeypatch)
-    values = {"mean": (0.5,), "std": (0.5,)}
-    grey = ImageClassification(
-        model="squeezenet1_1",
-        weights="random:0",
-        data=f"cifar10:{tmp_path}",
-        preprocessing={"channels": 1, **values},
-    )
+    values: dict[str, Any] = {"mean": (0.5,), "std": (0.5,)}
+    grey = squeezed(f"cifar10:{tmp_path}", channels=1, **values)
     assert grey.dataset().sample_shape == (1, 32, 32)
-    three = ImageClassification(
-        model="squeezenet1_1", weights="random:0", data=ASSETS, preprocessing={"channels": 3, **values}
-    )
+    three = squeezed(ASSETS, channels=3, **values)
     [(image, _)] = three.dataset().__getitems__([0])
     own = IdxImages(ASSETS).__getitems__([0])["images"][0]
     assert image.equal(own.expand(3, -1, -1))
@@ -273,13 +267,7 @@ def test_imagenet_by_wnids(tmp_path: Path, place: str) -> None:
     wnids = imagenet_wnids()
     save(tmp_path / place / wnids[7] / "x.png")
     save(tmp_path / place / wnids[300] / "y.png")
-    task = ImageClassification(
-        model="squeezenet1_1",
-        weights="random:0",
-        data=f"imagenet:{tmp_path}",
-        preprocessing={"resize": 40, "crop": 40},
-    )
-    data = task.dataset()
+    data = squeezed(f"imagenet:{tmp_path}", resize=40, crop=40).dataset()
     assert np.asarray(data.targets).tolist() == [7, 300]
     assert data.id(0) == f"{wnids[7]}/x.png"
     assert data.labels.num_classes == 1000

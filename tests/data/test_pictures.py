@@ -85,12 +85,6 @@ def test_other_formats_are_not_read_under_a_pictures_name(tmp_path: Path, kind: 
     assert kind not in FORMATS
 
 
-def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
-    (tmp_path / "i.jpg").touch()
-    with pytest.raises(OSError, match=r"the file is empty \(0 bytes\)"):
-        pixels(tmp_path / "i.jpg")
-
-
 def test_palettes(tmp_path: Path) -> None:
     """A transparent colour, or the transparency of each, changes nothing, and prints nothing."""
     image = Image.fromarray(noise(40, 30)).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dualeval.data.squad import Question, Questions, read_null_odds, read_predictions, read_questions
+from dualeval.data.squad import read_null_odds, read_predictions, read_questions
 from tests.assets import package_folder
 from tests.squad_files import (
     INDENTED,
@@ -33,46 +33,17 @@ from tests.squad_files import (
 
 
 def test_real_questions() -> None:
-    path = package_folder("allennlp") / "tests/fixtures/data/squad.json"
-    questions = read_questions(path)
-    assert [questions.id(index) for index in range(len(questions))] == [
-        *("5733be284776f41900661182", "5733be284776f4190066117e", "5733b1da4776f41900661068"),
-        *("5733b1da4776f4190066106b", "5733b1da4776f41900661067"),
-    ]
+    """Which the official script reads, too: see tests/tasks/test_question_answering.py."""
+    questions = read_questions(package_folder("allennlp") / "tests/fixtures/data/squad.json")
     first, second, third, fourth, fifth = questions.questions
-    assert first.question == "To whom did the Virgin Mary allegedly appear in 1858 in Lourdes France?"
-    assert first.context.startswith("Architecturally, the school has a Catholic character. Atop the Main")
-    assert first.context.endswith("is a simple, modern stone statue of Mary.")
-    assert third.context.startswith("In 1882, Albert Zahm (John Zahm's brother) built an early wind tunnel")
+    assert (first.id, questions.id(0)) == ("5733be284776f41900661182",) * 2
     assert (first.answers, first.starts) == (("Saint Bernadette Soubirous",), (515,))
     assert second.answers == (*("a golden statue of the Virgin Mary",) * 2, first.context)
-    assert second.starts == (92, 92, 0)
-    assert [(*one.answers, *one.starts) for one in (third, fourth, fifth)] == [
-        ("1882", 3),
-        ("Father Julius Nieuwl", 222),
-        ("an early wind tunnel", 49),
-    ]
-    assert fifth.question == "What did the brother of John Zahm construct at Notre Dame?"
     # One text is held once.
     assert first.context is second.context
     assert third.context is fourth.context is fifth.context
     assert not questions.unanswerable
     assert questions.misplaced(5) == []
-
-
-def test_the_answers_of_an_indented_file(tmp_path: Path) -> None:
-    questions = read_questions(write(tmp_path, INDENTED))
-    assert questions.questions == (
-        Question(
-            id="a",
-            question="First?",
-            context="One and two.",
-            answers=("One", "two"),
-            starts=(0, 8),
-            article="T",
-        ),
-        Question(id="b", question="Second?", context="One and two.", answers=(), starts=(), article="T"),
-    )
 
 
 @pytest.mark.parametrize(
@@ -132,22 +103,13 @@ def test_any_valid_file_is_read(folder: Path, content: Any, layout: dict[str, An
     text = laid_out(content, layout, random.choice(["", "\n \t"]), random.choice(["\n", "\r\n"]))
     found = read_questions(write(folder, text))
     assert [
-        (
-            one.id,
-            one.question,
-            one.context,
-            [(text, start) for text, start in zip(one.answers, one.starts, strict=True)],
-        )
+        (one.id, one.question, one.context, [*zip(one.answers, one.starts, strict=True)])
         for one in found.questions
     ] == [(*rest, [(one["text"], one["answer_start"]) for one in gold]) for *rest, gold in expected]
     assert found.unanswerable == (content.get("version") == "v2.0" or not all(gold for *_, gold in expected))
 
 
 # The fingerprint
-
-
-def fingerprinted(*questions: Question, unanswerable: bool = False) -> str:
-    return Questions(questions=questions, unanswerable=unanswerable).fingerprint(len(questions))
 
 
 def test_fingerprint(tmp_path: Path) -> None:
@@ -159,35 +121,6 @@ def test_fingerprint(tmp_path: Path) -> None:
     assert questions.fingerprint(2) == questions.fingerprint(100)
     compact = json.dumps(json.loads(INDENTED) | {"more": 1}) + "\n"
     assert read_questions(write(tmp_path, compact)).fingerprint(2) == questions.fingerprint(2)
-
-
-def test_fingerprint_depends_on_every_field_and_on_its_ends() -> None:
-    base: dict[str, Any] = {
-        "id": "ab",
-        "question": "cd",
-        "context": "ef",
-        "answers": ("gh", "ij"),
-        "starts": (0, 1),
-        "article": "kl",
-    }
-    variants: list[dict[str, Any]] = [
-        {},
-        *({name: "other"} for name in ("id", "question", "context", "article")),
-        *({"answers": answers} for answers in (("gh", "i"), ("ij", "gh"), ("gh",), (), ("ghij",))),
-        {"answers": ("gh", "ij", "")},
-        {"starts": (1, 0)},
-        # The same letters in a row.
-        {"id": "a", "question": "bcd"},
-        {"question": "c", "context": "def"},
-        {"context": "e", "answers": ("fgh", "ij")},
-        {"answers": ("g", "hij")},
-        {"id": 'ab", "cd', "question": ""},
-    ]
-    questions = [Question(**(base | variant)) for variant in variants]
-    found = [fingerprinted(one) for one in questions]
-    found += [fingerprinted(questions[0], unanswerable=True)]
-    found += [fingerprinted(*questions[:2]), fingerprinted(*reversed(questions[:2]))]
-    assert len(set(found)) == len(found)
 
 
 # Predictions and null odds
@@ -218,10 +151,7 @@ def test_null_odds(tmp_path: Path) -> None:
     [
         ("", " is empty (0 bytes): its download or copy has failed. Fetch it again."),
         ("<!DOCTYPE html>\n<title>404", " is a web page, and begins with '<!DOCTYPE html>'"),
-        (
-            '{"version": "1.1"\n  "data": []}',
-            " is no JSON in UTF-8: Expecting ',' delimiter: line 2 column 3",
-        ),
+        ('{"version": ""\n  "data": []}', " is no JSON in UTF-8: Expecting ',' delimiter: line 2 column 3"),
         ('{"data": [' * 100_000, " is no JSON in UTF-8: maximum recursion depth exceeded"),
         ('{"b": "na\xefve"}'.encode("latin-1"), " is no JSON in UTF-8: 'utf-8' codec can't decode byte 0xef"),
         (None, " cannot be read: No such file or directory. Give "),
@@ -283,11 +213,7 @@ def test_wrong_content_is_refused_with_its_place(tmp_path: Path, old: str, new: 
         ("--predictions", '{"q": 1882}', ": the value of 'q' is the number 1882, expected a text"),
         ("--predictions", '{"q": {}}', ": the value of 'q' is an object, expected a text"),
         ("--predictions", r'{"a": "x", "b": "\ud83d!"}', r": '\ud83d!' is no Unicode text (half a surrogate"),
-        (
-            "--predictions",
-            r'{"b": "1", "a": "x", "\u0062": "y"}',
-            ": a question must have one value, but there ",
-        ),
+        ("--predictions", r'{"b": "1", "a": "x", "\u0062": "y"}', ": a question must have one value, but "),
         ("--null-odds", "NaN", " holds the number nan, expected one JSON object: question id to number"),
         ("--null-odds", '{"q": "0.5"}', ": the value of 'q' is a text, expected a number"),
         ("--null-odds", '{"q": true}', ": the value of 'q' is true, expected a number"),

@@ -25,6 +25,7 @@ from dualeval.metrics.classification import (
     observed_logits,
 )
 from dualeval.metrics.intervals import wilson_interval
+from tests import measuring
 from tests.kernels import CountedKernels
 from tests.tiny import EVERY_METRIC
 
@@ -39,17 +40,9 @@ def sample_logits(samples: int, classes: int, seed: int = 0) -> tuple[Tensor, Te
     return logits + 1.5 * functional.one_hot(target, classes), target
 
 
-def ledger_of(name: str, classes: int, *batches: dict[str, Tensor]) -> Tensor:
-    metric = metric_of(name, classes)
-    ledger = torch.zeros(metric.size, dtype=torch.int64)
-    for columns in batches:
-        metric.update(ledger, columns)
-    return ledger
-
-
-def measure(name: str, classes: int, *batches: dict[str, Tensor]) -> Measured:
-    measured: Measured = metric_of(name, classes).compute(ledger_of(name, classes, *batches))
-    return measured
+def measure(name: str, classes: int, columns: dict[str, Tensor]) -> Measured:
+    """However the samples are split and ordered."""
+    return measuring.measure(metric_of(name, classes), columns)
 
 
 def columns_of(
@@ -105,20 +98,6 @@ def test_columns_follow_a_stable_sort(dtype: torch.dtype, samples: int, classes:
         "top": torch.int32,
     }
     assert {len(column) for column in columns.values()} == {samples}
-
-
-def test_bfloat16_ties_over_a_thousand_classes() -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(300, 1000, generator=generator).to(torch.bfloat16)
-    orders = [order_by_hand(row) for row in logits]
-    tied = [index for index, order in enumerate(orders) if logits[index, order[4]] == logits[index, order[5]]]
-    assert len(tied) > 10  # so that this test says something
-    for place in (4, 5):
-        target = torch.tensor([order[place] for order in orders])
-        columns = observe_logits(logits, target, 6)
-        assert columns["rank"].tolist() == [place] * 300
-        assert columns["top"].tolist() == [order[:6] for order in orders]
-        assert measure("top5", 1000, columns).values == {"top5": 1.0 if place == 4 else 0.0}
 
 
 def test_minus_zero_equals_zero_and_subnormals_do_not() -> None:
@@ -292,23 +271,6 @@ def test_precision_recall_with_samples_that_are_predicted_as_no_class() -> None:
     }
 
 
-def test_confusion_against_scikit_learn() -> None:
-    logits, target = sample_logits(500, 8, seed=7)
-    columns = observe_logits(logits, target, 5)
-    value = measure("confusion", 8, columns).values["confusion_matrix"]
-    assert isinstance(value, dict) and value["classes"] == 8
-    matrix = np.zeros((8, 8), dtype=np.int64)
-    entries = value["entries"]
-    assert isinstance(entries, list)
-    triples = np.array(entries).tolist()
-    assert triples == sorted(triples)
-    for row, column, count in triples:
-        assert count > 0
-        matrix[row, column] = count
-    expected = sklearn_metrics.confusion_matrix(target.numpy(), columns["prediction"].numpy())
-    np.testing.assert_array_equal(matrix, expected)
-
-
 def test_confusion_keeps_predictions_of_no_class_apart() -> None:
     value = measure("confusion", 3, columns_of([2, 0, 2, 2, 1], [-1, 2, 2, -1, 0])).values
     assert value == {
@@ -339,7 +301,7 @@ def test_ece_is_the_exact_rational() -> None:
 def test_ece_borders_belong_to_the_lower_bin() -> None:
     # The float32 nearest to 9 / 15 is above it, and so in bin 9 (from 0); the one below it is in bin 8.
     for border, place in ((1.0, 14), (0.0, 0), (0.6, 9), (0.6 - 4e-8, 8)):
-        ledger = ledger_of("ece", 2, columns_of([0], [0], [border]))
+        ledger = measuring.ledger_of(metric_of("ece", 2), columns_of([0], [0], [border]))
         assert ledger[3::12].nonzero().flatten().tolist() == [place], border
 
 
@@ -351,7 +313,7 @@ def test_ece_with_nan_confidence_is_none_and_counted() -> None:
         units={"ece": "fraction"},
         directions={"ece": "lower"},
     )
-    assert int(ledger_of("ece", 2, columns)[3::12].sum()) == 2
+    assert int(measuring.ledger_of(metric_of("ece", 2), columns)[3::12].sum()) == 2
 
 
 @pytest.mark.parametrize(
@@ -376,15 +338,13 @@ def test_wilson_interval_as_published() -> None:
 def test_no_samples_give_none() -> None:
     logits, target = sample_logits(1, 10)
     empty = {name: column[:0] for name, column in observe_logits(logits, target, 5).items()}
-    for batches in ([], [empty]):
-        for name in ("loss", "top1", "ece"):
-            assert measure(name, 10, *batches).values == {name: None}
-        values = measure("precision_recall", 10, *batches).values
-        assert [
-            values[f"{average}_{key}"] for average in ("micro", "macro") for key in ("precision", "f1")
-        ] == [None] * 4
-        confusion = measure("confusion", 10, *batches).values
-        assert confusion == {"confusion_matrix": {"classes": 10, "entries": []}}
+    for name in ("loss", "top1", "ece"):
+        assert measure(name, 10, empty).values == {name: None}
+    values = measure("precision_recall", 10, empty).values
+    assert {values[f"{average}_{key}"] for average in ("micro", "macro") for key in ("precision", "f1")} == {
+        None
+    }
+    assert measure("confusion", 10, empty).values == {"confusion_matrix": {"classes": 10, "entries": []}}
 
 
 @pytest.mark.parametrize("name", EVERY_METRIC)
@@ -393,24 +353,8 @@ def test_any_partition_and_order_give_the_same_result(name: str) -> None:
     if name != "ece" and name != "loss":
         logits[17, 3] = math.nan
     columns = observe_logits(logits, target, 5)
-    metric = metric_of(name, 10)
-    whole = metric.compute(ledger_of(name, 10, columns))
-    generator = torch.Generator().manual_seed(12)
-    for ranks in (2, 3, 7, 250):  # with 250, some ranks have no sample
-        owner = torch.randint(0, ranks, (211,), generator=generator)
-        order = torch.randperm(211, generator=generator)
-        merged = torch.zeros(metric.size, dtype=torch.int64)
-        for rank in torch.randperm(ranks, generator=generator).tolist():
-            mine = order[owner[order] == rank]
-            shard = {key: column[mine] for key, column in columns.items()}
-            half = len(mine) // 2
-            merged += ledger_of(
-                name,
-                10,
-                {key: column[:half] for key, column in shard.items()},
-                {key: column[half:] for key, column in shard.items()},
-            )
-        assert metric.compute(merged) == whole
+    for seed in range(4):
+        measuring.measure(metric_of(name, 10), columns, seed)
 
 
 # The names

@@ -81,37 +81,6 @@ def test_ledgers_hold_the_rational_sums(dtype: torch.dtype, data: st.DataObject,
     assert found is None if expected is None else same_bits(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "values"),
-    [
-        *(
-            (torch.float32, values)
-            for values in (
-                [LARGEST_32, 1.0, -LARGEST_32],
-                [LARGEST_32, SMALLEST_32, -LARGEST_32],
-                [SMALLEST_32, SMALLEST_32, -SMALLEST_32, 2.0**-126, -(2.0**-126 - SMALLEST_32)],
-                [1.0, 2.0**-24, 2.0**-53, 2.0**-77],
-                [-0.0],
-            )
-        ),
-        *(
-            (torch.float64, values)
-            for values in (
-                [1e150, 5e-324, -1e150],
-                [-5e-324, 5e-324, 5e-324, 5e-324],
-                [1.0, 2.0**-53, 2.0**-106],
-                [0.1] * 10,
-                [-0.0],
-                [-LARGEST],
-            )
-        ),
-    ],
-)
-def test_hard_sums(dtype: torch.dtype, values: list[float]) -> None:
-    found = measure(MEAN, column(values, dtype)).values["x"]
-    assert same_bits(found, math.fsum(values) / len(values))
-
-
 def test_many_values_of_every_exponent() -> None:
     values = random_bits(300_000, seed=1)  # more than the values summed at once
     found = MEAN.compute(ledger_of(MEAN, {"x": values})).values["x"]

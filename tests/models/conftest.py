@@ -8,8 +8,9 @@ from torch import Tensor
 from dualeval.vision_library import torchvision
 from tests.models.test_weights import small
 from tests.published_weights import cache, publish
+from tests.tasks.conftest import tiny
 
-__all__ = ["cache", "publish"]  # fixtures
+__all__ = ["cache", "publish", "tiny"]  # fixtures
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 torchvision()

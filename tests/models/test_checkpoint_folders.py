@@ -24,7 +24,7 @@ from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.models.transformers_folder import refuse_foreign_kernels
-from dualeval.models.weights import load_into, load_state_dict
+from dualeval.models.weights import LoadedWeights, load_into, load_state_dict
 from tests.checkpoint_writers import tied
 from tests.conftest import ROOT, Launch
 from tests.launchers import start
@@ -54,6 +54,16 @@ def sharded(state: dict[str, Tensor], folder: Path, *, safe: bool = True, size: 
     return folder / ("model.safetensors.index.json" if safe else "pytorch_model.bin.index.json")
 
 
+def assert_loads(model: nn.Module, path: Path, wanted: dict[str, Tensor]) -> LoadedWeights:
+    """The model has these values when it is loaded, and none of its own."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loaded = load_state_dict(model, read_state_dict(path), source="w")
+    assert_equal(model.state_dict(), wanted)
+    return loaded
+
+
 # -- several files -----------------------------------------------------------------------------------------
 
 
@@ -66,9 +76,7 @@ def test_several_files(tmp_path: Path, state: dict[str, Tensor], safe: bool) -> 
         found = read_state_dict(path)
         assert (found.path, found.key) == (path, "")
         assert_equal(dict(sorted(found.tensors.items())), dict(sorted(state.items())))
-    model = small()
-    load_state_dict(model, read_state_dict(tmp_path), source="w")
-    assert_equal(model.state_dict(), state)
+    assert_loads(small(), tmp_path, state)
     assert f"Give the whole: --weights {tmp_path}" in refused(files[0])
 
 
@@ -78,10 +86,7 @@ def test_files_of_another_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -
     name = content["weight_map"]["0.weight"]
     first, second = sorted({*content["weight_map"].values()})[:2]
     for change, said in (
-        (
-            {"0.weight": second},
-            "does not belong to model.safetensors.index.json: only one of them has 0.weight",
-        ),
+        ({"0.weight": second}, "not belong to model.safetensors.index.json: only one of them has 0.weight"),
         ({"other.weight": first}, "only one of them has other.weight"),
         ({"0.weight": "no.safetensors"}, "names the file no.safetensors, which is not beside it"),
     ):
@@ -122,25 +127,6 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path, state: dict[str, Tensor])
 
 
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------
-
-
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = small()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def test_saved_by_one_process(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    save_distributed({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path)
-    found = read_state_dict(tmp_path)
-    assert found.key == "model"
-    assert_equal(found.tensors, model.state_dict())
-    other = small()
-    load_state_dict(other, found, source="w")
-    assert_equal(other.state_dict(), model.state_dict())
 
 
 def test_other_dtypes_and_layouts(tmp_path: Path) -> None:
@@ -275,10 +261,8 @@ def test_lightning(written: Path) -> None:
     wanted = torch.load(written / "a.wanted", weights_only=True)
     kept = next((written / "kept").glob("*.ckpt"))
     for path in (written / "a.ckpt", kept):
-        model = small()
-        loaded = load_state_dict(model, read_state_dict(path), source="w")
+        loaded = assert_loads(small(), path, wanted)
         assert (loaded.key, loaded.prefix) == ("state_dict", "model.")
-        assert_equal(model.state_dict(), wanted)
 
 
 def test_timm(written: Path) -> None:
@@ -297,10 +281,7 @@ def test_a_tied_name_that_the_file_leaves_out(tmp_path: Path) -> None:
     save_model(model, str(tmp_path / "w.safetensors"))
     found = read_state_dict(tmp_path / "w.safetensors")
     assert len(found.tensors) == len(model.state_dict()) - 1
-    other = tied()
-    nn.init.zeros_(other[0].weight)  # type: ignore[index]
-    load_state_dict(other, found, source="w")
-    assert_equal(other.state_dict(), model.state_dict())
+    assert_loads(tied(), tmp_path / "w.safetensors", model.state_dict())
     with pytest.raises(UsageError, match=r"1 missing in the file: [01]\.weight"):
         load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), found, source="w")
 
@@ -316,10 +297,7 @@ def test_tied_names_with_equal_values(tmp_path: Path, form: str) -> None:
         path = save_distributed(state, tmp_path)
     else:
         torch.save(state, path)
-    other = tied()
-    nn.init.zeros_(other[0].weight)  # type: ignore[index]
-    load_state_dict(other, read_state_dict(path), source="w")
-    assert_equal(other.state_dict(), model.state_dict())
+    assert_loads(tied(), path, model.state_dict())
 
 
 def test_tied_names_with_different_values() -> None:
@@ -384,9 +362,7 @@ def test_a_compressed_file_and_one_of_the_other_byte_order(
     path = tmp_path / "a.pt"
     torch.save(values(), path)
     packed_again(path, compression, foreign)
-    model = nn.Linear(4, 3)
-    load_state_dict(model, read_state_dict(path), source="a.pt")
-    assert_equal(model.state_dict(), values())
+    assert_loads(nn.Linear(4, 3), path, values())
 
 
 def flip_a_bit(path: Path, record: str) -> None:
@@ -444,9 +420,7 @@ def test_a_file_without_crc32_is_read(tmp_path: Path) -> None:
         torch.save(values(), tmp_path / "a.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    model = nn.Linear(4, 3)
-    load_state_dict(model, read_state_dict(tmp_path / "a.pt"), source="a.pt")
-    assert_equal(model.state_dict(), values())
+    assert_loads(nn.Linear(4, 3), tmp_path / "a.pt", values())
 
 
 class _Forgiving(nn.Linear):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import pickle
 import warnings
 import zipfile
@@ -32,13 +31,6 @@ from dualeval.models.checkpoints.finding import is_read
 from tests.conftest import working_module
 from tests.models.test_checkpoint_folders import refused, save_distributed
 from tests.models.test_weights import CANARY, Canary, assert_equal, small
-
-
-class MakesFolder:
-    """As ``Canary``, for tests that let it run: it leaves nothing open."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (CANARY,)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +73,7 @@ def test_a_full_pickle_is_read_only_where_it_is_trusted(
     saved = {
         "model": small(),
         "model and more": {"epoch": 3, "model": small(), "note": [Canary]},
-        "canary": {"model": state, "config": MakesFolder()},
+        "canary": {"model": state, "config": Canary()},
     }[content]
     torch.save(saved, "w.pt", _use_new_zipfile_serialization=zip_format)
     message = refused(Path("w.pt"))
@@ -276,7 +268,7 @@ def test_forged_metadata(folder: Path, metadata: Metadata, said: str) -> None:
 
 def test_torch_itself_runs_what_is_refused_here(folder: Path, canary: Path) -> None:
     """The canary sings: the tests above would see it."""
-    change(folder, lambda metadata: setattr(metadata, "planner_data", MakesFolder()))
+    change(folder, lambda metadata: setattr(metadata, "planner_data", Canary()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that no process group is there
         load({"model": small().state_dict()}, checkpoint_id=folder, no_dist=True)

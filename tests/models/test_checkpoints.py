@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.serialization import get_safe_globals, safe_globals
 
-from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.checkpoints.finding import KNOWN_KEYS
 from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
+from tests.models.test_checkpoint_folders import refused
 from tests.models.test_weights import CANARY, Canary, assert_equal, small
 
 
@@ -39,26 +39,6 @@ def train(model: nn.Module, steps: int = 2) -> tuple[torch.optim.Optimizer, Aver
         optimizer.step()
         average.update_parameters(model)
     return optimizer, average
-
-
-def usual_checkpoint(model: nn.Module) -> dict[str, Any]:
-    """What torchvision's, timm's and many others' training scripts save."""
-    optimizer, _ = train(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, default=Path("/data/train"))
-    parser.add_argument("--lr", type=float, default=0.1)
-    history: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
-    history["loss"].append(0.5)
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "lr_scheduler": scheduler.state_dict(),
-        "args": parser.parse_args([]),
-        "epoch": 7,
-        "best": np.float64(76.1),
-        "output_dir": Path("runs/a"),
-    }
 
 
 EVERYTHING: dict[str, Any] = {
@@ -87,12 +67,6 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def refused(path: Path, key: str | None = None) -> str:
-    with pytest.raises(UsageError) as caught:
-        read_state_dict(path, key)
-    return str(caught.value)
-
-
 def loaded(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], LoadedWeights]:
     """What a model has after a file was loaded, and what was said of it."""
     model = small()
@@ -103,16 +77,6 @@ def loaded(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], Loade
 
 
 # -- what is read ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
-def test_the_usual_training_checkpoint(tmp_path: Path, zip_format: bool) -> None:
-    model = small()
-    content = usual_checkpoint(model)
-    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zip_format)
-    found = read_state_dict(tmp_path / "w.pt")
-    assert found.key == "model"
-    assert_equal(found.tensors, model.state_dict())
 
 
 @pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
@@ -264,38 +228,6 @@ def test_of_model_and_average_neither_wins_silently(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("other", "is_rival"),
-    [
-        (lambda s: dict(s), True),
-        (lambda s: {name: value for name, value in s.items() if value.dim()}, True),
-        (lambda s: {name: value.numpy() for name, value in s.items()}, True),
-        (lambda s: {f"net.{name}": torch.ones(2) for name in s}, True),
-        (lambda s: dict([*s.items()][:2]), False),
-        (lambda s: {name.replace(".weight", ".exp_avg"): value for name, value in s.items()}, False),
-    ],
-    ids=["copy", "without counters", "arrays", "other shapes", "a part", "momenta"],
-)
-def test_another_mapping_with_as_many_tensors_is_not_passed_over(
-    tmp_path: Path, state: dict[str, Tensor], other: Callable[[Any], Any], is_rival: bool
-) -> None:
-    path = tmp_path / "w.pt"
-    torch.save({"model": state, "deep": {"best": other(state)}, "optimizer": {"weights": dict(state)}}, path)
-    if is_rival:
-        assert "holds 2 state_dicts: model (9 tensors), deep.best (" in refused(path)
-    assert read_state_dict(path, "model" if is_rival else None).key == "model"
-
-
-@pytest.mark.parametrize("key", [None, "swa_model"])
-def test_an_average_alone(tmp_path: Path, key: str | None) -> None:
-    _, average = train(small())
-    state = average.state_dict()
-    torch.save(state if key is None else {key: state}, tmp_path / "w.pt")
-    values, found = loaded(tmp_path / "w.pt")
-    assert_equal(values, average.module.state_dict())
-    assert (found.prefix, found.left_out) == ("module.", ("n_averaged",))
-
-
 def test_one_under_two_keys_is_one(tmp_path: Path, state: dict[str, Tensor]) -> None:
     torch.save({"state_dict": state, "model": state}, tmp_path / "w.pt")
     assert read_state_dict(tmp_path / "w.pt").key == "state_dict"
@@ -397,6 +329,13 @@ RIVALS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda s: {"model": behind("backbone.", s), "slow": behind("", s)},
         "slow (9 tensors)",
     ),
+    "a copy further in": (lambda s: {"model": s, "deep": {"best": dict(s)}}, "deep.best (9 tensors)"),
+    "without counters": (
+        lambda s: {"model": s, "deep": {name: value for name, value in s.items() if value.dim()}},
+        "deep (8 tensors)",
+    ),
+    "arrays beside it": (lambda s: {"model": s, "deep": arrays(s)}, "deep ("),
+    "of other shapes": (lambda s: {"model": s, "deep": {f"net.{n}": torch.ones(2) for n in s}}, "deep (9 "),
     "with a number more": (
         lambda s: {"model": s, "avg": {**behind("", s), "n": 1}},
         "avg (9 tensors, and n)",
@@ -426,6 +365,9 @@ def test_none_wins_silently(tmp_path: Path, state: dict[str, Tensor], name: str)
         (lambda s: {"model": s, "loss": {"weight": torch.ones(3), "0.weight": torch.ones(3, 4)}}, "model"),
         (lambda s: {"model": s, "head": {"weight": s["2.weight"], "bias": s["2.bias"]}}, "model"),
         (lambda s: {"model": s, "optimizer": {"exp_avg": behind("", s)}}, "model"),
+        (lambda s: {"model": s, "optimizer": {"weights": dict(s)}}, "model"),
+        (lambda s: {"model": s, "deep": {"best": dict([*s.items()][:2])}}, "model"),
+        (lambda s: {"model": s, "deep": {n.replace(".weight", ".exp_avg"): s[n] for n in s}}, "model"),
         (lambda s: {"model": s, "history": [[0.5, {"loss": torch.ones(1)}]]}, "model"),
     ],
 )

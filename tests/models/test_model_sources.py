@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,12 +62,8 @@ def net(changed: float = 0.0) -> Net:
 IMAGES = torch.linspace(-1, 1, 4 * 3 * SIZE * SIZE).view(4, 3, SIZE, SIZE)
 
 
-@pytest.fixture
-def deprecated() -> Iterator[None]:
-    """TorchScript and quantisation are deprecated, and in use."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+# TorchScript and quantisation are deprecated, and in use.
+deprecated = pytest.mark.filterwarnings("ignore")
 
 
 def scripted(model: nn.Module) -> Any:
@@ -109,7 +104,7 @@ def fails(name: str, weights: str | None = None, **options: Any) -> str:
 # -- TorchScript ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("deprecated")
+@deprecated
 @pytest.mark.parametrize("make", [scripted, traced, frozen])
 def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
@@ -122,7 +117,7 @@ def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path)
     assert identity(classifiers.build(str(path), None, None, trust=True)) != identity(model)
 
 
-@pytest.mark.usefixtures("deprecated")
+@deprecated
 def test_a_program_with_a_flipped_bit(tmp_path: Path) -> None:
     path = tmp_path / "net.pt2"
     scripted(net()).save(str(path))
@@ -134,7 +129,7 @@ def test_a_program_with_a_flipped_bit(tmp_path: Path) -> None:
     assert re.search(r"cannot be read as a TorchScript archive: its record \S+ does not fit", said)
 
 
-@pytest.mark.usefixtures("deprecated")
+@deprecated
 def test_an_archive_saved_in_training_mode_is_set_to_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "net.ts"
     scripted(net().train()).save(str(path))
@@ -142,7 +137,7 @@ def test_an_archive_saved_in_training_mode_is_set_to_evaluation(tmp_path: Path) 
     assert torch.equal(model(IMAGES), net()(IMAGES))
 
 
-@pytest.mark.usefixtures("deprecated")
+@deprecated
 def test_a_program_is_opened_where_it_is_trusted(tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
     scripted(net()).save(str(path))
@@ -270,7 +265,8 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
-@pytest.mark.usefixtures("factories", "deprecated")
+@deprecated
+@pytest.mark.usefixtures("factories")
 def test_a_dynamically_quantised_model(tmp_path: Path) -> None:
     name, path = "nets_of_sources:quantised_net", tmp_path / "quantised.pt"
     torch.save(quantised(net()).state_dict(), path)
@@ -342,12 +338,6 @@ def test_a_model_of_timm() -> None:
     arguments = {"drop_rate": 0.25}
     assert "drop_rate" in fails("timm:test_vit", "random:0", arguments={"drop_rate": {}})
     assert getattr(classifiers.create(TIMM, 2, arguments), "drop_rate", None) == 0.25
-
-
-def test_weights_of_a_file_for_a_model_of_timm(tmp_path: Path) -> None:
-    wanted = classifiers.build(TIMM, "random:1", CLASSES)
-    torch.save(wanted.state_dict(), tmp_path / "w.pt")
-    assert identity(classifiers.build(TIMM, str(tmp_path / "w.pt"), CLASSES)) == identity(wanted)
 
 
 @pytest.mark.parametrize(
@@ -600,11 +590,6 @@ def test_a_module_and_a_folder(pictures: Path, tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"nothing says how its pictures are prepared.*--preprocessing none"):
         dualeval.evaluate(**given)
-    values = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-    net.preprocessing = {"resize": SIZE, "crop": SIZE, **values}
-    assert dualeval.evaluate(**given).metrics_digest == result.metrics_digest
-    del net.preprocessing
-
     named = dualeval.evaluate(**given, **size_of, metrics=["top1", "loss"])
     assert [*named.metrics] == ["top1", "loss"]
 

@@ -197,10 +197,3 @@ def test_all_prefixes_that_would_fit_are_offered(tmp_path: Path, state: dict[str
     assert "one of 2 prefixes are those of the model: 'model.', 'ema.'. They can give different" in message
     for prefix in ("model.", "ema", "ema."):
         load(small(), saved(tmp_path / "w.pt", names), prefix)
-
-
-def test_a_prefix_whose_dot_is_missing(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    names = {prefix + name: tensor for prefix in ("model.", "model_ema.") for name, tensor in state.items()}
-    found = saved(tmp_path / "w.pt", names)
-    for prefix in ("model", "model.", "model_ema"):
-        assert load(small(), found, prefix).prefix == f"{prefix.removesuffix('.')}."

@@ -16,13 +16,11 @@ from dualeval.result import JOB
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.stored import metrics_of_run
 from tests import questions
-from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
 from tests.environments import read_variables
 from tests.questions import asked
 from tests.tasks.conftest import message_of
 from tests.tasks.test_question_answering import run
-from tests.tasks.test_task_ranks import DUALEVAL
 
 
 def write(path: Path, content: Any) -> Path:
@@ -127,29 +125,6 @@ def test_fresh_removes_the_files_of_a_task(tiny: Path, data: dict[str, Path], tm
 
 
 # -- dualeval score --------------------------------------------------------------------------------
-
-
-def test_score(launch: Launch, tmp_path: Path) -> None:
-    """As it is typed, on real questions, for all to see and for scripts."""
-    data = questions.squad_file()
-    content = json.loads(data.read_text("utf-8"))["data"]
-    given = {qa["id"]: qa["answers"][0]["text"].upper() + "!" for _, qa in asked(data)}
-    last = list(given)[-1]
-    given[last] = "the wind"
-    (tmp_path / "preds.json").write_text(json.dumps(given))
-    words: list[str | Path] = [
-        *("--task", "question-answering", "--data", data, "--predictions", "preds.json"),
-        *("--out", "scores"),
-    ]
-    done = launch([*DUALEVAL, "score", *words], cwd=tmp_path).ok()
-    assert "80.00 %" in done.stdout
-    result = json.loads((tmp_path / "scores/result.json").read_text())
-    assert result["metrics"] == questions.official_script().evaluate(content, given)
-    assert result["samples"] == {"total": 5, "evaluated": 5, "failed": 0}
-    assert json.loads((tmp_path / "scores/status.json").read_text())["state"] == "done"
-    again = launch([*DUALEVAL, "score", *words, "--json"], cwd=tmp_path)
-    assert json.loads(again.stdout)["metrics_digest"] == result["metrics_digest"]
-    assert "finished before" in again.stderr
 
 
 @pytest.mark.parametrize(

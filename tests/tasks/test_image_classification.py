@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from dualeval.data.labelled_images import ImageFolder
 from dualeval.data.small_images import IdxImages
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
 from dualeval.models.fashion_cnn import FashionCNN
@@ -157,20 +156,6 @@ def test_arguments_that_make_no_job(arguments: dict[str, Any], words: str) -> No
         ImageClassification(**arguments)
 
 
-def test_a_folder_of_images(folder: Path) -> None:
-    task = small(folder)
-    assert isinstance(task.dataset(), ImageFolder)
-    assert task.wants_workers
-    model = task.build_model(CPU)
-    batch = task.collate(task.dataset().__getitems__(range(6)))
-    with torch.inference_mode():
-        assert task.forward(model, batch).shape == (6, 3)
-    assert len(task.metrics()) >= 4
-    named = small(folder, metrics=["top2", "loss"])
-    named.build_model(CPU)
-    assert [metric.name for metric in named.metrics()] == ["top2", "loss"]
-
-
 def test_images_are_scaled_in_float32_whatever_a_factory_sets(folder: Path, models: None) -> None:
     images = torch.arange(3 * 40 * 40).remainder(256).to(torch.uint8).reshape(1, 3, 40, 40)
     found = []
@@ -310,19 +295,6 @@ def test_the_embedded_means_are_those_of_the_training_set() -> None:
     assert (preprocessing["mean"], preprocessing["std"]) == ((FASHION_MEAN,), (FASHION_STD,))
 
 
-def test_the_fingerprint_knows_model_and_preprocessing(folder: Path) -> None:
-    tasks = [
-        small(folder),
-        small(folder, "squeezenet1_0"),
-        small(folder, preprocessing={"resize": 41}),
-        small(folder, preprocessing={"interpolation": "bicubic"}),
-        small(folder, preprocessing={"mean": (0.5,)}),
-        small(folder, preprocessing={"std": (0.5,)}),
-    ]
-    assert len({str(task.fingerprint()) for task in tasks}) == len(tasks)
-    assert small(folder).fingerprint() == small(folder).fingerprint()
-
-
 def test_assets_ship_with_their_licence() -> None:
     assert (ASSETS / "LICENSE-fashion-mnist.txt").read_text("utf-8").count("MIT License") == 1
 
@@ -330,24 +302,16 @@ def test_assets_ship_with_their_licence() -> None:
 # -- checkpoints ---------------------------------------------------------------------------------------
 
 
-def embedded_average(folder: Path) -> Path:
-    """A checkpoint with a model of zeros, and the trained one as its average."""
-    trained = load_file(EMBEDDED_WEIGHTS)
-    content = {
-        "model": {name: torch.zeros_like(tensor) for name, tensor in trained.items()},
-        "ema": {"state_dict": {f"net.{name}": tensor for name, tensor in trained.items()}},
-    }
-    torch.save(content, folder / "w.pt")
-    return folder / "w.pt"
-
-
 def test_key_and_prefix_choose_the_weights(tmp_path: Path) -> None:
-    path = embedded_average(tmp_path)
+    """Of a model of zeros, and the trained one as its average."""
+    path, trained = tmp_path / "w.pt", load_file(EMBEDDED_WEIGHTS)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
+    average = {f"net.{name}": tensor for name, tensor in trained.items()}
+    torch.save({"model": zeros, "ema": {"state_dict": average}}, path)
     task = ImageClassification(
         model="fashion-cnn", weights=str(path), weights_key="ema", weights_prefix="net."
     )
     model = task.build_model(CPU)
-    trained = load_file(EMBEDDED_WEIGHTS)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
     assert task.loaded_weights is not None
     assert (task.loaded_weights.key, task.loaded_weights.prefix) == ("ema.state_dict", "net.")
@@ -359,21 +323,16 @@ def test_key_and_prefix_choose_the_weights(tmp_path: Path) -> None:
     assert used == {"weights_key": "ema.state_dict", "weights_prefix": "net.", "data_fingerprint": "content"}
 
 
+RESNET = {"model": "resnet18", "data": "fashion-mnist"}
+
+
 @pytest.mark.parametrize(
     ("option", "arguments", "words"),
     [
         ("weights_key", {}, "was given without --weights"),
         ("weights_prefix", {"model": "fashion-cnn"}, "was given without --weights"),
-        (
-            "weights_key",
-            {"model": "resnet18", "weights": "DEFAULT", "data": "fashion-mnist"},
-            "was given with --weights DEFAULT",
-        ),
-        (
-            "weights_prefix",
-            {"model": "resnet18", "weights": "random:0", "data": "fashion-mnist"},
-            "was given with --weights random:0",
-        ),
+        ("weights_key", {**RESNET, "weights": "DEFAULT"}, "was given with --weights DEFAULT"),
+        ("weights_prefix", {**RESNET, "weights": "random:0"}, "was given with --weights random:0"),
     ],
 )
 def test_key_and_prefix_need_a_file(option: str, arguments: dict[str, Any], words: str) -> None:

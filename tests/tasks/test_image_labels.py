@@ -22,7 +22,7 @@ from dualeval.vision_library import torchvision
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
 from tests.published_weights import Publish
-from tests.tasks.test_image_classification import idx_folder
+from tests.tasks.test_image_classification import idx_folder, refused
 
 TORCHVISION = torchvision()
 CPU = torch.device("cpu")
@@ -76,12 +76,6 @@ def class_map(folder: Path, **classes: int | None) -> Path:
     path = folder / "map.json"
     path.write_text(json.dumps(classes))
     return path
-
-
-def refused(made: ImageClassification) -> str:
-    with pytest.raises(UsageError) as caught:
-        made.build_model(CPU)
-    return str(caught.value)
 
 
 def names_in(out: Path, columns: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -150,8 +144,7 @@ def test_pictures_that_are_passed_over_are_in_the_result(tmp_path: Path) -> None
     data = lay_out(tmp_path / "val", {"a": 0, "b": 1, ".ipynb_checkpoints": 2})
     for name in ("a/1.gif", "b/1.heic", "notes.txt"):
         (data / name).touch()
-    made = task(data)
-    result = evaluate(made, tmp_path / "out")
+    result = evaluate(task(data), tmp_path / "out")
     assert "passed over: 3 files (.gif, .heic, .txt); 1 hidden folder" in result.warnings
     assert result.labels["passed_over"]["files"] == {".gif": 1, ".heic": 1, ".txt": 1}
     assert result.labels["classes"] == ["a", "b"]

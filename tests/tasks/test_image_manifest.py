@@ -208,14 +208,6 @@ def test_a_class_map_says_what_labels_are(home: Path) -> None:
     assert "does not name 1 of 3 labels: 2" in refused(numbers, classes=class_map(home, **{"0": 9, "1": 8}))
 
 
-def test_numbered_names_are_warned_of(home: Path) -> None:
-    rows = [{**row, "label": f"c{10 - at}"} for at, row in enumerate(rows_of())]
-    data = opened(write(home / "m.csv", rows))
-    assert data.targets.tolist() == [0, 2, 1]
-    assert "the labels are numbered, but are in the order of their names" in data.warnings()[0]
-    assert opened(home / "m.csv", order="number").targets.tolist() == [2, 1, 0]
-
-
 def test_names_of_indices_are_those_of_the_weights(home: Path) -> None:
     path = write(home / "m.csv", rows_of())
     known = KnownClasses(of="Farm_V1", names=("pig", "cow", "bee"))

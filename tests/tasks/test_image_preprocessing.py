@@ -25,7 +25,7 @@ from tests.tasks.conftest import check_doors
 from tests.tasks.test_image_classification import idx_folder
 
 CPU = torch.device("cpu")
-IMAGENET = "ImageNet mean and std"
+IMAGENET, OWN = "ImageNet mean and std", "the model's defaults"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # With idx files.
 NOT_DONE = {"resize": None, "crop": None, "interpolation": None, "channels": None}
@@ -123,28 +123,23 @@ def test_a_copy_of_the_embedded_data_is_other_data(trained: str, tmp_path: Path)
 # -- image files ---------------------------------------------------------------------------------------
 
 
+NEAREST = {"resize": 9, "crop": 9, "interpolation": "nearest", "mean": (0.5,), "std": (1 / 3,)}
+
+
 @pytest.mark.parametrize(
     ("model", "given", "line"),
     [
         ("resnet18", {}, f"256 bilinear, crop 224, {IMAGENET} (the model's defaults)"),
         ("resnet50", {}, f"256 bilinear, crop 224, {IMAGENET} (the model's defaults, as for IMAGENET1K_V1)"),
         ("efficientnet_v2_l", {}, "480 bicubic, crop 480, mean 0.5, std 0.5 (the model's defaults)"),
-        (
-            "resnet18",
-            {"resize": 300},
-            f"300 bilinear, crop 224, {IMAGENET} (resize given; the rest: the model's defaults)",
-        ),
+        ("resnet18", {"resize": 300}, f"300 bilinear, crop 224, {IMAGENET} (resize given; the rest: {OWN})"),
         (
             "resnet18",
             {"crop": 200, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5, 0.25, 0.5)},
             "256 bicubic, crop 200, mean 0.5, std 0.5,0.25,0.5 "
-            "(interpolation, crop, mean and std given; the rest: the model's defaults)",
+            f"(interpolation, crop, mean and std given; the rest: {OWN})",
         ),
-        (
-            "resnet18",
-            {"resize": 9, "crop": 9, "interpolation": "nearest", "mean": (0.5,), "std": (1 / 3,)},
-            "9 nearest, crop 9, mean 0.5, std 0.3333333333333333 (given)",
-        ),
+        ("resnet18", NEAREST, "9 nearest, crop 9, mean 0.5, std 0.3333333333333333 (given)"),
     ],
 )
 def test_what_is_given_and_where_defaults_come_from(
@@ -158,18 +153,10 @@ def test_published_weights_by_path_keep_their_preprocessing(
 ) -> None:
     network = classifiers.build("mobilenet_v2", "random:0", None)
     published = publish("mobilenet_v2", "IMAGENET1K_V2", network, tmp_path)
-    mine = tmp_path / "mine.pt"
-    torch.save({"model": network.state_dict()}, mine)
-    lines = {}
-    for path in (published, mine):
-        task = ImageClassification(model="mobilenet_v2", weights=str(path), data=folder)
-        lines[path] = task.description()
+    found = ImageClassification(model="mobilenet_v2", weights=str(published), data=folder).description()
     entry = "MobileNet_V2_Weights.IMAGENET1K_V2"
-    assert lines[published]["preprocessing"] == f"232 bilinear, crop 224, {IMAGENET} (those of {entry})"
-    assert lines[published]["weights"] == f"{entry}, {published}"
-    origin = "the model's defaults, as for IMAGENET1K_V1"
-    assert lines[mine]["preprocessing"] == f"256 bilinear, crop 224, {IMAGENET} ({origin})"
-    assert lines[mine]["weights"] == str(mine)
+    assert found["preprocessing"] == f"232 bilinear, crop 224, {IMAGENET} (those of {entry})"
+    assert found["weights"] == f"{entry}, {published}"
 
 
 @pytest.mark.parametrize(

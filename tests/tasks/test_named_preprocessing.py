@@ -152,10 +152,7 @@ def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
         (["other.py:f"], "--preprocessing other.py:f: there is no file"),
         (["steps.py:torch"], "expected none, imagenet or FILE.py:FUNCTION"),
         (["steps.py:scaled", "--crop", "3"], "--crop: the function scaled does it all. Leave --crop out"),
-        (
-            ["steps.py:nothing"],
-            "nothing returned a tuple, expected a torch.Tensor of shape (channels, height, width)",
-        ),
+        (["steps.py:nothing"], "nothing returned a tuple, expected a torch.Tensor of shape (channels, "),
     ],
 )
 def test_what_is_no_preprocessing(words: list[str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""The task segmentation: counts beside numpy's and TorchMetrics', groups of sizes, and what is refused."""
+"""The task segmentation: counts beside numpy's, groups of sizes, and what is refused."""
 
 from __future__ import annotations
 
@@ -78,45 +78,13 @@ def test_counts_are_those_of_numpy(home: Path, tmp_path: Path) -> None:
     assert result.metrics["dice_per_class"] == dice.tolist()
     assert result.metrics["accuracy_per_class"] == (right / target).tolist()
     assert result.metrics["pixel_accuracy"] == right.sum() / target.sum()
+    of_pictures = np.mean([*map(_own_iou, wanted["counts"])])
+    assert result.metrics["picture_iou"] == pytest.approx(of_pictures, rel=1e-12)
     assert table["labelled_pixels"] == [int(of.sum()) for of in np.array(wanted["counts"])[:, 1]]
     low, high = result.intervals["pixel_accuracy"]
     assert low < right.sum() / target.sum() < high
     names = ["id", "index", *task(home).rows]
     assert [name for name in table if name not in ("status", "error")] == names
-
-
-def test_values_are_those_of_torchmetrics(home: Path) -> None:
-    from torchmetrics.functional.classification import (
-        multiclass_accuracy,
-        multiclass_f1_score,
-        multiclass_jaccard_index,
-    )
-    from torchmetrics.functional.segmentation import mean_iou
-
-    wanted = by_hand(home)
-    labels, predicted = (
-        torch.from_numpy(np.concatenate([each.flatten() for each in wanted[name]])).long()
-        for name in ("labels", "predicted")
-    )
-    found = evaluate(task(home), None, batch_size=4).metrics
-    options: dict[str, Any] = {"num_classes": CLASSES, "ignore_index": IGNORED}
-    for name, function in (
-        ("iou", multiclass_jaccard_index),
-        ("dice", multiclass_f1_score),
-        ("accuracy", multiclass_accuracy),
-    ):
-        each = function(predicted, labels, average="none", **options)
-        assert each.tolist() == pytest.approx(found[f"{name}_per_class"], rel=1e-6)
-        mean = function(predicted, labels, average="macro", **options)
-        assert mean.item() == pytest.approx(found[f"mean_{name}"], rel=1e-6)
-    micro = multiclass_accuracy(predicted, labels, average="micro", **options)
-    assert micro.item() == pytest.approx(found["pixel_accuracy"], rel=1e-6)
-    # Without ignored pixels, which its segmentation metrics do not know: each picture's own.
-    one = [made.counts(*pair) for pair in zip(wanted["labels"], wanted["predicted"], strict=True)]
-    whole = labels != IGNORED
-    own = mean_iou(predicted[whole][None], labels[whole][None], CLASSES, input_format="index")
-    assert own.item() == pytest.approx(found["mean_iou"], rel=1e-6)
-    assert found["picture_iou"] == pytest.approx(np.mean([_own_iou(each) for each in one]), rel=1e-12)
 
 
 def _own_iou(counts: Any) -> float:
@@ -568,10 +536,7 @@ def test_folders_of_another_kind(home: Path, tmp_path: Path) -> None:
     [
         ({"num_classes": 6}, ["has 5 classes, and --num-classes 6"]),
         ({"class_names": "a,b"}, ["--class-names gives 2"]),
-        (
-            {"model": Exact(1)},
-            ["gives one logit a pixel", "torch.cat([torch.zeros_like(logits), logits], dim=1)"],
-        ),
+        ({"model": Exact(1)}, ["one logit a pixel", "torch.cat([torch.zeros_like(logits), logits], dim=1)"]),
         ({"model": nn.Conv2d(1, 5, 1)}, ["1, and the images have 3 channels", "--channels 1"]),
         ({"model": nn.Linear(7, 5)}, ["Set the size with --resize, or give data of the model's size"]),
         ({"model": nn.Flatten()}, ["expected logits of shape (pictures, classes, height, width)"]),

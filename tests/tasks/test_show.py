@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 from dualeval.cli import dualeval as command
 from dualeval.errors import UsageError
 from dualeval.options.job import Job, command_of
-from dualeval.result import JOB, RESULT
+from dualeval.result import JOB, RESULT, read_result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.language_modeling import LanguageModeling
 from dualeval.tasks.question_answering import QuestionAnswering
@@ -24,6 +26,7 @@ from dualeval.tasks.segmentation import Segmentation
 from dualeval.tasks.stored import task_of_run
 from dualeval.tasks.text_classification import TextClassification
 from tests import causal_models, masked_pictures, questions, texts
+from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tiny import TinyTask
 
@@ -201,7 +204,7 @@ def test_a_task_of_one_s_own_is_not_made_again(tmp_path: Path) -> None:
     assert task is None and "TinyTask is a task of your own" in why
 
 
-def test_the_command_of_a_run_makes_the_same_job(pictures: Path, tmp_path: Path) -> None:
+def test_the_command_of_a_run_makes_the_same_job(launch: Launch, pictures: Path, tmp_path: Path) -> None:
     job = Job.of(
         model="fashion-cnn",
         weights="random:1",
@@ -217,26 +220,10 @@ def test_the_command_of_a_run_makes_the_same_job(pictures: Path, tmp_path: Path)
     )
     task = job.make_task()
     result = evaluate(task, tmp_path / "run", batch_size=2, on_error="skip", job=job.to_json())
-    words = (command_of(result.job) or "").split()
+    words = shlex.split(command_of(result.job) or "")
     assert words[:2] == ["dualeval", "run"]
-    again = _typed(words[2:])
-    same = evaluate(
-        again.make_task(), None, batch_size=again.batch_size, on_error=again.on_error, job=again.to_json()
-    )
+    launch([sys.executable, "-m", *words, "--out", tmp_path / "again"]).ok()
+    same = read_result(tmp_path / "again" / RESULT)
     assert (same.fingerprint, same.metrics_digest) == (result.fingerprint, result.metrics_digest)
     assert command_of({**result.job, "weights": "as the module has them"}) is None
     assert command_of({**result.job, "task": "mine.py:Task"}) is None
-
-
-def _typed(words: list[str]) -> Job:
-    """The job that the command line makes of flags."""
-    kinds = {"mean": float, "std": float}
-    flags: dict[str, Any] = {}
-    for flag, text in zip(words[::2], words[1::2], strict=True):
-        name = flag.removeprefix("--").replace("-", "_")
-        flags.setdefault(name, []).append(
-            kinds.get(name, lambda each: int(each) if each.isdecimal() else each)(text)
-        )
-    many = ("metric", "mean", "std")
-    values: Any = {name: tuple(found) if name in many else found[0] for name, found in flags.items()}
-    return Job.of(**values)

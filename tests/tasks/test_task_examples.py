@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import dualeval
 from dualeval.result import Result
-from tests import questions
+from tests import causal_models, questions
 from tests.conftest import ROOT, Launch
 from tests.engine.test_endings import read
 from tests.launchers import start
-from tests.made_tokenizers import RIVER, byte_level
+from tests.made_tokenizers import RIVER
 
 EXAMPLES = ROOT / "examples"
 WORKER = ROOT / "tests/workers/example_tasks_worker.py"
@@ -94,26 +93,10 @@ def test_an_example_has_as_many_lines_as_it_says(example: Example) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small causal language model with its tokenizer, and a text beside it."""
-    library = questions.transformers()
     folder = tmp_path_factory.mktemp("causal")
-    tokenizer, options = byte_level()
-    library.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
-    small = {"n_positions": 256, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
-    config = library.GPT2Config(
-        vocab_size=tokenizer.get_vocab_size(), bos_token_id=0, eos_token_id=2, **small
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        library.GPT2LMHeadModel(config).save_pretrained(folder)
+    causal_models.save_causal(folder, n_positions=256, initializer_range=0.3)
     (folder / "text.txt").write_text(" ".join(f"{number}: {RIVER}" for number in range(100)), "utf-8")
     return folder
-
-
-def task_of(example: Example, model: Path) -> tuple[dict[str, Any], Any]:
-    """What the example's file defines, and its task."""
-    defined = runpy.run_path(str(example.path), run_name=example.file)
-    found = defined[example.task]
-    return defined, found(*example.words(model)) if callable(found) else found
 
 
 def regression(defined: dict[str, Any], model: Path) -> dict[str, float]:
@@ -125,15 +108,11 @@ def regression(defined: dict[str, Any], model: Path) -> dict[str, float]:
 
 
 def multilabel(defined: dict[str, Any], model: Path) -> dict[str, float]:
-    """By their definitions: pairs in the right order, and the precision at each true label."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
     inputs, labels = defined["pictures"].tensors
-    auroc, precision = [], []
-    for score, label in zip(defined["lines"](inputs).T.detach(), labels.T, strict=True):
-        yes, no = score[label == 1][:, None], score[label == 0]
-        auroc.append(((yes > no).double() + (yes == no).double() / 2).mean())
-        above = [(score >= one, label == 1) for one in score[label == 1]]
-        precision.append(sum(float((at & true).sum() / at.sum()) for at, true in above) / len(above))
-    return {"auroc": float(np.mean(auroc)), "map": float(np.mean(precision))}
+    functions = {"auroc": roc_auc_score, "map": average_precision_score}
+    return {name: float(function(labels, defined["lines"](inputs))) for name, function in functions.items()}
 
 
 def perplexity(defined: dict[str, Any], model: Path) -> dict[str, float]:
@@ -159,30 +138,16 @@ def perplexity(defined: dict[str, Any], model: Path) -> dict[str, float]:
 
 
 def detection(defined: dict[str, Any], model: Path) -> dict[str, float]:
-    """A picture at a time, all as dicts, and pycocotools' own."""
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
+    """A picture at a time, by TorchMetrics."""
+    from torchmetrics.detection import MeanAveragePrecision
 
-    truth: list[dict[str, Any]] = []
-    found: list[dict[str, Any]] = []
-    for number, (image, target) in enumerate(defined["pictures"]):
+    metric = MeanAveragePrecision(box_format="xywh")
+    for image, target in defined["pictures"]:
         outputs = defined["detr"](image[None])
-        chances = outputs["logits"][0].softmax(1)[:, :3]
-        for box, label in zip(target["boxes"].tolist(), target["labels"].tolist(), strict=True):
-            area = {"id": len(truth) + 1, "iscrowd": 0, "area": box[2] * box[3]}
-            truth.append({"image_id": number, "category_id": label, "bbox": box, **area})
-        for box, chance in zip(outputs["boxes"][0].tolist(), chances, strict=True):
-            best = {"category_id": int(chance.argmax()), "score": float(chance.max())}
-            found.append({"image_id": number, "bbox": box, **best})
-    coco = COCO()
-    images = [{"id": number} for number in range(len(defined["pictures"]))]
-    coco.dataset = {"images": images, "annotations": truth, "categories": [{"id": c} for c in range(3)]}
-    coco.createIndex()
-    evaluation = COCOeval(coco, coco.loadRes(found), "bbox")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
-    return {"map": float(evaluation.stats[0]), "map50": float(evaluation.stats[1])}
+        scores, labels = outputs["logits"][0].softmax(1)[:, :3].max(1)
+        metric.update([{"boxes": outputs["boxes"][0], "scores": scores, "labels": labels}], [target])
+    found = metric.compute()
+    return {"map": float(found["map"]), "map50": float(found["map_50"])}
 
 
 def segmentation(defined: dict[str, Any], model: Path) -> dict[str, float]:
@@ -205,7 +170,9 @@ def alone(model: Path) -> dict[str, tuple[Result, dict[str, Any]]]:
         patch.setattr(torch, "get_num_threads", lambda: 1)
         found = {}
         for example in ALL:
-            defined, task = task_of(example, model)
+            defined = runpy.run_path(str(example.path), run_name=example.file)
+            task = defined[example.task]
+            task = task(*example.words(model)) if callable(task) else task
             found[example.file] = (dualeval.evaluate(task, launcher="none", workers=0), defined)
     return found
 
@@ -237,22 +204,13 @@ def test_square_roots_and_ratios_have_intervals(alone: dict[str, tuple[Result, d
 # -- the same bits ---------------------------------------------------------------------------------------
 
 
-def script(example: Example, model: Path) -> list[str]:
-    return [str(example.path), *example.words(model)]
-
-
-def result_of(folder: Path, example: Example) -> dict[str, Any]:
-    """What lies where the script writes, and where the command lines above do."""
-    return read(folder / f"runs/{example.file}/result.json")
-
-
 def test_two_ranks_give_the_same_bits(
     launch: Launch, tmp_path: Path, model: Path, alone: dict[str, tuple[Result, dict[str, Any]]]
 ) -> None:
     """All scripts in turn, by the same two ranks."""
-    commands = [shlex.join(script(example, model)) for example in ALL]
+    commands = [shlex.join([str(example.path), *example.words(model)]) for example in ALL]
     launch([*start("torchrun", 2), sys.executable, WORKER, *commands], cwd=tmp_path).ok()
     for example in ALL:
-        result = result_of(tmp_path, example)
+        result = read(tmp_path / f"runs/{example.file}/result.json")
         assert result["metrics_digest"] == alone[example.file][0].metrics_digest, example
         assert result["world"]["size"] == 2
