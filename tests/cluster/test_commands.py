@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.backends.test_collectives import EXAMPLE, SAID
 from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
 from tests.conftest import Launch
+from tests.docs.test_examples import COLLECTIVES, SAID
 from tests.docs.test_readme import commands, needs_slurm
 from tests.engine import test_sharded_runs
 from tests.engine.test_sharded_runs import SHARD, Job, Run, check
@@ -132,7 +132,7 @@ def test_a_sharded_model_has_the_digest_of_the_whole_one(
 @pytest.mark.long
 @pytest.mark.parametrize("words", [[], pytest.param(["--mpi=pmix"], marks=pytest.mark.needs("mpi"))])
 def test_the_example_of_the_collectives(typed: Typed, words: list[str]) -> None:
-    assert typed(*SRUN, *words, sys.executable, EXAMPLE).ok().stdout.count(SAID[2]) == 1
+    assert typed(*SRUN, *words, sys.executable, COLLECTIVES).ok().stdout.count(SAID[2]) == 1
 
 
 @pytest.mark.long

@@ -24,11 +24,6 @@ class Clock:
         return self.now
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def shown(seconds: list[float], total: int = 1000, name: str = "") -> list[str]:
     """The lines of a run that reports 10 more samples at each of these seconds."""
     stream, clock = io.StringIO(), Clock()
@@ -59,37 +54,10 @@ def test_number_of_lines(seconds: list[float], total: int, lines: int) -> None:
     assert len(shown(seconds, total)) == lines
 
 
-def test_a_stream_that_is_no_terminal_gets_no_control_codes() -> None:
-    [line] = shown([0, 5])
-    assert line.isprintable()
-
-
 def test_progress_line() -> None:
     assert progress_line(1500, 10_000, 2.0) == "1,500/10,000 samples, 750 samples/s, 11 s left"
     assert progress_line(0, 10_000, 5.0) == "0/10,000 samples, 0 samples/s, time left unknown"
     assert progress_line(0, 10, 0.0) == "0/10 samples, 0 samples/s, time left unknown"
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream, clock = Terminal(), Clock()
-    progress = Progress(stream, clock, as_bar=True, name="epoch[3].pt")
-    for number in range(5):
-        clock.now += 1
-        progress(10 * number, 50)
-    progress.close()
-    text = stream.getvalue()
-    assert "40/50" in text
-    assert "epoch[3].pt" in text
-    assert "samples/s" in text
-    assert "━" in text
-    assert "\x1b[" in text
-    assert " left" not in text  # no plain lines between
-    # The bar goes when the run is through: its line is erased, and the cursor is seen again.
-    assert text.rstrip().endswith("\x1b[2K")
-    assert "\x1b[?25h" in text
 
 
 def result(**changes: Any) -> Result:
@@ -158,8 +126,6 @@ def test_percent_and_counts() -> None:
         "mine": ["0.500000", ""],
         "total": ["12,345", ""],
     }
-    work = {"windows": 1234, "padded_tokens": 5}
-    assert "work            1,234 windows, 5 padded tokens" in printed(result(work=work)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -189,30 +155,47 @@ def test_numbers_of_any_size_are_readable(
     assert shown_numbers(*values, unit=unit) == texts
 
 
-def test_the_lines_below() -> None:
+CHUNKS = {"total": 157, "evaluated_now": 7, "resumed": 150}
+MACHINE = {"device": "cpu", "model": "A CPU", "cpu_capability": "AVX2", "bits": "31a2"}
+DIGEST = result().metrics_digest
+BEFORE = "resumed         150 of 157 chunks were finished before"
+WARNINGS = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "the ranks differ"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "samples         9,998 of 10,000 evaluated, 2 failed"),
+        ({}, "ranks           2 (launcher torchrun, backend torch, device cpu)"),
+        ({}, "speed           4,999 samples/s; 2.00 s for all batches, 3.50 s for the whole run"),
+        # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
+        ({}, f"metrics_digest  {DIGEST}"),
+        ({}, "files           /tmp/runs/[red]one[/red]"),
+        ({"samples_digest": "5a" * 32}, f"samples_digest  {'5a' * 32}"),
+        ({"work": {"windows": 1234, "padded_tokens": 5}}, "work            1,234 windows, 5 padded tokens"),
+        ({"device": MACHINE}, "machine         A CPU, AVX2, bits 31a2"),
+        (
+            {"chunks": CHUNKS, "replay": "same bits"},
+            f"{BEFORE}; finished batches evaluated again: same bits",
+        ),
+        ({"chunks": CHUNKS, "replay": "skipped"}, f"{BEFORE}; not compared (--no-replay)"),
+        (
+            {"homogeneous": False, "machines": [{}, {}]},
+            f"metrics_digest  {DIGEST} (not comparable: 2 kinds of machine)",
+        ),
+    ],
+)
+def test_the_lines_below(changes: dict[str, Any], said: str) -> None:
+    assert said in printed(result(**changes)).splitlines()
+
+
+def test_lines_that_have_nothing_to_say() -> None:
+    """``samples_digest``: of an earlier version."""
     lines = printed(result()).splitlines()
-    assert "samples         9,998 of 10,000 evaluated, 2 failed" in lines
-    assert "ranks           2 (launcher torchrun, backend torch, device cpu)" in lines
-    assert not any(line.startswith(("machine", "resumed")) for line in lines)
-    assert "speed           4,999 samples/s; 2.00 s for all batches, 3.50 s for the whole run" in lines
-    # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
-    assert f"metrics_digest  {result().metrics_digest}" in lines
-    assert "samples_digest" not in printed(result()), "one of an earlier version"
-    assert f"samples_digest  {'5a' * 32}" in printed(result(samples_digest="5a" * 32))
-    assert "files           /tmp/runs/[red]one[/red]" in lines
-    assert not any("warning" in line for line in lines)
-
-
-def test_machine_and_resumed_chunks() -> None:
-    device = {"device": "cpu", "model": "A CPU", "cpu_capability": "AVX2", "bits": "31a2"}
-    chunks = {"total": 157, "evaluated_now": 7, "resumed": 150}
-    for replay, said in (
-        ("same bits", "; finished batches evaluated again: same bits"),
-        ("skipped", "; not compared (--no-replay)"),
-    ):
-        lines = printed(result(device=device, chunks=chunks, replay=replay)).splitlines()
-        assert "machine         A CPU, AVX2, bits 31a2" in lines
-        assert f"resumed         150 of 157 chunks were finished before{said}" in lines
+    absent = ("machine", "resumed", "samples_digest", "warning", "work")
+    assert not [line for line in lines if line.startswith(absent)]
+    last = printed(result(warnings=WARNINGS)).splitlines()[-2:]
+    assert last == [f"warning: {warning}" for warning in WARNINGS]
 
 
 def test_what_was_evaluated_comes_first() -> None:
@@ -238,20 +221,3 @@ def test_a_result_of_an_earlier_run_says_so_first(replay: str, words: str) -> No
         f"Finished before at 2026-11-21T20:00:00+00:00 and shown again{words}",
         "model           resnet18",
     ]
-
-
-def test_a_mixed_result_says_that_its_digest_is_comparable_with_none() -> None:
-    mixed = result(homogeneous=False, machines=[{}, {}])
-    assert f"metrics_digest  {mixed.metrics_digest} (not comparable: 2 kinds of machine)" in printed(mixed)
-
-
-def test_warnings_come_last() -> None:
-    warnings = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "the ranks differ"]
-    assert printed(result(warnings=warnings)).splitlines()[-2:] == [f"warning: {w}" for w in warnings]
-
-
-def test_the_table_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    print_result(result())
-    captured = capsys.readouterr()
-    assert "92.50 %" in captured.out
-    assert captured.err == ""
