@@ -49,6 +49,11 @@ class Bench:
     def size(self) -> int:
         return self.backend.world.size
 
+    def inputs(self, layout: str, dtype: torch.dtype, rows: list[int] | None = None) -> list[Tensor]:
+        """Every rank's input, on the backend's device, with so many rows where these are given."""
+        made = (sample(rank, layout, dtype, rows[rank] if rows else None) for rank in range(self.size))
+        return [tensor.to(self.backend.device) for tensor in made]
+
     def expect(self, condition: bool, problem: str) -> None:
         if not condition:
             self.problems.append(problem)
@@ -79,6 +84,16 @@ class Bench:
                 if other.numel() and start < extent(other)[1] and extent(other)[0] < end
             ]
             self.expect(not overlaps, f"{label}: the result is an alias")
+
+    def collective(self, label: str, call: Callable[[Tensor], Tensor], argument: Tensor, name: str) -> Tensor:
+        """Call a collective: one primitive of this name, which leaves its argument and gives a new tensor."""
+        before = argument.clone()
+        with count_collectives(self.backend) as counts:
+            result = call(argument)
+        self.expect(counts == ([name] if argument.numel() else []), f"{label}: {counts} for one {name}")
+        self.expect_tensor(f"{label}, argument", argument, before)
+        self.expect_new(label, result, argument)
+        return result
 
     def expect_error(self, label: str, call: Callable[[], Any], *parts: str, early: bool = True) -> None:
         """Expect the same BackendError on every rank; early: before any communication."""

@@ -31,7 +31,6 @@ from tests.backends.bench import (
     largest_piece,
     random_tensor,
     reduced,
-    sample,
 )
 
 TEXT = 'Zürich 東京 🎉 \udc80 \x00 " \\ \n'
@@ -52,19 +51,13 @@ class Check:
 def check_all_reduce(op: Op, dtype: torch.dtype) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
         for layout in SHAPES:
-            inputs = [sample(rank, layout, dtype).to(bench.backend.device) for rank in range(bench.size)]
-            argument = inputs[bench.rank]
-            before = argument.clone()
-            with count_collectives(bench.backend) as counts:
-                result = bench.backend.all_reduce(argument, op)
+            inputs = bench.inputs(layout, dtype)
+            reduce = partial(bench.backend.all_reduce, op=op)
+            result = bench.collective(layout, reduce, inputs[bench.rank], "_all_reduce")
             scale = None
             if dtype.is_floating_point and op == "sum":
                 scale = torch.stack([tensor.double().abs() for tensor in inputs]).sum(0)
             bench.expect_tensor(layout, result, reduced(inputs, op), scale)
-            bench.expect_tensor(f"{layout}, argument", argument, before)
-            bench.expect_new(layout, result, argument)
-            few = counts == (["_all_reduce"] if argument.numel() else [])
-            bench.expect(few, f"{layout}: {counts} for one reduction")
 
     return run
 
@@ -73,17 +66,10 @@ def check_broadcast(dtype: torch.dtype) -> Callable[[Bench], None]:
     def run(bench: Bench) -> None:
         for layout in SHAPES:
             for src in range(bench.size):
-                inputs = [sample(rank, layout, dtype).to(bench.backend.device) for rank in range(bench.size)]
-                argument = inputs[bench.rank]
-                before = argument.clone()
-                with count_collectives(bench.backend) as counts:
-                    result = bench.backend.broadcast(argument, src)
-                label = f"{layout} from {src}"
-                few = counts == (["_broadcast"] if argument.numel() else [])
-                bench.expect(few, f"{label}: {counts} for one broadcast")
+                inputs, label = bench.inputs(layout, dtype), f"{layout} from {src}"
+                send = partial(bench.backend.broadcast, src=src)
+                result = bench.collective(label, send, inputs[bench.rank], "_broadcast")
                 bench.expect_tensor(label, result, inputs[src])
-                bench.expect_tensor(f"{label}, argument", argument, before)
-                bench.expect_new(label, result, argument)
 
     return run
 
@@ -100,10 +86,7 @@ def check_gather(dtype: torch.dtype, *, to_all: bool) -> Callable[[Bench], None]
                 (layout, [0] * bench.size),
             ]
         for number, (layout, rows) in enumerate(cases):
-            inputs = [
-                sample(rank, layout, dtype, None if rows is None else rows[rank]).to(bench.backend.device)
-                for rank in range(bench.size)
-            ]
+            inputs = bench.inputs(layout, dtype, rows)
             argument = inputs[bench.rank]
             before = argument.clone()
             dst = number % bench.size
@@ -134,12 +117,8 @@ def check_mean_of_shards(bench: Bench) -> None:
         everything = torch.cat(shards)
         own = shards[bench.rank].mean().to(dtype).to(bench.backend.device)
         before = own.clone()
-        weights = (
-            len(shards[bench.rank]),
-            float(len(shards[bench.rank])),
-            torch.tensor(len(shards[bench.rank])),
-        )
-        for weight in weights:
+        count = len(shards[bench.rank])
+        for weight in (count, float(count), torch.tensor(count)):
             with count_collectives(bench.backend) as counts:
                 mean = bench.backend.reduce_mean(own, weight)
             expected = everything.mean().to(dtype).to(bench.backend.device)
@@ -151,7 +130,7 @@ def check_mean_of_shards(bench: Bench) -> None:
 def check_mean_unweighted(bench: Bench) -> None:
     for layout in SHAPES:
         for dtype in WIRE_TYPES:
-            inputs = [sample(rank, layout, dtype).to(bench.backend.device) for rank in range(bench.size)]
+            inputs = bench.inputs(layout, dtype)
             before = inputs[bench.rank].clone()
             mean = bench.backend.reduce_mean(inputs[bench.rank])
             stack = torch.stack([tensor.double() for tensor in inputs])
@@ -164,7 +143,7 @@ def check_mean_unweighted(bench: Bench) -> None:
 def check_mean_elementwise(bench: Bench) -> None:
     """A weight may be one number an element, or broadcast; an element without any weight is NaN."""
     for shape in ((3, 4), (3, 1), (4,), (1, 1)):
-        values = [sample(rank, "2-d", torch.float64).to(bench.backend.device) for rank in range(bench.size)]
+        values = bench.inputs("2-d", torch.float64)
         weights = [
             random_tensor(rank, shape, torch.uint8).to(bench.backend.device) for rank in range(bench.size)
         ]
@@ -188,32 +167,25 @@ def check_mean_of_nothing(bench: Bench) -> None:
 
 def check_special_tensors(bench: Bench) -> None:
     """Inference mode, tensors with a gradient, and lazily conjugated ones are tensors like any other."""
-    backend = bench.backend
-    device = backend.device
+    backend, device, last = bench.backend, bench.backend.device, bench.size - 1
+
+    def results(tensor: Tensor) -> list[Tensor]:
+        greatest, of_last = backend.all_reduce(tensor, "max"), backend.broadcast(tensor, last)
+        return [greatest, of_last, backend.all_gather(tensor)[-1]]
+
     with torch.inference_mode():
         inner = torch.full((3,), bench.rank, device=device)
-        results = [backend.all_reduce(inner, "max"), backend.broadcast(inner, bench.size - 1)]
-        results += [
-            backend.all_gather(inner)[-1],
-            backend.reduce_mean(inner * bench.size).long() + bench.size // 2,
-        ]
-    outside = [
-        backend.all_reduce(inner, "max"),
-        backend.broadcast(inner, bench.size - 1),
-        backend.all_gather(inner)[-1],
-    ]
-    for number, result in enumerate([*results[:3], *outside]):
-        bench.expect_tensor(
-            f"inference mode, result {number}", result, torch.full((3,), bench.size - 1, device=device)
-        )
+        inside = results(inner)
+        backend.reduce_mean(inner * bench.size)
+    for number, result in enumerate([*inside, *results(inner)]):
+        bench.expect_tensor(f"inference mode, result {number}", result, torch.full((3,), last, device=device))
     learned = torch.ones(2, device=device, requires_grad=True)
-    for result in (backend.all_reduce(learned), backend.broadcast(learned), *backend.all_gather(learned)):
+    for result in results(learned):
         bench.expect(not result.requires_grad, "a result asks for a gradient")
     conjugated = torch.tensor([1 + 2j, 3 - 1j], device=device).conj()
     for result in (backend.broadcast(conjugated), *backend.all_gather(conjugated)):
-        bench.expect(
-            torch.equal(result, torch.tensor([1 - 2j, 3 + 1j], device=device)), f"conjugate: {result}"
-        )
+        same = torch.equal(result, torch.tensor([1 - 2j, 3 + 1j], device=device))
+        bench.expect(same, f"conjugate: {result}")
 
 
 def check_nonfinite(bench: Bench) -> None:
@@ -256,19 +228,18 @@ def check_default_device(bench: Bench) -> None:
 def check_json_refused(bench: Bench) -> None:
     """A value without a JSON form on one rank is the same error on all of them."""
     last = bench.size - 1
-    own = {1} if bench.rank == last else {"fine": TEXT}
-    for call in (lambda: bench.backend.gather_json(own), lambda: bench.backend.all_gather_json(own)):
-        bench.expect_error("gather", call, f"rank {last}:", "set is not JSON", early=False)
-    bench.expect_error(
-        "broadcast",
-        lambda: bench.backend.broadcast_json(own, last),
-        f"rank {last}:",
-        "set is not JSON",
-        early=False,
-    )
+    own: Any = {1} if bench.rank == last else {"fine": TEXT}
     loop: list[Any] = []
     loop.append(loop)
-    bench.expect_error("loop", lambda: bench.backend.all_gather_json(loop), "Circular", early=False)
+    words = (f"rank {last}:", "set is not JSON")
+    refused: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
+        (lambda: bench.backend.gather_json(own), words),
+        (lambda: bench.backend.all_gather_json(own), words),
+        (lambda: bench.backend.broadcast_json(own, last), words),
+        (lambda: bench.backend.all_gather_json(loop), ("Circular",)),
+    ]
+    for number, (call, parts) in enumerate(refused):
+        bench.expect_error(f"call {number}", call, *parts, early=False)
 
 
 def check_wrong_calls(bench: Bench) -> None:
@@ -303,12 +274,7 @@ def check_disagreement(bench: Bench) -> None:
     """Ranks that do not send the same kind of thing all get the error that says who sends what."""
     backend = bench.backend
     odd = bench.rank == bench.size - 1
-    device = backend.device
-
-    def float_or(other: Tensor) -> Tensor:
-        return other.to(device) if odd else torch.ones(2, 3, device=device)
-
-    usual = "float32 of shape (*, 3)"
+    plain, usual = torch.ones(2, 3, device=backend.device), "float32 of shape (*, 3)"
     for tensor, part in (
         (torch.ones(2, 4), "float32 of shape (*, 4)"),
         (torch.ones(2, 3, dtype=torch.int32), "int32 of shape (*, 3)"),
@@ -316,19 +282,14 @@ def check_disagreement(bench: Bench) -> None:
         (torch.ones(2, 3, 1), "float32 of shape (*, 3, 1)"),
         (torch.ones(0, 4), "float32 of shape (*, 4)"),
     ):
-        own = float_or(tensor)
+        own = tensor.to(backend.device) if odd else plain
         parts = (usual, part, f"rank {bench.size - 1}:")
-        bench.expect_error(f"gather {part}", partial(backend.gather, own), *parts, early=False)
-        bench.expect_error(f"all_gather {part}", partial(backend.all_gather, own), *parts, early=False)
-    mixed = (
-        (lambda: backend.gather_json([]))
-        if odd
-        else (lambda: backend.gather(torch.ones(2, 3, device=device)))
-    )
+        for gather in (backend.gather, backend.all_gather):
+            bench.expect_error(f"{gather.__name__} {part}", partial(gather, own), *parts, early=False)
+    mixed = partial(backend.gather_json, []) if odd else partial(backend.gather, plain)
     bench.expect_error("two calls", mixed, usual, "gather_json", early=False)
-    bench.expect_error(
-        "two destinations", lambda: backend.gather_json([], int(odd)), "to rank 0", "to rank 1", early=False
-    )
+    apart = partial(backend.gather_json, [], int(odd))
+    bench.expect_error("two destinations", apart, "to rank 0", "to rank 1", early=False)
 
 
 def check_barrier(bench: Bench) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from dualeval.backends import choose_backend, connect, horovod
 from dualeval.backends.torch import devices_of
@@ -20,17 +17,10 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
 from tests.conftest import Launch
+from tests.engine.test_endings import await_that
 from tests.environments import read_variables, world_at
 from tests.launch.test_env_ranks import free_port
 from tests.launchers import start
-
-
-def test_single_is_the_default_without_a_launcher() -> None:
-    for name in (None, "single"):
-        with connect(name, World.alone()) as backend:
-            assert backend.name == "single"
-            assert backend.world == World.alone()
-            assert backend.device == torch.device("cpu")
 
 
 def world_of(launcher: str) -> World:
@@ -55,34 +45,29 @@ def test_every_pair_of_launcher_and_backend(
     assert f"leave --backend out to take {default}." in str(caught.value)
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
-def test_mpirun_takes_horovod_where_it_is_built_with_mpi(
-    launcher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under mpirun Horovod, where it is built with MPI."""
     for built, expected in ((True, "horovod"), (False, "mpi")):
         monkeypatch.setattr(horovod, "runs_over_mpi", lambda built=built: built)
-        assert choose_backend(None, world_of(launcher)) == expected
-
-
-def test_srun_takes_torch_and_needs_a_way_into_mpi() -> None:
+        for launcher in ("openmpi", "mpich"):
+            assert choose_backend(None, world_of(launcher)) == expected
     plain = replace(world_of("srun"), mpi=False)
     assert choose_backend(None, plain) == choose_backend(None, world_of("srun")) == "torch"
     assert choose_backend("horovod", plain) == "horovod"
-    with pytest.raises(LaunchError, match=r"without a way into MPI\. Type 'srun --mpi=pmix'"):
-        choose_backend("mpi", plain)
 
 
-def test_torch_needs_a_launcher() -> None:
-    with pytest.raises(LaunchError, match=r"started by no launcher.*'dualeval run --nproc N'") as caught:
-        connect("torch", World.alone())
-    assert "leave --backend out to take single" in str(caught.value)
-
-
-def test_unknown_names() -> None:
-    with pytest.raises(UsageError, match=r"no backend 'torhc'\. Did you mean torch\?"):
-        connect("torhc", World.alone())
-    with pytest.raises(LaunchError, match="no backend for the launcher 'pigeon'"):
-        connect(None, World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="pigeon"))
+@pytest.mark.parametrize(
+    ("backend", "world", "says"),
+    [
+        ("torch", World.alone(), r"started by no launcher.*'dualeval run --nproc N'.*take single"),
+        ("torhc", World.alone(), r"no backend 'torhc'\. Did you mean torch\?"),
+        (None, world_at("pigeon", 0, 1, 0, 1, 0), "no backend for the launcher 'pigeon'"),
+        ("mpi", world_at("srun", 0, 2, 0, 2, mpi=False), r"without a way into MPI\. Type 'srun --mpi=pmix'"),
+    ],
+)
+def test_what_cannot_be_connected(backend: str | None, world: World, says: str) -> None:
+    with pytest.raises((LaunchError, UsageError), match=f"(?s){says}"):
+        connect(backend, world)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +161,7 @@ from dualeval.world import World
 connect(None, World.alone())
 assert 'dualeval.backends.torch' not in sys.modules
 dualeval.evaluate(model=torch.nn.Linear(2, 2).eval(), data=[(torch.zeros(2), 1)], batch_size=1)
-heavy = [name for name in sys.modules if name.startswith('torch.distributed.fsdp')]
+heavy = [name for name in sys.modules if name.startswith(('torch.distributed.fsdp', 'horovod', 'mpi4py'))]
 assert not heavy, heavy
 """
 
@@ -189,33 +174,38 @@ def test_what_is_not_asked_for_is_not_imported(launch: Launch) -> None:
 # -- a rank that goes down with an error waits for nobody -----------------------------------------------
 
 
-WORKER = Path(__file__).with_name("hung_peer_worker.py")
-
-
-def _await(path: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None, f"the ranks ended before {path.name} was there"
-        assert time.monotonic() < deadline, f"{path.name} was never there"
-        time.sleep(0.01)
+# Rank 1 stops, as Ctrl-Z or a dead disk would stop it. Rank 0 closes as one that has failed, and says so.
+HUNG_PEER = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from dualeval.launch import detect
+from dualeval.world.devices import connect
+folder, group = Path(sys.argv[1]), sys.argv[2]
+world = detect(os.environ)
+if group == "callers":
+    dist.init_process_group("gloo")
+backend = connect(None, world, "cpu")
+backend.all_reduce(torch.ones(3))
+(folder / f"pid-{world.rank}").write_text(str(os.getpid()))
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+backend.close(failed=True)
+(folder / "closed").write_text("")
+os._exit(0)  # torchrun waits for rank 1, which the test ends
+"""
 
 
 @pytest.mark.parametrize("group", ["own", "callers"])
-def test_a_failed_rank_does_not_wait_for_one_that_hangs(group: str, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*start("torchrun", 2), sys.executable, str(WORKER), str(tmp_path), group],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        _await(tmp_path / "closed", process)
-    finally:
-        hanging = tmp_path / "pid-1"
-        if hanging.exists():
-            os.kill(int(hanging.read_text()), signal.SIGKILL)
+def test_a_failed_rank_does_not_wait_for_one_that_hangs(group: str, launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(HUNG_PEER)
+    worker: list[str | Path] = [sys.executable, tmp_path / "worker.py", tmp_path, group]
+    command = [*start("torchrun", 2), *worker]
+    with launch.started(command, variables={"OMP_NUM_THREADS": "1"}) as process:
+        await_that((tmp_path / "closed").exists, process)
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         process.terminate()
-        process.wait(60)
+        process.communicate(timeout=60)
 
 
 # -- mpi4py and a Horovod with MPI share one MPI in a process, in any order, and with a caller's own use

@@ -20,9 +20,6 @@ from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassific
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
 from tests.launchers import start
-from tests.published_weights import Publish, cache, publish
-
-__all__ = ["cache", "publish"]  # fixtures
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 torchvision()
@@ -80,19 +77,6 @@ def test_a_job_of_pictures(dry_run: DryRun, pictures: Path) -> None:
     assert job["mean"] == [0.485, 0.456, 0.406]
     assert job["batch_size"] == 32
     assert job["workers"] >= 1
-
-
-def test_published_weights(dry_run: DryRun, pictures: Path, publish: Publish, cache: Path) -> None:
-    """As their file, with their own preprocessing; what is in the cache is not fetched again."""
-    file = publish("mobilenet_v2", "IMAGENET1K_V1", classifiers.create("mobilenet_v2", None), cache)
-    for number in range(1000):
-        (pictures / f"val/{number:04d}").mkdir()
-    for folder in "ab":
-        (pictures / "val" / folder).rename(pictures / "val/0000" / folder)
-    model = ["--model", "mobilenet_v2", "--weights", "IMAGENET1K_V1", "--data", "val"]
-    job = dry_run(*model, "--download")
-    assert (job["weights"], job["resize"], job["num_classes"]) == (str(file), 256, 1000)
-    assert job["download"] is True
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,7 @@ from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
+from tests.engine.test_endings import await_that
 from tests.launchers import needs, start
 from tests.report.test_report import result as made_result
 
@@ -43,7 +43,6 @@ from tests.report.test_report import result as made_result
 torchvision()
 RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--no-progress"]
 TORCHRUN: list[str | Path] = [*start("torchrun", 2), *RUN]
-Run = Callable[..., int]
 
 # Models of ten classes for idx files; what goes wrong does so on rank 1 alone.
 FACTORIES = """
@@ -52,6 +51,8 @@ import time
 
 import torch
 from torch import nn
+
+RANKS = [os.environ.get(name) for name in ("RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK")]
 
 
 class Odd(nn.Module):
@@ -64,8 +65,7 @@ class Odd(nn.Module):
 
     def forward(self, images):
         self._calls += 1
-        if self._calls > 5 and os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK",
-                os.environ.get("HOROVOD_RANK"))) == "1":
+        if self._calls > 5 and "1" in RANKS:
             if self._mode == "raise":
                 raise ValueError("the fifth batch")
             if self._mode == "hang":
@@ -77,32 +77,16 @@ class Odd(nn.Module):
         return self.linear(images.flatten(1))
 
 
-def good():
-    return Odd("")
-
-
-def raises():
-    return Odd("raise")
-
-
-def hangs():
-    return Odd("hang")
-
-
-def slow():
-    return Odd("slow")
-
-
-def memory():
-    return Odd("memory")
-
-
-def last():
-    return Odd("")
+def good(): return Odd("")
+def raises(): return Odd("raise")
+def hangs(): return Odd("hang")
+def slow(): return Odd("slow")
+def memory(): return Odd("memory")
+def last(): return Odd("")
 
 
 def unbuilt():
-    if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK"))) == "1":
+    if "1" in RANKS:
         raise RuntimeError("not on this node")
     return Odd("")
 """
@@ -172,9 +156,7 @@ def in_process(command: str, *arguments: str | Path) -> int:
     return int(found or 0)
 
 
-@pytest.fixture
-def run() -> Run:
-    return partial(in_process, "run")
+run = partial(in_process, "run")
 
 
 def little(data: Path, weights: str, *more: str | Path) -> list[str | Path]:
@@ -224,7 +206,7 @@ def test_equal_names_are_made_distinct() -> None:
 
 @pytest.mark.parametrize("model", ["resnet18", "tests.cli.test_several:Little"])
 def test_a_pattern_of_any_model_is_expanded(
-    model: str, pictures: Path, run: Run, capsys: pytest.CaptureFixture[str]
+    model: str, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--model", model, "--weights", "ckpts/*.bin", "--data", pictures / "val", "--dry-run")
     assert run(*words) == EXIT_USAGE
@@ -294,7 +276,7 @@ def test_wrong_names(names: Sequence[str], says: str) -> None:
 
 
 def test_each_result_is_that_of_a_run_alone(
-    pictures: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where one fails; data is opened once, and what is done is shown again."""
     (pictures / "ckpts/epoch3.pt").write_bytes(b"PK\x03\x04")
@@ -372,7 +354,7 @@ def test_a_picture_that_changes_is_read_again(pictures: Path) -> None:
     assert contents(24) != before
 
 
-def test_a_folder_of_one_model_is_refused(pictures: Path, run: Run) -> None:
+def test_a_folder_of_one_model_is_refused(pictures: Path) -> None:
     assert run(*little(pictures / "val", "ckpts/epoch1.pt", "--out", "one")) == 0
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "one")) == EXIT_USAGE
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "several")) == 0
@@ -381,7 +363,7 @@ def test_a_folder_of_one_model_is_refused(pictures: Path, run: Run) -> None:
     assert not (pictures / "none").exists()
 
 
-def test_the_others_are_compared_with_one_of_them(pictures: Path, run: Run) -> None:
+def test_the_others_are_compared_with_one_of_them(pictures: Path) -> None:
     command = little(pictures / "val", "ckpts/*.pt", "--out", "all")
     assert run(*command) == 0
     assert run(*command, "--fresh", "--reference", "all/epoch1") == 0
@@ -389,7 +371,7 @@ def test_the_others_are_compared_with_one_of_them(pictures: Path, run: Run) -> N
     assert [bool(each) for each in found] == [False, True, True]
 
 
-def test_a_dry_run_checks_every_model(pictures: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_checks_every_model(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (pictures / "ckpts/epoch3.pt").write_bytes(b"")
     assert run(*little(pictures / "val", "ckpts/*.pt", "--dry-run", "--out", "out")) == EXIT_USAGE
     models = json.loads(capsys.readouterr().out)["models"]
@@ -464,7 +446,7 @@ def test_a_killed_run_goes_on_in_the_third_model(launch: Launch, tmp_path: Path)
     job = job_file(tmp_path, "good", "unbuilt", "slow")
     command = [*TORCHRUN, "--config", job, "--out", "out"]
     with launch.started(command, cwd=tmp_path) as process:
-        _wait_for(lambda: any((tmp_path / "out/slow/journal").glob("*.journal")), process)
+        await_that(lambda: any((tmp_path / "out/slow/journal").glob("*.journal")), process)
         # torchrun's ranks are in sessions of their own.
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
@@ -483,7 +465,7 @@ def test_a_killed_run_goes_on_in_the_third_model(launch: Launch, tmp_path: Path)
 def test_a_stop_says_how_many_are_done(launch: Launch, tmp_path: Path) -> None:
     job = job_file(tmp_path, "good", "slow", "raises")
     with launch.started([*RUN, "--nproc", "2", "--config", job, "--out", "out"], cwd=tmp_path) as process:
-        _wait_for(lambda: any((tmp_path / "out/slow/journal").glob("*.journal")), process)
+        await_that(lambda: any((tmp_path / "out/slow/journal").glob("*.journal")), process)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == EXIT_STOPPED, said
@@ -499,13 +481,6 @@ def test_a_rank_that_hangs_ends_the_run(launch: Launch, tmp_path: Path) -> None:
     assert done.returncode == EXIT_FAILED, done.stderr
     assert "no progress for 4 s" in done.stderr
     assert statuses(tmp_path / "out") == {"good": DONE, "hangs": "not done", "slow": "not done"}
-
-
-def _wait_for(happens: Callable[[], bool], process: Any) -> None:
-    limit = time.monotonic() + 100
-    while not happens():
-        assert process.poll() is None and time.monotonic() < limit, process.communicate(timeout=10)
-        time.sleep(0.02)
 
 
 # -- the table -------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,20 @@ from dualeval.metrics import Mean, Metric, RowMetric
 from dualeval.wording import csv_cell, printable, printable_lines
 from tests.comparison.test_comparison import SeededTask, table_of
 from tests.engine.test_evaluator import evaluate
-from tests.report.test_page_content import EVIL, NamedTask
+from tests.report.test_page_content import COUNT, EVIL, NamedTask, runs
 from tests.tiny import TinyDataset
 
-COUNT = 200
-Typed = Callable[..., list[str]]
+__all__ = ["runs"]  # a fixture
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    for seed, name in enumerate(("a", "b")):
-        evaluate(NamedTask(COUNT, seed=seed), folder / name, batch_size=32)
-    return folder / "a", folder / "b"
+def typed(*words: object) -> list[str]:
+    done = CliRunner().invoke(show, [str(word) for word in words])
+    if done.exception is not None:
+        raise done.exception
+    return done.output.splitlines()
 
 
-@pytest.fixture
-def typed() -> Typed:
-    def run(*words: object) -> list[str]:
-        done = CliRunner().invoke(show, [str(word) for word in words])
-        if done.exception is not None:
-            raise done.exception
-        return done.output.splitlines()
-
-    return run
-
-
-def test_mistakes_and_losses(typed: Typed, runs: tuple[Path, Path]) -> None:
+def test_mistakes_and_losses(runs: tuple[Path, Path]) -> None:
     table = table_of(runs[0])
     wrong = table[table.target != table.prediction].sort_values("confidence", ascending=False)
     lines = typed(runs[0], "--worst", 4)
@@ -55,7 +41,7 @@ def test_mistakes_and_losses(typed: Typed, runs: tuple[Path, Path]) -> None:
     assert f"{wrong.iloc[0].confidence:.4f}" in lines[2] and f"{wrong.iloc[0].loss:.4f}" in lines[2]
 
 
-def test_one_class_by_its_name_and_its_number(typed: Typed, runs: tuple[Path, Path]) -> None:
+def test_one_class_by_its_name_and_its_number(runs: tuple[Path, Path]) -> None:
     of_name, of_number = typed(runs[0], "--class", EVIL[1]), typed(runs[0], "--class", "1")
     assert of_name == of_number
     table = table_of(runs[0])
@@ -65,7 +51,7 @@ def test_one_class_by_its_name_and_its_number(typed: Typed, runs: tuple[Path, Pa
             typed(runs[0], "--class", name)
 
 
-def test_figures_by_class(typed: Typed, runs: tuple[Path, Path]) -> None:
+def test_figures_by_class(runs: tuple[Path, Path]) -> None:
     lines = typed(runs[0], "--per-class")
     assert lines[0].split()[:5] == ["class", "support", "recall", "precision", "f1"]
     assert len(lines) == 1 + 7 + 1
@@ -75,7 +61,7 @@ def test_figures_by_class(typed: Typed, runs: tuple[Path, Path]) -> None:
     assert "most confident mistakes" in "\n".join(typed(runs[0], "--per-class", "--worst", 1))
 
 
-def test_flips(typed: Typed, runs: tuple[Path, Path]) -> None:
+def test_flips(runs: tuple[Path, Path]) -> None:
     a, b = map(table_of, runs)
     lost = (a.target == a.prediction) & (b.target != b.prediction)
     lines = typed(runs[1], "--flips-against", runs[0], "--worst", 3)
@@ -85,7 +71,7 @@ def test_flips(typed: Typed, runs: tuple[Path, Path]) -> None:
     assert lines[7].startswith("wrong there, right here: 3 of ")
 
 
-def test_names_cannot_move_the_cursor(typed: Typed, runs: tuple[Path, Path]) -> None:
+def test_names_cannot_move_the_cursor(runs: tuple[Path, Path]) -> None:
     lines = typed(runs[0], "--per-class", "--worst", 50)
     assert not any("\x1b" in line or "\x07" in line for line in lines)
     assert any(r"\x1b[2J\x1b[31mred\x07" in line for line in lines)
@@ -117,7 +103,7 @@ def test_cells_of_csv_are_no_formulas(tmp_path: Path) -> None:
     assert [csv_cell(text) for text in ("\tx", "\rx", "a=b", "")] == ["'\tx", "'\rx", "a=b", ""]
 
 
-def test_paths_are_named_where_ids_are_files(typed: Typed, tmp_path: Path) -> None:
+def test_paths_are_named_where_ids_are_files(tmp_path: Path) -> None:
     task = SeededTask(30)
     for index in range(30):
         (tmp_path / "data" / "tiny").mkdir(parents=True, exist_ok=True)
@@ -135,7 +121,7 @@ class OnlySizes(SeededTask):
         return [Mean("group")]
 
 
-def test_a_run_with_nothing_to_rank_is_refused(typed: Typed, tmp_path: Path) -> None:
+def test_a_run_with_nothing_to_rank_is_refused(tmp_path: Path) -> None:
     evaluate(OnlySizes(40), tmp_path / "run", batch_size=32)
     with pytest.raises(UsageError, match="nothing to list"):
         typed(tmp_path / "run")

@@ -1,7 +1,4 @@
-"""docker/: what the files copy is there, their make lines are the Makefile's own, and work in a fresh folder.
-
-No image is built here. The lines of docker/Dockerfile run as far as they can without CUDA.
-"""
+"""Files of containers and manifests: what they copy, promise and type."""
 
 from __future__ import annotations
 
@@ -13,12 +10,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
+from dualeval.cli.run import run
 from dualeval.tools.horovod.setup import setup_horovod
 from tests.conftest import BIN, ROOT, Launch
-from tests.options.test_manifests import options
 
 DOCKER = ROOT / "docker"
 PAGE = (ROOT / "docs/containers.md").read_text("utf-8")
@@ -35,7 +34,7 @@ class Image:
     base: str  # the image that it begins with
     copied: dict[str, str]  # by path in the clone, the path in the image, from /opt/dualeval
     lines: list[str]  # the commands that build it, in their order
-    defaults: dict[str, str]  # the values of its arguments
+    extras: str
 
     @property
     def make_lines(self) -> list[str]:
@@ -47,54 +46,22 @@ class Image:
         return {word for word in line.split("install", 1)[1].split() if not word.startswith("-")}
 
 
-def commands_of(text: str) -> list[str]:
-    return [part.strip() for part in text.split("&&")]
-
-
-def read_dockerfile(text: str) -> Image:
-    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
-    found = [line.split(" ", 1) for line in joined.splitlines() if line]
-    assert {name for name, _ in found} <= {"FROM", "RUN", "ARG", "COPY", "WORKDIR", "ENV", "USER", "CMD"}
-    copied: dict[str, str] = {}
-    for words in (rest.split() for name, rest in found if name == "COPY"):
-        *sources, target = words
-        assert target in ("./", *sources)
-        copied |= {source: source for source in sources}
-    runs = [re.sub(r"^--mount=\S+ +", "", rest) for name, rest in found if name == "RUN"]
-    arguments = [rest.partition("=") for name, rest in found if name == "ARG"]
-    [base] = [rest for name, rest in found if name == "FROM"]
-    return Image(
-        base=base,
-        copied=copied,
-        lines=[line for run in runs for line in commands_of(run)],
-        defaults={name: value for name, _, value in arguments if value},
-    )
-
-
-def read_definition(text: str) -> Image:
-    text = re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE)
-    head, *parts = re.split(r"^%(\w+)\n", text, flags=re.MULTILINE)
-    sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert set(sections) == {"setup", "files", "post", "environment", "runscript", "test"}
-    files = dict(line.split() for line in sections["files"].splitlines() if line.strip())
-    lines = re.sub(r"\\\n\s*", "", sections["post"]).splitlines()
-    exported = [line.split()[1:] for line in lines if line.strip().startswith("export ")]
-    return Image(
-        base=re.findall(r"^From: (\S+)$", head, re.MULTILINE)[0],
-        copied={source: target.removeprefix("/opt/dualeval/") for source, target in files.items()},
-        lines=[
-            part
-            for line in lines
-            for part in commands_of(line)
-            if part and not part.startswith(("set -e", "export ", "cd "))
-        ],
-        defaults=dict(pair.split("=") for words in exported for pair in words),
-    )
-
-
 def read(name: str) -> Image:
-    text = (DOCKER / name).read_text("utf-8")
-    return read_definition(text) if name.endswith(".def") else read_dockerfile(text)
+    text = re.sub(r"^ *#.*\n", "", (DOCKER / name).read_text("utf-8"), flags=re.MULTILINE)
+    text = re.sub(r"\\\n\s*", "", text)
+    if name.endswith(".def"):
+        copied = dict(re.findall(r"^ +(\S+) /opt/dualeval/(\S+)$", text, re.MULTILINE))
+        commands = text.partition("%post\n")[2].partition("\n%")[0].splitlines()
+    else:
+        sources = re.findall(r"^COPY (.*) (\S+)$", text, re.MULTILINE)
+        assert all(target in ("./", words) for words, target in sources)
+        copied = {source: source for words, _ in sources for source in words.split()}
+        commands = re.findall(r"^RUN (?:--mount=\S+ +)?(.*)$", text, re.MULTILINE)
+    lines = [part.strip() for command in commands for part in command.split("&&")]
+    [base] = re.findall(r"^(?:FROM|From:) (\S+)$", text, re.MULTILINE)
+    [extras] = re.findall(r"\bEXTRAS=(\w\S+)$", text, re.MULTILINE)
+    lines = [line for line in lines if line and not line.startswith(("set -e", "export ", "cd "))]
+    return Image(base=base, copied=copied, lines=lines, extras=extras)
 
 
 def a_folder(image: Image, folder: Path) -> Path:
@@ -113,7 +80,7 @@ def variables(image: Image) -> dict[str, str]:
     """Nothing of the environment in which these tests run."""
     others = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != str(BIN)]
     return {
-        **{name: value for name, value in image.defaults.items() if name == "EXTRAS"},
+        "EXTRAS": image.extras,
         "PATH": os.pathsep.join(others),
         "PYTHON": str(Path(sys.base_prefix) / "bin/python3"),
         **dict.fromkeys(("PYTHONPATH", "VIRTUAL_ENV", "MAKELEVEL", "MAKEFLAGS"), ""),
@@ -155,16 +122,16 @@ def test_each_line_is_known(name: str, tmp_path: Path) -> None:
             given = setup_horovod.make_context("setup-horovod", shlex.split(command)).params
             assert given["with_mpi"] is True
             assert given["with_nccl"] is (name != "Dockerfile.cpu")
-        assert line == "make run" or f'".[{image.defaults["EXTRAS"]}]"' in done.stdout
+        assert line == "make run" or f'".[{image.extras}]"' in done.stdout
 
 
 def test_the_files_are_alike() -> None:
     gpu, cpu, apptainer = map(read, FILES)
     assert (apptainer.base, apptainer.copied, apptainer.packages) == (gpu.base, gpu.copied, gpu.packages)
-    assert (apptainer.make_lines, apptainer.defaults["EXTRAS"]) == (gpu.make_lines, gpu.defaults["EXTRAS"])
+    assert (apptainer.make_lines, apptainer.extras) == (gpu.make_lines, gpu.extras)
     assert cpu.copied == gpu.copied and cpu.packages < gpu.packages
     extras = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text("utf-8"), re.MULTILINE)
-    assert set(gpu.defaults["EXTRAS"].split(",")) <= set(extras)
+    assert set(gpu.extras.split(",")) <= set(extras)
 
 
 def test_the_page_names_what_there_is() -> None:
@@ -201,3 +168,71 @@ def test_the_make_lines_work_in_a_fresh_folder(launch: Launch, tmp_path: Path) -
     [line] = [line for line in read("Dockerfile").make_lines if "horovod" in line]
     done = launch(["bash", "-c", line], cwd=folder, variables=variables(image), timeout=300)
     assert done.returncode != 0 and "NCCL, for --with-nccl: torch is not built with CUDA" in done.stderr
+
+
+# -- manifests for Kubernetes and AzureML: they parse, have what their pages promise, and are read -----
+
+
+KUBERNETES = ROOT / "examples/kubernetes"
+AZURE = ROOT / "examples/azureml"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    return content
+
+
+def options(words: list[str]) -> dict[str, Any]:
+    """What ``dualeval run`` makes of the words after it; fails on one that it does not have."""
+    assert "run" in words
+    given = words[words.index("run") + 1 :]
+    return run.make_context("dualeval run", given).params
+
+
+def pods(kind: str) -> dict[str, dict[str, Any]]:
+    """By replica, the only container of its pod: with memory for /dev/shm, and --out on a claim."""
+    found = {}
+    content = read_yaml(KUBERNETES / f"{kind}job.yaml")
+    for name, replica in content["spec"][f"{kind}ReplicaSpecs"].items():
+        assert replica["restartPolicy"] == "OnFailure"
+        spec = replica["template"]["spec"]
+        [found[name]] = spec["containers"]
+        if name != "Launcher":
+            volumes = {one["name"]: one for one in spec["volumes"]}
+            places = {mount["mountPath"]: volumes[mount["name"]] for mount in found[name]["volumeMounts"]}
+            assert places["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+            assert "persistentVolumeClaim" in places["/work"]
+    return {**found, "": content}
+
+
+def test_the_pytorch_job() -> None:
+    found = pods("pytorch")
+    assert found["Master"] == found["Worker"]
+    assert found["Master"]["command"] == ["torchrun"]
+    assert options(found["Master"]["args"])["out"] == Path("/work/runs/r18")
+    # As many ranks as GPUs.
+    gpus = found["Master"]["resources"]["limits"]["nvidia.com/gpu"]
+    assert str(gpus) == found[""]["spec"]["nprocPerNode"]
+
+
+def test_the_mpi_job() -> None:
+    found = pods("mpi")
+    words = found["Launcher"]["args"]
+    assert options(words)["backend"] == "mpi"
+    count = found[""]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
+    gpus = found["Worker"]["resources"]["limits"]["nvidia.com/gpu"]
+    assert found[""]["spec"]["slotsPerWorker"] == gpus
+    assert int(words[words.index("-np") + 1]) == count * gpus
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "mpi"])
+def test_the_azureml_job(kind: str) -> None:
+    content = read_yaml(AZURE / f"{kind}.yml")
+    assert content["type"] == "command"
+    assert content["distribution"] == {"type": kind, "process_count_per_instance": 8}
+    words = content["command"].split()
+    assert words[0] == "dualeval"
+    assert options(words)["backend"] == ("mpi" if kind == "mpi" else None)
+    for kind_of, name in re.findall(r"\$\{\{(inputs|outputs)\.(\w+)\}\}", content["command"]):
+        assert name in content[kind_of]
+    assert content["outputs"]["runs"]["mode"] == "rw_mount"

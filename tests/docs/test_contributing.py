@@ -6,6 +6,8 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 import dualeval
 from dualeval.options.job import Job
 from dualeval.tasks import options
+from tests import requirements
 from tests.conftest import ROOT
 from tests.engine.test_evaluator import evaluate
 
@@ -33,9 +36,13 @@ def test_files_and_tests_are_there() -> None:
         assert f"\ndef {test}" in (ROOT / path).read_text("utf-8") if test else True, name
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([\w-]+)`", PAGE))))
-def test_make_targets_are_there(target: str) -> None:
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+def test_make_targets_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for name in ("CONTRIBUTING.md", "README.md"):
+        targets = set(re.findall(r"\bmake ([\w-]+)", (ROOT / name).read_text("utf-8")))
+        assert name != "README.md" or {"run", "test", "horovod", "gpu"} <= targets
+        for target in targets if name != "README.md" else ("run", "test", "horovod", "gpu"):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 def linear(num_classes: int) -> nn.Module:
@@ -67,3 +74,25 @@ def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.metrics["exact_match"] == right.all(1).double().mean().item()
     again = dualeval.rescore(tmp_path / "out", metrics=module.stored_metrics({}, ["exact_match"]))
     assert again.metrics_digest == result.metrics_digest
+
+
+# -- a test whose requirements are missing is skipped by name, or fails where they are required -----------
+
+
+@pytest.mark.parametrize(
+    ("required", "outcome", "said"),
+    [
+        ("", pytest.skip.Exception, "needs mpi: there is no mpirun; type: apt install openmpi-bin"),
+        ("horovod", pytest.skip.Exception, "needs mpi: there is no mpirun"),
+        ("mpi,horovod", pytest.fail.Exception, "DUALEVAL_REQUIRE has mpi, but there is no mpirun"),
+        ("mpy", pytest.exit.Exception, r"DUALEVAL_REQUIRE names \['mpy'\]; it knows"),
+    ],
+)
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, required: str, outcome: Any, said: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("DUALEVAL_REQUIRE", required)
+    item: Any = SimpleNamespace(iter_markers=lambda name: [pytest.mark.needs("mpi").mark])
+    with pytest.raises(outcome, match=said):
+        requirements.check(item)

@@ -18,7 +18,7 @@ import pytest
 
 import dualeval
 from tests.conftest import ROOT, Launch
-from tests.docs.test_readme_in_order import a_clone
+from tests.docs.test_readme import a_clone
 
 SETUP = (ROOT / "setup.py").read_text("utf-8")
 [OLDEST] = re.findall(r'python_requires=">=([0-9.]+)"', SETUP)
@@ -43,24 +43,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sdist_and_wheel_hold_the_whole_package(built: Path) -> None:
+    both = {"dualeval/backends/base.py", "dualeval/launch/detect.py"}
+    both |= {"dualeval/tools/submit/slurm/eval.sbatch"}
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    assert {
-        *("dualeval/backends/base.py", "dualeval/launch/detect.py"),
-        *("dualeval/tools/submit/slurm/eval.sbatch", "README.md", "setup.py", "LICENSE"),
-    } <= names
+    assert both | {"README.md", "setup.py", "LICENSE"} <= names
     [wheel] = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"dualeval"}
-    assert {
-        *("dualeval/py.typed", "dualeval/backends/base.py", "dualeval/launch/detect.py"),
-        *("dualeval/tools/submit/slurm/eval.sbatch", "dualeval/tools/submit/slurm/eval_horovod.sbatch"),
-        *("dualeval/assets/fashion_cnn.safetensors", "dualeval/assets/imagenet_wnids.txt"),
-        *("dualeval/assets/t10k-images-idx3-ubyte.gz", "dualeval/assets/LICENSE-fashion-mnist.txt"),
-    } <= names
+    assets = ("fashion_cnn.safetensors", "imagenet_wnids.txt", "t10k-images-idx3-ubyte.gz")
+    assert {f"dualeval/assets/{name}" for name in (*assets, "LICENSE-fashion-mnist.txt")} <= names
+    assert both | {"dualeval/py.typed", "dualeval/tools/submit/slurm/eval_horovod.sbatch"} <= names
 
 
 @pytest.mark.long

@@ -1,8 +1,10 @@
-"""docs/start.md works as it stands there, in its order, and prints what it shows."""
+"""docs/start.md and docs/your-own.md work as they stand there, in their order, and print what they show."""
 
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import runpy
 import shlex
@@ -13,13 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 
-from dualeval.cli import dualeval
+import dualeval
+from dualeval.cli import dualeval as command
+from dualeval.cli.init import text_for
+from dualeval.vision_library import torchvision
 from tests.conftest import ROOT, Launch
+from tests.engine.test_endings import read
+from tests.tasks.test_task_examples import ALL
 
 PAGE = (ROOT / "docs/start.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-# What installs dualeval itself: tests/docs/test_readme_in_order.py types these lines in a clone.
+# What installs dualeval itself: tests/docs/test_readme.py types these lines in a clone.
 INSTALLATION = "make run\n. .venv/bin/activate\n"
 LINES = [line for kind, text in BLOCKS if kind == "sh" and text != INSTALLATION for line in text.splitlines()]
 INLINE = [
@@ -30,12 +38,16 @@ INLINE = [
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun")
 
 
-def write_files(folder: Path) -> None:
-    for kind, text in BLOCKS:
-        if kind == "python":
-            name = re.match(r"# (\w+\.py)\n", text)
-            assert name, f"a block without the name of its file:\n{text}"
-            (folder / name[1]).write_text(text, "utf-8")
+def file_of(text: str) -> str | None:
+    """The name that a block's first line gives it."""
+    found = re.match(r"# (\S+\.\w+)\n", text)
+    return found[1] if found else None
+
+
+def write_files(folder: Path, blocks: list[tuple[str, str]]) -> None:
+    for _, text in blocks:
+        if name := file_of(text):
+            (folder / name).write_text(text, "utf-8")
 
 
 def shape(text: str) -> str:
@@ -49,7 +61,7 @@ def typed(line: str) -> str:
     if program == "python":
         runpy.run_path(words[0], run_name="__main__")
         return ""
-    done = CliRunner().invoke(dualeval, words)
+    done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, f"{line}\n{done.output}"
     return done.stdout
 
@@ -60,6 +72,7 @@ def test_the_page_is_short_and_in_the_order_of_the_questions() -> None:
     questions += "Look at results, Compare, My cluster, When something fails"
     assert re.findall(r"^## (.*)$", PAGE, re.MULTILINE) == questions.split(", ")
     assert ("sh", INSTALLATION) in BLOCKS
+    assert all(file_of(text) for kind, text in BLOCKS if kind == "python")
     assert all(f"`{line}`" in PAGE for line in INLINE)
 
 
@@ -69,7 +82,7 @@ def test_each_block_runs_in_order(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    write_files(tmp_path)
+    write_files(tmp_path, BLOCKS)
     before = set(sys.modules)
     printed = ""
     try:
@@ -93,7 +106,7 @@ def test_each_block_runs_in_order(
 @pytest.mark.long
 @pytest.mark.needs("mpi", "horovod")
 def test_a_new_user_types_each_line(launch: Launch, tmp_path: Path) -> None:
-    write_files(tmp_path)
+    write_files(tmp_path, BLOCKS)
     for line in [*LINES, *INLINE]:
         done = launch(["bash", "-c", line], cwd=tmp_path, timeout=120)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
@@ -122,3 +135,94 @@ def test_each_message_of_troubleshooting_is_in_the_source() -> None:
     assert 25 <= len(headings) == len(set(headings))
     assert [words for words in headings if words not in FOREIGN and words not in source] == []
     assert len(TROUBLE.splitlines()) <= 200
+
+
+# -- docs/your-own.md ------------------------------------------------------------------------------------
+
+
+OWN_PAGE = (ROOT / "docs/your-own.md").read_text("utf-8")
+OWN_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", OWN_PAGE, re.MULTILINE | re.DOTALL)
+PYTHON = [text for language, text in OWN_BLOCKS if language == "python"]
+SHELL = [text.splitlines() for language, text in OWN_BLOCKS if language == "sh"]
+
+
+def write_pictures_and_checkpoint(folder: Path) -> None:
+    """What the file of ``dualeval init image-classification`` reads."""
+    for number in range(10):
+        (folder / f"val/{number}").mkdir(parents=True)
+        Image.new("RGB", (40, 30), (number * 20, 0, 0)).save(folder / f"val/{number}/a.png")
+    net = torchvision().models.resnet18(num_classes=10)
+    torch.save(net.state_dict(), folder / "checkpoint.pt")
+
+
+def test_all_blocks_are_known() -> None:
+    assert {language for language, _ in OWN_BLOCKS} == {"python", "sh", "toml"}
+    assert [file_of(text) for text in PYTHON] == [
+        *(None, None, None, "mine.py", None, "ranking.py", None, "close_calls.py")
+    ]
+    assert [len(lines) for lines in SHELL] == [4, 3]
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_python_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / (file_of(PYTHON[number]) or "block.py")
+    file.write_text(PYTHON[number], "utf-8")
+    if file.name == "mine.py":
+        assert PYTHON[number] == text_for("image-classification", Path("mine.py"))
+        write_pictures_and_checkpoint(tmp_path)
+    defined = runpy.run_path(str(file), run_name="__main__")
+    if file.name == "ranking.py":
+        task, result = defined["Ranking"](), defined["result"]
+        again = dualeval.rescore("runs/ranking", metrics=task.metrics())
+        assert again.metrics_digest == result.metrics_digest
+
+
+def run(launch: Launch, line: str, folder: Path, **variables: str) -> str:
+    words = shlex.split(line)
+    if words[0] == "pip":
+        # Beside the environment of the tests, which stays as it is; nothing is downloaded.
+        words += ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", "site"]
+    starts = {"python": [sys.executable], "pip": [sys.executable, "-m", "pip"]}
+    words = [*starts.get(words[0], [sys.executable, "-m", words[0]]), *words[1:]]
+    done = launch(words, cwd=folder, variables=variables)
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.long
+def test_the_command_line_runs_the_task(launch: Launch, tmp_path: Path) -> None:
+    write_files(tmp_path, OWN_BLOCKS)
+    script, same, other, options = SHELL[0]
+    run(launch, script, tmp_path)
+    assert "samples         400 of 400 evaluated" in run(launch, same, tmp_path)
+    digests = {read(tmp_path / f"runs/{name}/result.json")["metrics_digest"] for name in ("ranking", "typed")}
+    assert len(digests) == 1
+    run(launch, other, tmp_path)
+    result = read(tmp_path / "runs/margin/result.json")
+    assert result["samples"]["total"] == 1000 and result["world"]["size"] == 2
+    assert {"margin": 0.5, "count": 1000}.items() <= result["job"].items()
+    assert "By how much the better one has to win." in run(launch, options, tmp_path)
+
+
+@pytest.mark.long
+def test_a_package_offers_a_task_and_a_metric(launch: Launch, tmp_path: Path) -> None:
+    write_files(tmp_path, OWN_BLOCKS)
+    site = f"{tmp_path / 'site'}{os.pathsep}{ROOT}"
+    install, listed, evaluate = SHELL[1]
+    run(launch, install, tmp_path)
+    for name in ("ranking.py", "close_calls.py"):
+        (tmp_path / name).unlink()
+    assert re.search(r"ranking .*dualeval-ranking 1\.0", run(launch, listed, tmp_path, PYTHONPATH=site))
+    run(launch, evaluate, tmp_path, PYTHONPATH=site)
+    metrics = read(tmp_path / "runs/installed/result.json")["metrics"]
+    assert metrics.keys() == {"wins", "close_calls"}
+    assert json.dumps(metrics["close_calls"]).isdigit()
+
+
+def test_the_table_of_examples_tells_their_lines() -> None:
+    rows = dict(re.findall(r"\]\(\.\./examples/(\w+)\.py\) \| (\d+) \|", OWN_PAGE))
+    assert rows.keys() == {example.file for example in ALL}
+    for example in ALL:
+        assert f" {rows[example.file]} lines are for dualeval" in example.path.read_text("utf-8")

@@ -101,6 +101,12 @@ def test_threads_are_the_share_unless_the_user_chose(
 CPU = "cpu,cpuacct"
 
 
+def first_version(quota: int, group: str = "") -> dict[str, str]:
+    """The files of a group of version 1, whose period is 100 ms."""
+    below = f"{CPU}/{group}"
+    return {f"{below}cpu.cfs_quota_us": f"{quota}\n", f"{below}cpu.cfs_period_us": "100000\n"}
+
+
 def machine(folder: Path, cgroup: str | None, files: dict[str, str]) -> Path:
     """A folder with the files that the kernel would show; ``files`` below /sys/fs/cgroup."""
     (folder / "proc/self").mkdir(parents=True)
@@ -134,24 +140,13 @@ def machine(folder: Path, cgroup: str | None, files: dict[str, str]) -> Path:
         # Version 1, with Docker: the container's own part is mounted, and named as the host names it.
         (
             "11:cpu,cpuacct:/docker/ab\n10:cpuset:/docker/ab\n1:name=systemd:/docker/ab\n",
-            {f"{CPU}/cpu.cfs_quota_us": "250000\n", f"{CPU}/cpu.cfs_period_us": "100000\n"},
-            [2.5],
+            *(first_version(250000), [2.5]),
         ),
-        (
-            "11:cpu,cpuacct:/docker/ab\n0::/\n",
-            {f"{CPU}/cpu.cfs_quota_us": "-1\n", f"{CPU}/cpu.cfs_period_us": "100000\n"},
-            [],
-        ),
+        ("11:cpu,cpuacct:/docker/ab\n0::/\n", first_version(-1), []),
         # Version 1, a job of a batch system in groups within groups.
         (
             "4:cpuacct,cpu:/batch/job7\n",
-            {
-                f"{CPU}/batch/cpu.cfs_quota_us": "6400000\n",
-                f"{CPU}/batch/cpu.cfs_period_us": "100000\n",
-                f"{CPU}/batch/job7/cpu.cfs_quota_us": "800000\n",
-                f"{CPU}/batch/job7/cpu.cfs_period_us": "100000\n",
-            },
-            [8.0, 64.0],
+            *(first_version(6400000, "batch/") | first_version(800000, "batch/job7/"), [8.0, 64.0]),
         ),
         # What says nothing that can be understood.
         ("4:cpu,cpuacct:/\n", {f"{CPU}/cpu.cfs_quota_us": "250000\n"}, []),

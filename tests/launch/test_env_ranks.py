@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from dualeval.world import place_by_hosts
 from dualeval.world.meetings.address import AtMaster
 from tests.conftest import ROOT, Finished, Launch
+from tests.engine.test_endings import await_that
 from tests.environments import world_at
 from tests.requirements import MPI_WHEELS
 
@@ -183,10 +183,8 @@ def test_two_processes_of_one_rank(launch: Launch, tmp_path: Path) -> None:
             stack.enter_context(launch.started(command, variables=own, cwd=tmp_path))
             for own in told([(1, 3), (1, 3), (0, 3)])
         ]
-        deadline = monotonic() + 100
-        while all(process.poll() is None for process in processes):
-            assert monotonic() < deadline, "neither has noticed the other"
-            sleep(0.05)
+        *rank_1, rank_0 = processes
+        await_that(lambda: any(process.poll() is not None for process in rank_1), rank_0)
         codes = [process.poll() for process in processes]
         for process in processes:
             process.terminate()

@@ -1,4 +1,4 @@
-"""``run_local``: ranks on this machine, their exit code, and a parent that is neither heard nor outlived."""
+"""Ranks on this machine: ``run_local``, and a script that ``evaluate(nproc=N)`` runs again as the ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from dualeval.errors import UsageError
 from dualeval.launch.cores import usable_cores
 from dualeval.world.local_ranks import exit_code_of, process_limit, run_local
 from tests.conftest import ROOT, Launch
+from tests.engine.test_endings import Words
+from tests.sessions import evaluate
+from tests.tiny import TinyTask
 
 WORKER = ROOT / "tests/workers/local_worker.py"
 # ``say`` makes one write of a line: the ranks share a pipe.
@@ -59,26 +62,25 @@ def test_ranks_get_torchruns_variables_and_our_streams(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank_code", "expected"),
+    ("rank_code", "expected", "said"),
     [
-        ("sys.exit(2)", 2),
-        ("sys.exit(75 if rank == 1 else 0)", 75),
+        ("sys.exit(2)", 2, ""),
+        ("sys.exit(75 if rank == 1 else 0)", 75, ""),
         # The other rank is ended by the agent's SIGTERM: a consequence, which must not hide the cause.
-        ("sys.exit(3) if rank == 1 else signal.pause()", 3),
-        ("os.kill(os.getpid(), signal.SIGTERM) if rank == 1 else signal.pause()", 143),
+        ("sys.exit(3) if rank == 1 else signal.pause()", 3, ""),
+        ("os.kill(os.getpid(), signal.SIGTERM) if rank == 1 else signal.pause()", 143, ""),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else signal.pause()",
+            *(1, r"(?s).*DualevalError: rank 1 \(pid \d+\) was ended by SIGKILL.*"),
+        ),
     ],
 )
-def test_exit_code_and_silence(rank_code: str, expected: int, launch: Launch) -> None:
+def test_exit_code_and_silence(rank_code: str, expected: int, said: str, launch: Launch) -> None:
+    """But for a rank that is killed, the parent has nothing of its own to say."""
     finished = launch(parent(2, rank_code))
     assert finished.returncode == expected, finished.stderr
     assert finished.stdout == ""
-    assert finished.stderr == "", "the parent has nothing of its own to say"
-
-
-def test_a_killed_rank_is_named(launch: Launch) -> None:
-    finished = launch(parent(2, "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else signal.pause()"))
-    assert finished.returncode == 1
-    assert re.search(r"DualevalError: rank 1 \(pid \d+\) was ended by SIGKILL", finished.stderr)
+    assert re.fullmatch(said, finished.stderr), finished.stderr
 
 
 @pytest.mark.parametrize(
@@ -152,3 +154,107 @@ def test_twice_in_one_process_without_a_trace(monkeypatch: pytest.MonkeyPatch) -
     assert run_local(["true"], 2, os.environ) == 0
     assert run_local(["false"], 1, os.environ) == 1
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
+
+
+# -- ``dualeval.evaluate(task, nproc=N)``: the script itself is run again as the ranks ---------------------
+
+
+SCRIPT = """
+import os, sys
+import dualeval
+from tests.tiny import TinyTask
+
+os.write(1, b"before\\n")
+out, *more = sys.argv[1:]
+os.chdir(os.path.dirname(out))
+options = dict(word.split("=") for word in more)
+count = int(options.pop("nproc"))
+result = dualeval.evaluate(TinyTask(4000), out=out, batch_size=20, nproc=count, **options)
+line = f"after {result.world['size']} {sys.flags.optimize} {sys.warnoptions} {result.metrics_digest}\\n"
+os.write(1, line.encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    package = tmp_path_factory.mktemp("scripts") / "evaluations"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "small.py").write_text(SCRIPT)
+    return package / "small.py"
+
+
+@pytest.fixture(scope="module")
+def wanted() -> str:
+    """The digest of one process."""
+    return evaluate(TinyTask(4000), batch_size=20).metrics_digest
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("file", marks=pytest.mark.long),
+        "module",
+        pytest.param("horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long]),
+    ],
+)
+def test_the_script_becomes_the_ranks(
+    launch: Launch, script: Path, tmp_path: Path, wanted: str, way: str
+) -> None:
+    """With its arguments and the interpreter's options, by a relative name, from another folder later."""
+    run: Words = ["-m", "evaluations.small"] if way == "module" else ["evaluations/small.py"]
+    command: Words = [sys.executable, "-O", "-W", "ignore::ImportWarning", *run, tmp_path / "out", "nproc=2"]
+    more: Words = ["backend=horovod"] if way == "horovod" else []
+    variables = {"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{script.parent.parent}"}
+    done = launch([*command, *more], cwd=script.parent.parent, variables=variables).ok()
+    before, *rest = sorted(done.stdout.splitlines(), reverse=True)
+    after = f"after 2 1 ['ignore::ImportWarning'] {wanted}"
+    assert [before, *rest] == ["before", "before", "before", after, after]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["-c", SCRIPT], "nproc=2 runs the script again as 2 processes, and there is no file to run"),
+        (["-"], "there is no file to run"),
+    ],
+    ids=["c", "standard-input"],
+)
+def test_no_script_to_run_again(launch: Launch, tmp_path: Path, command: list[str], message: str) -> None:
+    (tmp_path / "code").write_text(SCRIPT)
+    shell: Words = ["bash", "-c", 'exec "$@" <code', "bash", sys.executable, *command]
+    done = launch([*shell, tmp_path / "out", "nproc=2"], cwd=tmp_path)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "type 'python FILE'" in done.stderr
+
+
+@pytest.mark.long
+def test_under_a_launcher(launch: Launch, script: Path, tmp_path: Path, wanted: str) -> None:
+    torchrun: Words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", script]
+    done = launch([*torchrun, tmp_path / "out", "nproc=1"]).ok()
+    assert done.stdout.split()[-1] == wanted, "as many: it has nothing to do"
+    done = launch([*torchrun, tmp_path / "other", "nproc=3"])
+    assert done.returncode != 0
+    assert "nproc=3: this process is rank 0 of 1 already (started by torchrun)" in done.stderr
+
+
+@pytest.mark.long
+def test_no_ranks_without_end(launch: Launch, script: Path, tmp_path: Path) -> None:
+    forgetful = script.with_name("forgetful.py")
+    forgetful.write_text(
+        "import os\nfor name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE',"
+        " 'GROUP_RANK', 'MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID'):\n"
+        "    os.environ.pop(name, None)\n" + SCRIPT
+    )
+    done = launch([sys.executable, forgetful, tmp_path / "out", "nproc=2"])
+    assert done.returncode == 1
+    assert "no variable of torchrun is set" in done.stderr, done.stderr
+
+
+def test_an_error_of_a_rank(launch: Launch, script: Path, tmp_path: Path) -> None:
+    """Its exit code is the script's, and nothing is said twice."""
+    done = launch([sys.executable, script, tmp_path / "out", "nproc=2", "precision=fp7"])
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("fp7") == 1, done.stderr

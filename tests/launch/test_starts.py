@@ -20,9 +20,8 @@ from dualeval.launch.launchers import (
 )
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
 from dualeval.tools.trials import plan_trials
-from dualeval.world import World
 from tests.conftest import ROOT
-from tests.environments import read_variables
+from tests.environments import read_variables, world_at
 
 PROGRAMS = {name: name for name in ("torchrun", "horovodrun", "mpirun", "srun", "ssh")}
 EVERYTHING = Libraries(horovod=frozenset({"gloo", "mpi"}), mpi="4.1.2 (Open MPI v4.1.4)")
@@ -132,22 +131,18 @@ def test_why_not(
     assert why_not(launcher, backend, ranks, device, site) == reason
 
 
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "wanted"),
-    [(1, 4, [1]), (3, 2, [2, 1]), (4, 2, [2, 2]), (7, 3, [3, 2, 2]), (2, 1, [2])],
-)
-def test_spread(ranks: int, nodes: int, wanted: list[int]) -> None:
-    assert spread(ranks, nodes) == wanted
-
-
-def test_default_ranks() -> None:
-    assert default_ranks(HERE, "cpu") == [1, 2, 4]
-    assert default_ranks(HERE, "cuda") == [1, 2]
-    assert default_ranks(JOB, "cuda") == [1, 2, 4]
-    assert default_ranks(replace(JOB, nodes=tuple(Node(host=f"n{i}", cores=1) for i in range(3))), "cpu") == [
-        *(1, 2, 3)
-    ]
-    assert default_ranks(replace(HERE, nodes=(Node(host="box", cores=1),)), "cpu") == [1]
+def test_default_ranks_and_their_nodes() -> None:
+    one_core = tuple(Node(host=f"n{number}", cores=1) for number in range(3))
+    for site, device, ranks in (
+        (HERE, "cpu", [1, 2, 4]),
+        (HERE, "cuda", [1, 2]),
+        (JOB, "cuda", [1, 2, 4]),
+        (replace(JOB, nodes=one_core), "cpu", [1, 2, 3]),
+        (replace(HERE, nodes=one_core[:1]), "cpu", [1]),
+    ):
+        assert default_ranks(site, device) == ranks
+    spreads = [spread(*counts) for counts in ((1, 4), (3, 2), (4, 2), (7, 3), (2, 1))]
+    assert spreads == [[1], [2, 1], [2, 2], [3, 2, 2], [2]]
 
 
 def test_what_a_job_was_asked_for_with_is_not_handed_on() -> None:
@@ -171,22 +166,12 @@ def test_what_makes_this_process_a_rank_is_not_handed_on() -> None:
     assert child_environ(pmi, "/env/bin") == {**pmi, "PATH": "/env/bin:/usr/bin:/bin"}
 
 
-@pytest.mark.parametrize(
-    ("launcher", "size", "may"),
-    [
-        ("none", 1, True),
-        ("srun", 1, True),
-        ("flux", 1, True),
-        ("env", 1, True),
-        ("env", 2, False),
-        ("srun", 2, False),
-        ("openmpi", 1, False),
-        ("torchrun", 1, False),
-    ],
-)
-def test_who_may_start_ranks(launcher: str, size: int, may: bool) -> None:
-    world = World(rank=0, size=size, local_rank=0, local_size=size, node_rank=0, launcher=launcher)
-    assert may_start_ranks(world) is may
+def test_who_may_start_ranks() -> None:
+    def may(launcher: str, size: int) -> bool:
+        return may_start_ranks(world_at(launcher, 0, size, 0, size, 0))
+
+    assert all(may(launcher, 1) for launcher in ("none", "srun", "flux", "env"))
+    assert not any(may(*place) for place in (("env", 2), ("srun", 2), ("openmpi", 1), ("torchrun", 1)))
 
 
 def test_names_of_launchers() -> None:

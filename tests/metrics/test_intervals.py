@@ -1,4 +1,4 @@
-"""The parts of which 95 % intervals are made; whether they cover is tested in test_coverage.py."""
+"""The parts of which 95 % intervals are made; whether they cover is tested in docs/test_benchmarks.py."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,6 @@ def test_flags_win(tmp_path: Path) -> None:
     assert (job.limit, job.options.crop) == (100, 56)
 
 
-def test_a_zero_flag_wins_too(tmp_path: Path) -> None:
-    path = write(tmp_path, "workers = 3\nlimit = 5\n")
-    assert Job.read(path, {"workers": 0}).workers == 0
-    assert "--limit 0" in fails(path, limit=0)
-
-
 def test_absent_flags_leave_the_file_alone(tmp_path: Path) -> None:
     """As click gives them: None, an empty tuple for a repeated flag."""
     path = write(tmp_path, FILE)
@@ -141,83 +136,86 @@ def test_a_download_of_nothing_is_refused(weights: str | None) -> None:
     assert "Give --weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out" in message
 
 
-def test_unknown_keys_get_the_nearest_names(tmp_path: Path) -> None:
-    message = fails(write(tmp_path, "bacth-size = 3\n"))
-    assert "unknown key 'bacth-size'. Nearest: batch_size." in message
-    assert "job.toml" in message
-    assert "on_error" in message.partition("Keys: ")[2]
-    far = fails(write(tmp_path, "zzzz = 3\n"))
-    assert "Nearest" not in far
-    assert "unknown key 'job'" in fails(write(tmp_path, "[job]\nlimit = 3\n"))
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('batch-size = "64"', ["batch-size = '64'", "expected an int", "found a str"]),
-        ("batch-size = 64.0", ["expected an int", "found a float"]),
-        ("limit = true", ["expected an int", "found a bool"]),
-        ("download = 1", ["expected a bool", "found an int"]),
-        ("model = 18", ["expected a str", "found an int"]),
-        ("metric = 'top1'", ["expected a list", "found a str"]),
-        ("metric = ['top1', 5]", ["metric = 5", "expected a str"]),
-        ("mean = 0.5", ["expected a list", "found a float"]),
-        ("mean = ['a']", ["mean = 'a'", "expected a float"]),
-        ("std = [true]", ["std = True", "expected a float", "found a bool"]),
-        ("data = ['a']", ["expected a str", "found a list"]),
-    ],
-)
-def test_values_of_a_wrong_type(tmp_path: Path, line: str, words: list[str]) -> None:
-    message = fails(write(tmp_path, line))
-    assert message.startswith(f"--config {tmp_path / 'job.toml'}: ")
-    for word in words:
-        assert word in message
+# Flags, and what is said of them.
+WRONG_FLAGS: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({name: value}, f"{flag_of(name)} {value}: expected a whole number of at least 1")
+        for name in ("batch_size", "limit", "num_classes", "resize", "crop")
+        for value in (0, -1)
+    ),
+    ({"workers": -1}, "--workers -1: expected a whole number of at least 0"),
+    *(
+        ({**QUESTIONS, name: least - 1}, f"{flag_of(name)} {least - 1}: expected .* of at least {least}")
+        for name, least in {"max_length": 1, "n_best": 1, "max_answer_length": 1, "stride": 0}.items()
+    ),
+    *(({"std": std}, "--std") for std in ((0.0,), (0.5, -0.5, 0.5), (float("nan"),), (float("inf"),))),
+    *(
+        ({"mean": mean}, "Divide that of pixels from 0 to 255 by 255")
+        for mean in ((72.9,), (0.5, -0.1), (float("nan"),), (float("inf"),))
+    ),
+    ({"precision": "fp8"}, r"--precision 'fp8': expected one of .*Did you mean fp32\?"),
+    ({"on_error": "skipp"}, r"--on-error 'skipp': expected one of .*Did you mean skip\?"),
+    (
+        {"task": "image-clasification"},
+        r"--task 'image-clasification': expected one of .*Did you mean image-classification\?",
+    ),
+]
 
 
-def test_malformed_files(tmp_path: Path) -> None:
-    assert "is not valid TOML" in fails(write(tmp_path, "model = \n"))
-    assert "line 2" in fails(write(tmp_path, "limit = 1\nlimit = 2\n"))
-    (tmp_path / "job.toml").write_bytes(b'model = "\xff"\n')
-    assert "is not valid TOML" in fails(tmp_path / "job.toml")
+@pytest.mark.parametrize(("flags", "says"), WRONG_FLAGS)
+def test_wrong_flags(flags: dict[str, Any], says: str) -> None:
+    assert re.search(says, fails(None, **flags))
+
+
+# The text of a file, and what is said of it.
+WRONG_FILES: list[tuple[str | bytes, str]] = [
+    ("limit = 0", "--limit 0"),
+    ("batch_size = 0", "--batch-size 0"),
+    ("std = []", "--std"),
+    ('batch-size = "64"', "batch-size = '64'.*expected an int.*found a str"),
+    ("batch-size = 64.0", "expected an int.*found a float"),
+    ("limit = true", "expected an int.*found a bool"),
+    ("download = 1", "expected a bool.*found an int"),
+    ("model = 18", "expected a str.*found an int"),
+    ("metric = 'top1'", "expected a list.*found a str"),
+    ("metric = ['top1', 5]", "metric = 5.*expected a str"),
+    ("mean = 0.5", "expected a list.*found a float"),
+    ("mean = ['a']", "mean = 'a'.*expected a float"),
+    ("std = [true]", "std = True.*expected a float.*found a bool"),
+    ("data = ['a']", "expected a str.*found a list"),
+    ("bacth-size = 3", r"job\.toml.*unknown key 'bacth-size'\. Nearest: batch_size\..*Keys: .*on_error"),
+    ("zzzz = 3", "unknown key 'zzzz'(?!.*Nearest)"),
+    ("[job]\nlimit = 3", "unknown key 'job'"),
+    ("batch-size = 8\nbatch_size = 16", "'batch_size' is there twice"),
+    ("model = ", "is not valid TOML"),
+    ("limit = 1\nlimit = 2", "is not valid TOML.*line 2"),
+    (b'model = "\xff"', "is not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG_FILES)
+def test_wrong_files(tmp_path: Path, text: str | bytes, says: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(text if isinstance(text, bytes) else f"{text}\n".encode())
+    assert re.search(f"(?s){says}", fails(path))
+
+
+def test_least_numbers(tmp_path: Path) -> None:
+    """Also where a flag of 0 stands against the file."""
+    for name in ("batch_size", "limit", "num_classes", "resize", "crop"):
+        assert Job.read(None, {name: 1}).to_json()[name] == 1
+    path = write(tmp_path, "workers = 3\nlimit = 5\n")
+    assert Job.read(path, {"workers": 0}).workers == 0
+    assert "--limit 0" in fails(path, limit=0)
 
 
 def test_missing_files(tmp_path: Path) -> None:
     assert "none.toml cannot be read: No such file" in fails(tmp_path / "none.toml")
     assert "cannot be read: Is a directory" in fails(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["batch_size", "limit", "num_classes", "resize", "crop"])
-def test_numbers_have_bounds(tmp_path: Path, name: str) -> None:
-    flag = "--" + name.replace("_", "-")
-    for value in (0, -1):
-        assert f"{flag} {value}: expected a whole number of at least 1" in fails(None, **{name: value})
-    assert f"{flag} 0" in fails(write(tmp_path, f"{name} = 0\n"))
-    assert Job.read(None, {name: 1}).to_json()[name] == 1
-
-
-def test_workers_may_be_none_at_all() -> None:
-    assert "--workers -1: expected a whole number of at least 0" in fails(None, workers=-1)
-    assert Job.read(None, {"workers": 0}).workers == 0
-
-
-@pytest.mark.parametrize("bad", [(0.0,), (0.5, -0.5, 0.5), (float("nan"),), (float("inf"),)])
-def test_standard_deviations_are_positive(tmp_path: Path, bad: tuple[float, ...]) -> None:
-    assert "--std" in fails(None, std=bad)
-    assert "--std" in fails(write(tmp_path, "std = []\n"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "near"),
-    [
-        ("precision", "fp8", "fp32"),
-        ("on_error", "skipp", "skip"),
-        ("task", "image-clasification", "image-classification"),
-    ],
-)
-def test_choices(name: str, value: str, near: str) -> None:
-    message = fails(None, **{name: value})
-    assert f"--{name.replace('_', '-')} {value!r}: expected one of " in message
-    assert f"Did you mean {near}?" in message
 
 
 def test_to_json_is_plain() -> None:
@@ -252,22 +250,3 @@ def test_the_model_is_a_path_for_some_tasks(tmp_path: Path, in_file: bool) -> No
     assert (given.model, given.data) == (Path("here"), Path("there.json"))
     if not in_file:
         assert Job.read(path, {}).options.model == "bert"
-
-
-@pytest.mark.parametrize(
-    ("name", "least"), [("max_length", 1), ("n_best", 1), ("max_answer_length", 1), ("stride", 0)]
-)
-def test_numbers_of_windows_and_answers(name: str, least: int) -> None:
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(UsageError, match=f"{flag} {least - 1}: expected a whole number of at least {least}"):
-        Job.of(**{**QUESTIONS, name: least - 1})
-
-
-@pytest.mark.parametrize("mean", [(72.9,), (0.5, -0.1), (float("nan"),), (float("inf"),)])
-def test_means_are_of_scaled_pixels(mean: tuple[float, ...]) -> None:
-    assert "Divide that of pixels from 0 to 255 by 255" in fails(None, mean=mean)
-
-
-def test_a_key_in_two_spellings(tmp_path: Path) -> None:
-    written = write(tmp_path, "batch-size = 8\nbatch_size = 16\n")
-    assert "'batch_size' is there twice" in fails(written)

@@ -35,7 +35,6 @@ from tests.tiny import TinyTask
         ({"precision": "fp23"}, "precision 'fp23': expected .* Did you mean fp32"),
         ({"layout": "nhwc"}, "layout 'nhwc': expected one of auto, contiguous, channels-last"),
         ({"optimize": "folding"}, "optimize 'folding': expected one of fold, compile. Did you mean fold?"),
-        ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32: with precision fp32 nothing is cast"),
         ({"on_error": "ignore"}, "on_error 'ignore': expected one of stop, skip"),
         (
             {"schedule": "dynamc"},

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,20 +153,16 @@ def test_a_task_of_a_file(mine: str, name: str) -> None:
     assert job.to_json()["threshold"] == 0.5
 
 
-def test_a_task_of_a_module(mine: str, here: Path) -> None:
-    task = Job.of(f"tasks.{NAME}:Mine", threshold=1.0).make_task()
+def test_a_task_of_a_module_and_one_that_is_ready(mine: str) -> None:
+    task: Any = Job.of(f"tasks.{NAME}:Mine", threshold=1.0).make_task()
     assert type(task).__module__ == f"tasks.{NAME}"
-
-
-def test_a_task_that_is_ready(mine: str) -> None:
     kind = task_kind(f"{mine}:ready")
     assert (kind.fields, kind.summary) == ((), "Tells even numbers from odd ones.")
-    assert made_task(kind, kind.options_class()).threshold == 0.75  # type: ignore[attr-defined]
-
-
-def test_an_option_with_the_name_of_a_run_s_gets_its_value(mine: str) -> None:
+    ready: Any = made_task(kind, kind.options_class())
+    assert ready.threshold == 0.75
+    # An option with the name of a run's gets its value.
     task = Job.of(f"{mine}:WithOptions", threshold=1.0, batch_size=7).make_task()
-    assert task.size == 7  # type: ignore[attr-defined]
+    assert task.size == 7
     assert "batch_size" not in task.given_options
 
 
@@ -210,7 +207,34 @@ def test_what_is_no_task(mine: str, name: str, words: list[str]) -> None:
         assert word in message
 
 
-def test_a_file_that_cannot_be_imported(here: Path) -> None:
+NO_OPERATOR = """
+try:
+    raise RuntimeError('operator torchvision::nms does not exist')
+except RuntimeError as e:
+    raise ImportError('no model') from e
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "says"),
+    [
+        ("def f(:\n", "{}.py:Mine", r"cannot be imported: SyntaxError(.|\n)*line 1\n +def f\(:"),
+        ("raise SystemExit(3)\n", "{}.py:Mine", "cannot be imported: SystemExit: 3"),
+        (
+            *(NO_OPERATOR, "{}.py:Mine"),
+            r"no model \(this torchvision .* another torch: .*index.*: python -m dualeval.vision_library\)",
+        ),
+        ("import no_library\n", "{}:Mine", f"module {NAME} cannot be imported: .*'no_library'"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(here: Path, text: str, task: str, says: str) -> None:
+    (here / f"{NAME}.py").write_text(text)
+    with pytest.raises(LibraryError, match=says):
+        task_kind(task.format(NAME))
+    assert NAME not in sys.modules
+
+
+def test_the_lines_of_a_file_that_cannot_be_imported(here: Path) -> None:
     file = here / f"{NAME}.py"
     file.write_text("def f():\n    return nothing_here\n\nx = f()\n")
     with pytest.raises(LibraryError) as caught:
@@ -220,23 +244,6 @@ def test_a_file_that_cannot_be_imported(here: Path) -> None:
     assert rest[0] == f'  File "{file}", line 4, in <module>'
     assert any("in f" in line for line in rest)
     assert not [line for line in rest if "importlib" in line or "plugins.py" in line]
-    file.write_text("def f(:\n")
-    with pytest.raises(LibraryError, match=r"cannot be imported: SyntaxError(.|\n)*line 1\n +def f\(:"):
-        task_kind(f"{NAME}.py:Mine")
-    file.write_text("raise SystemExit(3)\n")
-    with pytest.raises(LibraryError, match="cannot be imported: SystemExit: 3"):
-        task_kind(f"{NAME}.py:Mine")
-    assert NAME not in sys.modules
-    first_error = "try:\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
-    file.write_text(first_error + "except RuntimeError as e:\n    raise ImportError('no model') from e\n")
-    match = (
-        r"no model \(this torchvision .* another torch: .*index.* once: python -m dualeval.vision_library\)"
-    )
-    with pytest.raises(LibraryError, match=match):
-        task_kind(f"{NAME}.py:Mine")
-    file.write_text("import no_such_library\n")
-    with pytest.raises(LibraryError, match=f"module {NAME} cannot be imported: .*'no_such_library'"):
-        task_kind(f"{NAME}:Mine")
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,9 @@ def test_the_command_line(launch: Launch, tmp_path: Path) -> None:
     command: list[str | Path]
     command = [BIN / "dualeval", "run", "--config", tmp_path / "job.toml", "--json", "--nproc", "2"]
     done = launch(command, cwd=Path("/")).ok()
-    digest = json.loads(done.stdout)["metrics_digest"]
+    printed = json.loads(done.stdout)
+    assert printed == json.loads((tmp_path / "run/result.json").read_text())
+    digest = printed["metrics_digest"]
     assert f"logged to jsonl: a line in {tmp_path}/log.jsonl" in done.stderr
     assert [line["metrics_digest"] for line in lines_of(tmp_path / "log.jsonl")] == [digest]
 

@@ -65,10 +65,6 @@ def test_nothing_but_the_page_is_asked_for_or_run() -> None:
     assert len(identities) == len({*identities})
 
 
-def test_the_same_content_is_the_same_page() -> None:
-    assert render(content()) == render(content())
-
-
 def test_the_filters_know_the_samples_that_are_there() -> None:
     page = render(content(count=5))
     found = re.search(r'id="index">(.*?)</script>', page)
@@ -160,15 +156,12 @@ def test_charts_are_not_the_callers_style() -> None:
     assert styled == render(content())
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="give out=DIR"):
+        writing.check_report(None, is_main=True)
     monkeypatch.setattr(writing, "find_spec", lambda name: None if name == "jinja2" else True)
     with pytest.raises(UsageError, match=r"needs jinja2.*pip install 'dualeval\[report\]'"):
         writing.check_report("out", is_main=True)
-
-
-def test_a_page_needs_a_folder() -> None:
-    with pytest.raises(UsageError, match="give out=DIR"):
-        writing.check_report(None, is_main=True)
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -26,17 +26,20 @@ EVIL = ("</script><img src=x onerror=alert(1)>", "\x1b[2J\x1b[31mred\x07", "=cmd
 
 
 class NamedTask(SeededTask):
-    """Classes that strangers have named."""
+    """Classes that strangers have named, and samples shown in several ways, by their index modulo 8."""
 
     def labels_used(self) -> dict[str, Any]:
         return {"classes": [*EVIL, *map(str, range(3, CLASSES))]}
 
     def show(self, row: Mapping[str, Any]) -> Any:
-        if row["index"] % 3 == 0:
-            raise RuntimeError(f"no picture of {EVIL[0]}")
-        if row["index"] % 3 == 1:
-            return [Image.new("RGB", (4, 4)), "a text"]
-        return {"id": row["id"], "number": 1} if row["index"] % 2 else 7
+        large, closed = Image.new("RGB", (4000, 20), (1, 2, 3)), Image.new("RGB", (4, 4))
+        closed.close()
+        things = [large, [Image.new("RGB", (4, 4)), "a text"], {"id": row["id"], "number": 1}, 7]
+        things += [Image.new("RGB", (0, 5)), closed, RuntimeError(f"no picture of {EVIL[0]}"), SystemExit(5)]
+        thing = things[row["index"] % 8]
+        if isinstance(thing, BaseException):
+            raise thing
+        return thing
 
 
 @pytest.fixture(scope="module")
@@ -128,45 +131,21 @@ def test_the_verdict_is_that_of_compare(runs: tuple[Path, Path], page: PageConte
 
 
 def test_what_a_task_shows_and_what_it_costs_when_it_cannot(page: PageContent) -> None:
-    by_index = {card.index: card.shown for card in page.samples}
-    kinds = {index: [thing.kind for thing in shown] for index, shown in by_index.items()}
-    wanted = {0: ["error"], 1: ["picture", "text"], 3: ["error"], 4: ["picture", "text"], 5: ["table"]}
-    assert {index % 6 for index in kinds} == {*range(6)}
-    for index, found in kinds.items():
-        assert found == wanted.get(index % 6, ["error"])
-    errors = {shown[0].text for shown in by_index.values() if shown[0].kind == "error"}
-    assert f"RuntimeError: no picture of {EVIL[0]}" in errors
-    assert "TypeError: show returned a int: expected a PIL picture, a text or a mapping" in errors
-    table = next(shown[0].table for shown in by_index.values() if shown[0].kind == "table")
+    kinds = [["picture"], ["picture", "text"], ["table"], *[["error"]] * 5]
+    shown = {card.index % 8: card.shown for card in page.samples}
+    assert len(shown) == 8
+    for card in page.samples:
+        assert [thing.kind for thing in card.shown] == kinds[card.index % 8]
+    picture, table = shown[0][0].picture, shown[2][0].table
+    assert picture is not None and picture.size == (160, 1) and picture.getpixel((0, 0)) == (1, 2, 3)
     assert table["number"] == "1"
+    assert shown[3][0].text == "TypeError: show returned a int: expected a PIL picture, a text or a mapping"
+    assert shown[4][0].text == "ValueError: a picture has 0 x 5 pixels"
+    assert shown[6][0].text == f"RuntimeError: no picture of {EVIL[0]}"
+    assert str(shown[7][0].text).startswith("SystemExit")
     # The default of a task shows nothing.
     assert Shown(kind="text").picture is None
     assert dualeval.Task.show(NamedTask(1), {}) == ()
-
-
-class Broken(SeededTask):
-    """Shows what cannot be shown, each in another way."""
-
-    def show(self, row: Mapping[str, Any]) -> Any:
-        place = row["index"] % 4
-        if place == 0:
-            return Image.new("RGB", (0, 5))
-        if place == 1:
-            raise SystemExit(5)
-        picture = Image.new("RGB", (4000, 20), (1, 2, 3))
-        if place == 2:
-            picture.close()
-        return picture
-
-
-def test_what_cannot_be_shown_costs_its_own_card(runs: tuple[Path, Path]) -> None:
-    shown = {card.index % 4: card.shown[0] for card in page_of(runs[1], Broken(COUNT)).samples}
-    assert [shown[place].kind for place in range(4)] == ["error", "error", "error", "picture"]
-    assert shown[0].text == "ValueError: a picture has 0 x 5 pixels" and shown[1].text.startswith(
-        "SystemExit"
-    )
-    picture = shown[3].picture
-    assert picture is not None and picture.size == (160, 1) and picture.getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -174,15 +153,8 @@ def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Pat
     import pyarrow
 
     only = pyarrow.table({"id": ["x", "y"], "index": [0, 1], "length": [1.5, 2.5]})
-    metrics: dict[str, Any] = {"length": 2.0, "confusion_matrix": None}
-    fields: Any = {
-        "metrics": metrics,
-        "nonfinite": {},
-        "scores": {},
-        "directions": {},
-        "units": {},
-        "labels": {},
-    }
+    without: Any = {key: {} for key in ("nonfinite", "scores", "directions", "units", "labels")}
+    fields: Any = {**without, "metrics": {"length": 2.0, "confusion_matrix": None}}
     run = changed(runs[0], tmp_path / "run", lambda _: only, **fields)
     result = dualeval.Result(**{**vars(read_result(runs[0] / "result.json")), **fields})
     found = build(result, run)

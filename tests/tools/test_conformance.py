@@ -10,10 +10,13 @@ import os
 import re
 import signal
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 from click.testing import CliRunner
 
@@ -24,7 +27,7 @@ from dualeval.report.anonymous import Names
 from dualeval.tools.conformance.command import _Runs
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
-from dualeval.tools.trials import Ended, Interrupts, Trial
+from dualeval.tools.trials import Ended, Interrupts, Trial, ask, run_supervised
 from tests.conftest import BIN, ROOT, Launch
 
 CONFORMANCE: list[str | Path] = [BIN / "dualeval", "conformance"]
@@ -278,29 +281,6 @@ def outcomes(content: dict[str, Any]) -> list[tuple[str, str, int, str]]:
     return [(run["launcher"], run["backend"], run["ranks"], run["outcome"]) for run in content["runs"]]
 
 
-@pytest.mark.long
-def test_a_real_run(launch: Launch, tmp_path: Path) -> None:
-    words = ["--launchers", "torchrun", "--ranks", "2", "--limit", "64", "--out", "report"]
-    done = launch([*CONFORMANCE, *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = shared(tmp_path / "report")
-    assert outcomes(content) == [("torchrun", "torch", 2, "ok")]
-    [reference], [run], [test] = (content[name] for name in ("references", "runs", "self_tests"))
-    assert reference["found"]["world"]["backend"] == "single"
-    assert run["found"]["metrics_digest"] == reference["found"]["metrics_digest"]
-    assert run["command"] == (
-        "torchrun --standalone --nproc-per-node=2 --no-python dualeval run --backend torch --device cpu "
-        "--limit 64 --out OUT/runs/001"
-    )
-    assert test["outcome"] == "ok" and len(test["operations"]) >= 7 and all(test["operations"].values())
-    assert test["speed"]
-    assert "1 of 1 run has the bits of one process. 1 of 1 self-test of backends is right." in done.stdout
-    # The folder of a report is never gone on in.
-    again = launch([*CONFORMANCE, *words], cwd=tmp_path)
-    assert again.returncode == 2
-    assert "this folder is not empty" in again.stderr
-
-
 @pytest.mark.needs("mpi")
 def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
     """A site's own wrapper around mpirun, say."""
@@ -348,7 +328,7 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
         return Ended(code=3, seconds=1.0, how="exit code 3")
 
     monkeypatch.setattr("dualeval.tools.trials.run_supervised", ends_with_a_signal)
-    site = Site(nodes=(Node(host="box", cores=2),))
+    site, handler = Site(nodes=(Node(host="box", cores=2),)), signal.getsignal(signal.SIGINT)
     header = {name: report()[name] for name in ("schema_version", "when", "options", "site", "versions")}
     with Interrupts() as interrupts:
         runs = _Runs(
@@ -362,6 +342,7 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
             header=header,
         )
         content = runs.run([replace(Trial.on(site, "none", "single", 1, "cpu"), is_reference=True)])
+    assert signal.getsignal(signal.SIGINT) is handler
     assert content["interrupted"] and content["references"][0]["reason"] == "exit code 3"
     assert "interrupted by SIGINT; what was run until then is reported" in capsys.readouterr().err
     assert json.loads((tmp_path / "out/conformance.json").read_text()) == content
@@ -389,7 +370,6 @@ OF_RANK_0 = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
 @pytest.mark.parametrize(
     ("words", "variables", "said"),
     [
-        (["--launchers", "torchrun,srum"], {}, "--launchers 'srum': expected some of"),
         (["--ranks", "1,two"], {}, "expected whole numbers of at least 1 with commas between"),
         (
             [],
@@ -430,5 +410,59 @@ def test_all_launchers_of_this_machine(launch: Launch, tmp_path: Path) -> None:
     done = launch([*CONFORMANCE, "--limit", "500", "--out", "report"], cwd=tmp_path, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     content = shared(tmp_path / "report")
-    here = {run["launcher"] for run in content["runs"] if run["outcome"] == "ok"}
-    assert here == {"nproc", "torchrun", "horovodrun", "horovodrun-mpi", "mpirun"}
+    here = [run for run in content["runs"] if run["outcome"] == "ok"]
+    launchers = {"nproc", "torchrun", "horovodrun", "horovodrun-mpi", "mpirun"}
+    assert {run["launcher"] for run in here} == launchers
+    [reference] = content["references"]
+    assert reference["found"]["world"]["backend"] == "single"
+    assert {run["found"]["metrics_digest"] for run in here} == {reference["found"]["metrics_digest"]}
+    for test in content["self_tests"]:
+        assert test["outcome"] == "ok" and test["speed"], test
+        assert len(test["operations"]) >= 7 and all(test["operations"].values())
+    assert "have the bits of one process" in done.stdout
+    # The folder of a report is never gone on in.
+    again = launch([*CONFORMANCE, "--out", "report"], cwd=tmp_path)
+    assert again.returncode == 2
+    assert "this folder is not empty" in again.stderr
+
+
+# -- what is started: run to its end or a limit, it leaves no process behind ------------------------------
+
+
+# A launcher whose rank is in a session of its own, takes no SIGTERM, and outlives it.
+WANDERING = """
+import os, signal, subprocess, sys, time
+rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+rank += "; print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+if sys.argv[1] == "stays":
+    time.sleep(600)
+"""
+
+
+def runs_on(path: Path) -> bool:
+    """Whether the rank whose number is in a file is alive; one that nobody has waited for yet is not."""
+    try:
+        status = psutil.Process(int(path.read_text().split()[0])).status()
+    except psutil.NoSuchProcess:
+        return False
+    return bool(status != psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize(("manner", "code"), [("stays", None), ("leaves", 0)])
+def test_nothing_is_left(tmp_path: Path, manner: str, code: int | None) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    start = monotonic()
+    ended = run_supervised(
+        [sys.executable, "-c", WANDERING, manner], stdout=out, stderr=err, environ=os.environ, timeout_s=2
+    )
+    assert ended.code == code, err.read_text()
+    assert 0 < ended.seconds <= monotonic() - start
+    assert not runs_on(out)
+
+
+def test_an_answer() -> None:
+    words = ["bash", "-c", "echo out; echo err >&2; exit 3"]
+    assert ask(words, os.environ, 10) == (3, "out\n", "err\n")

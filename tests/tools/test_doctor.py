@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor
 
 from dualeval.backends.base import Op
-from dualeval.backends.selftest import check_operations, measure_all_reduce
+from dualeval.backends.selftest import check_operations
 from dualeval.backends.single import SingleBackend
-from dualeval.cli import dualeval
 from dualeval.tools.doctor.page import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
 from tests.conftest import BIN, Finished, Launch
@@ -65,7 +63,9 @@ def test_under_every_launcher(
     found = examined(launch(command, cwd=tmp_path))
     assert found["problems"] == []
     assert list(found["ranks"]) == [str(rank) for rank in range(size)]
-    for facts in found["ranks"].values():
+    for rank, facts in found["ranks"].items():
+        assert (facts["rank"], facts["local_rank"]) == (int(rank), int(rank))
+        assert (facts["size"], facts["local_size"]) == (size, size)
         assert (facts["launcher"], facts["backend"], facts["device"]) == (launcher_name, backend, "cpu")
         assert facts["torch"] == torch.__version__
         assert len(facts["operations"]) == 7
@@ -108,19 +108,6 @@ def test_half_set_variables_are_shown(launch: Launch, tmp_path: Path) -> None:
     assert "torchrun's variables are half set" in finished.stdout
     finished = launch([*DOCTOR, "--launcher", "none"], variables={"RANK": "3"}, cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout
-
-
-def test_no_such_launcher() -> None:
-    done = CliRunner().invoke(dualeval, ["doctor", "--launcher", "srum"])
-    assert "Did you mean srun?" in str(done.exception) + done.output
-
-
-def test_the_self_test_of_one_process() -> None:
-    with SingleBackend(World.alone()) as backend:
-        assert not any(check_operations(backend).values())
-        assert {name: set(speed) for name, speed in measure_all_reduce(backend).items()} == {
-            "cpu": {"latency_us", "bandwidth_gb_s"}
-        }
 
 
 def test_the_self_test_finds_what_is_wrong() -> None:
@@ -216,44 +203,53 @@ def test_all_is_well() -> None:
         assert part in text
 
 
+QUOTAS = {"cpu_quotas": {"pod": 8.0, "container": 2.5}}
+GPU = {"device": "cuda:0 (H)", "device_type": "cuda"}
+# What ranks find, and how the problems begin that come of it.
+PROBLEMS: list[tuple[list[dict[str, Any]], list[str]]] = [
+    ([facts(3, torch="2.12")], ["the ranks differ in torch: 2.13 on ranks 0 to 2; 2.12 on rank 3"]),
+    ([facts(3, horovod="no MPI")], ["the ranks differ in Horovod: 0.28.1 on ranks 0 to 2; no MPI on rank 3"]),
+    ([facts(3, backend="mpi")], ["the ranks differ in the backend: torch on ranks 0 to 2; mpi on rank 3"]),
+    ([facts(3, size=5)], ["the ranks differ in the number of ranks: 4 on ranks 0 to 2; 5 on rank 3"]),
+    ([facts(3, errors=["no GPU"])], ["no GPU (rank 3)"]),
+    ([facts(rank, errors=["broken"]) for rank in range(4)], ["broken (ranks 0 to 3)"]),
+    ([facts(3, notes=["left over"])], ["left over (rank 3)"]),
+    ([facts(3, operations={"all_reduce": None, "gather": "got 1"})], ["gather is wrong on rank 3: got 1"]),
+    ([facts(3, threads=3)], ["2 ranks on h1 would take 5 threads on 4 cores: set OMP_NUM_THREADS lower"]),
+    ([facts(rank, **QUOTAS, threads=1) for rank in (2, 3)], []),
+    (
+        [facts(rank, **QUOTAS) for rank in (2, 3)],
+        ["2 ranks on h1 would take 4 threads with a quota of 2.5 CPUs: set OMP_NUM_THREADS"],
+    ),
+    # Two containers of a host, each with a quota of its own.
+    ([facts(2, cpu_quotas={"one": 2.0}), facts(3, cpu_quotas={"other": 2.0})], []),
+    ([facts(2, shares_output=False)], ["rank 2 on h1 does not see rank 0's files in /data/runs"]),
+    # That a rank computes on the CPU is a problem where others compute on GPUs, and only there.
+    (
+        [facts(rank, **GPU) for rank in (0, 1, 3)],
+        ["rank 2 on h1 computes on the CPU, others on GPUs: torch 2.13 sees no GPU"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "said"), PROBLEMS)
+def test_problems(found: list[dict[str, Any]], said: list[str]) -> None:
+    made = report(*found)
+    for problem, words in zip(made["problems"], said, strict=True):
+        assert problem.startswith(words)
+        assert f"  - {problem}" in diagnosis(made)
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("found", "shown", "times"),
     [
-        ("torch", "2.12", "the ranks differ in torch: 2.13 on ranks 0 to 2; 2.12 on rank 3"),
-        ("horovod", "no MPI", "the ranks differ in Horovod: 0.28.1 on ranks 0 to 2; no MPI on rank 3"),
-        ("backend", "mpi", "the ranks differ in the backend: torch on ranks 0 to 2; mpi on rank 3"),
-        ("size", 5, "the ranks differ in the number of ranks: 4 on ranks 0 to 2; 5 on rank 3"),
-        ("errors", ["no GPU"], "no GPU (rank 3)"),
-        ("notes", ["left over"], "left over (rank 3)"),
-        ("operations", {"all_reduce": None, "gather": "got 1"}, "gather is wrong on rank 3: got 1"),
-        ("threads", 3, "2 ranks on h1 would take 5 threads on 4 cores: set OMP_NUM_THREADS lower"),
+        ([facts(3, **QUOTAS)], "2 of 2  2     torch    0          cpu     2 of 4, quota 2.5", 1),
+        ([facts(2, shares_output=False)], "not seen by all ranks", 1),
+        ([facts(1, operations={}, shares_output=None)], "not tried on all ranks", 2),
     ],
 )
-def test_one_rank_is_not_like_the_others(name: str, value: Any, said: str) -> None:
-    [found] = report(facts(3, **{name: value}))["problems"]
-    assert found.startswith(said)
-    assert f"  - {found}" in diagnosis(report(facts(3, **{name: value})))
-
-
-def test_more_threads_than_a_quota_allows() -> None:
-    quotas = {"pod": 8.0, "container": 2.5}
-    found = report(facts(2, cpu_quotas=quotas, threads=1), facts(3, cpu_quotas=quotas, threads=1))
-    assert found["problems"] == []
-    assert "1 of 2  1     torch    0          cpu     1 of 4, quota 2.5" in diagnosis(found)
-    [problem] = report(facts(2, cpu_quotas=quotas), facts(3, cpu_quotas=quotas))["problems"]
-    assert problem.startswith(
-        "2 ranks on h1 would take 4 threads with a quota of 2.5 CPUs: set OMP_NUM_THREADS"
-    )
-    # Two containers of a host, each with a quota of its own.
-    apart = [facts(2, cpu_quotas={"one": 2.0}), facts(3, cpu_quotas={"other": 2.0})]
-    assert report(*apart)["problems"] == []
-
-
-def test_a_folder_that_a_rank_does_not_see() -> None:
-    found = report(facts(2, shares_output=False))
-    [problem] = found["problems"]
-    assert problem.startswith("rank 2 on h1 does not see rank 0's files in /data/runs")
-    assert "not seen by all ranks" in diagnosis(found)
+def test_what_is_shown(found: list[dict[str, Any]], shown: str, times: int) -> None:
+    assert diagnosis(report(*found)).count(shown) == times
 
 
 def test_a_rank_that_does_not_come() -> None:
@@ -264,26 +260,7 @@ def test_a_rank_that_does_not_come() -> None:
     assert diagnosis(report(without=(0, 1, 2))).count("Variables (rank 3)") == 1
 
 
-def test_a_text_of_many_ranks_is_said_once() -> None:
-    assert report(*(facts(rank, errors=["broken"]) for rank in range(4)))["problems"] == [
-        "broken (ranks 0 to 3)"
-    ]
-
-
-def test_what_was_not_tried_is_not_called_right() -> None:
-    text = diagnosis(report(facts(1, operations={}, shares_output=None)))
-    assert text.count("not tried on all ranks") == 2
-
-
 def test_what_keeps_ranks_apart() -> None:
     ranks = {0: facts(0), 1: facts(1, backend="mpi", torch="2.12")}
     assert len(differences(ranks)) == 2
     assert differences(ranks, BLOCKING) == ["the ranks differ in the backend: torch on rank 0; mpi on rank 1"]
-
-
-def test_a_node_without_gpu_beside_others() -> None:
-    """That it computes on the CPU is a problem where others compute on GPUs, and only there."""
-    others = [facts(rank) | {"device": "cuda:0 (H)", "device_type": "cuda"} for rank in (0, 1, 3)]
-    assert report(*others)["problems"] == [
-        "rank 2 on h1 computes on the CPU, others on GPUs: torch 2.13 sees no GPU"
-    ]

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import textwrap
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from dualeval.tools.horovod.setup import cache_folder, excerpt, hint, setup_horovod
 from tests.conftest import Launch
+from tests.engine.test_endings import await_that
 from tests.horovod_bench import COMMAND, Bench, programs
 
 # Where these tests run under nohup or in a shell's background, some signals come to them ignored.
@@ -169,17 +170,12 @@ def test_a_dry_run_does_nothing(bench: Bench) -> None:
 def test_all_that_is_missing_is_named_at_once(bench: Bench) -> None:
     """Before anything is begun; also by a dry run."""
     empty = programs(bench.folder / "empty", cmake="echo cmake version 3.12.4")
+    said = ["apt install g++", f"3.12.4 in {empty}/cmake", "apt install openmpi-bin libopenmpi-dev"]
+    said += ["MPI, for --with-mpi: ", "NCCL, for --with-nccl: ", "nothing was begun"]
     for option in ("--rebuild", "--dry-run"):
         done = bench(option, "--with-mpi", "--with-nccl", variables={"PATH": str(empty)})
         assert done.returncode == 2
-        for words in (
-            "apt install g++",
-            f"3.12.4 in {empty}/cmake",
-            "apt install openmpi-bin libopenmpi-dev",
-        ):
-            assert words in done.stderr
-        for words in ("MPI, for --with-mpi: ", "NCCL, for --with-nccl: ", "nothing was begun"):
-            assert words in done.stderr
+        assert [words for words in said if words not in done.stderr] == []
         assert bench.calls() == []
         assert not bench.cache.exists()
 
@@ -250,11 +246,7 @@ def test_interrupted(number: signal.Signals, step: str, bench: Bench) -> None:
     (bench.site / "wait").write_text(step)
     command = [*HEARD, *COMMAND, "--cache", bench.cache]
     with bench.launch.started(command, variables=bench.variables) as process:
-        deadline = monotonic() + 60
-        while not (bench.site / "waiting").exists():
-            assert process.poll() is None
-            assert monotonic() < deadline
-            sleep(0.05)
+        await_that((bench.site / "waiting").exists, process)
         process.send_signal(number)
         _, stderr = process.communicate(timeout=30)
     assert process.returncode == 1

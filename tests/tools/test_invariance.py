@@ -171,7 +171,7 @@ def test_elementwise_models_are_equal_everywhere(precision: str) -> None:
 
 
 def test_the_guilty_module_is_named_and_its_successors_are_counted(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(Scale(), nn.Sequential(Scale(), Guilty()), Scale(), nn.ReLU())
     diagnosis = diagnosed(task_of(model))
@@ -188,12 +188,17 @@ def test_the_guilty_module_is_named_and_its_successors_are_counted(
     assert "1.1 (Guilty); 2 after it" in shown
     assert "computed in     fp32, contiguous" in shown
     assert "A diagnosis, no licence" in shown
-
-
-def test_what_a_module_does_by_itself_is_its_own() -> None:
+    # What a module does by itself is its own, and so are those of two side by side.
     between = Made(lambda own, x: own.second(moved(own.first(x))), first=Scale(), second=Scale())
-    found = shapes(diagnosed(task_of(nn.Sequential(Scale(), between, Scale()))))
-    assert (found[2].modules, found[2].after) == ({"1": "Made"}, 2)
+    alone = shapes(diagnosed(task_of(nn.Sequential(Scale(), between, Scale()))))[2]
+    assert (alone.modules, alone.after) == ({"1": "Made"}, 2)
+    sides = {"left": Guilty(), "right": Guilty(), "join": Scale()}
+    beside = Made(lambda own, x: own.join(own.left(x) + own.right(x * 2)), **sides)
+    assert names(shapes(diagnosed(task_of(beside)))[1]) == ["left", "right"]
+    # A compiled model is not looked into.
+    monkeypatch.setattr("dualeval.tools.invariance.diagnosis.is_compiled", lambda model: True)
+    compiled = shapes(diagnosed(task_of(Guilty())))[1]
+    assert (compiled.cause, compiled.modules) == (ONE_PROGRAM, {})
 
 
 def test_modules_called_several_times_with_dicts_and_rows_elsewhere() -> None:
@@ -215,13 +220,6 @@ def test_modules_called_several_times_with_dicts_and_rows_elsewhere() -> None:
     assert found[3].rows_differ == 6  # the first of each batch; 0, 3, ..., 12, and 13 of the last
     assert found[3].after == 1
     assert not found[4].rows_differ
-
-
-def test_two_guilty_modules_side_by_side() -> None:
-    sides = Made(
-        lambda own, x: own.join(own.left(x) + own.right(x * 2)), left=Guilty(), right=Guilty(), join=Scale()
-    )
-    assert names(shapes(diagnosed(task_of(sides)))[1]) == ["left", "right"]
 
 
 def padded(samples: list[Tensor]) -> dict[str, Tensor]:
@@ -285,12 +283,6 @@ def test_a_fused_path_that_hooks_switch_off() -> None:
     assert any("fused kernel" in note for note in found.notes)
 
 
-def test_a_compiled_model_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualeval.tools.invariance.diagnosis.is_compiled", lambda model: True)
-    found = shapes(diagnosed(task_of(Guilty())))
-    assert (found[1].cause, found[1].modules) == (ONE_PROGRAM, {})
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_scripted_model_is_one_program() -> None:
     class Scripted(nn.Module):
@@ -340,25 +332,11 @@ def test_a_shape_that_the_model_cannot_take_is_left_out() -> None:
     assert note.startswith("batches of 1 cannot be computed: the layer '1', Training(6")
 
 
-class Viewed(nn.Module):
-    """A convolution whose result is viewed, which works on contiguous tensors alone."""
-
-    def __init__(self, *, views: bool) -> None:
-        super().__init__()
-        self.conv, self.norm, self.views = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), views
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.conv(x))
-        return x.view(len(x), -1) if self.views else x.flatten(1)
-
-
 def test_the_layout_is_that_of_a_run() -> None:
-    task = task_of(Viewed(views=False).eval(), inputs(3, 6, 6))
-    assert diagnosed(task, precision="bf16", keep_batchnorm_fp32=True).options.layout == "channels-last"
-    assert diagnosed(task, optimize="fold").options.layout == "channels-last"
-    found = diagnosed(task_of(Viewed(views=True).eval(), inputs(3, 6, 6)))
-    assert found.options.layout == "contiguous"
-    assert "layout contiguous: channels-last, the model fails" in found.notes[0]
+    """tests/engine/test_preparation.py has what a run makes of a model."""
+    convolution = task_of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval(), inputs(3, 6, 6))
+    for options in ({"precision": "bf16", "keep_batchnorm_fp32": True}, {"optimize": "fold"}):
+        assert diagnosed(convolution, **options).options.layout == "channels-last"
     with pytest.raises(UsageError, match="channels-last: the model has no weight of four dimensions"):
         diagnosed(task_of(Scale()), layout="channels-last")
 

@@ -15,6 +15,7 @@ from dualeval.errors import UsageError
 from dualeval.result import Status
 from dualeval.tools.submit import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 from tests.conftest import ROOT, Finished, Launch
+from tests.environments import read_variables
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
 WORDS = ("mem", "time", "partition", "account", "qos", "array", "job_name", "log")
@@ -125,15 +126,13 @@ def test_log_of_an_array_has_the_numbers_of_array_and_task() -> None:
     assert "--output=%%j" in directives(SlurmJob(array="1", log="%%j"))
 
 
-def test_environ_for_sbatch_has_the_folder_first() -> None:
-    environ = {"PATH": "/bin", "SLURM_CLUSTERS": "a", "SBATCH_ACCOUNT": "b", "HOME": "/root"}
-    assert sbatch_environ(environ, Path("/venv/bin")) == {**environ, "PATH": "/venv/bin:/bin"}
-
-
-def test_environ_for_sbatch_drops_the_variables_of_the_job_around_it() -> None:
+def test_environ_for_sbatch_has_the_folder_first_and_nothing_of_the_job_around_it() -> None:
+    kept = read_variables("PATH=/bin SLURM_CONF=/etc/slurm.conf SBATCH_ACCOUNT=b RANK=0 HOME=/root")
+    wanted = {**kept, "PATH": "/venv/bin:/bin"}
     of_the_job = {"SLURM_JOB_ID": "7", "SLURM_DISTRIBUTION": "cyclic", "SLURM_CPU_BIND": "none"}
-    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "b", "RANK": "0"}
-    assert sbatch_environ({**kept, **of_the_job}, Path("/v")) == {**kept, "PATH": "/v:/bin"}
+    assert sbatch_environ({**kept, **of_the_job}, Path("/venv/bin")) == wanted
+    outside = {"SLURM_CLUSTERS": "a"}
+    assert sbatch_environ({**kept, **outside}, Path("/venv/bin")) == {**wanted, **outside}
 
 
 class Script:

@@ -12,6 +12,7 @@ import pytest
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
 from dualeval.tools.submit import SlurmJob, directives, sbatch_text, submit
 from tests.conftest import BIN, Launch
+from tests.environments import read_variables
 
 STUB = """\
 #!/bin/bash
@@ -35,21 +36,17 @@ class Sbatch:
         file.write_text(STUB.format(folder=self.folder, answer=answer), "utf-8")
         file.chmod(0o755)
 
+    def given(self, name: str) -> str:
+        """The ``script`` or the ``path`` that it was given."""
+        return (self.folder / name).read_text("utf-8")
+
     @property
     def was_called(self) -> bool:
         return (self.folder / "argv").exists()
 
     @property
     def argv(self) -> list[str]:
-        return (self.folder / "argv").read_text("utf-8").split("\0")[:-1]
-
-    @property
-    def path(self) -> str:
-        return (self.folder / "path").read_text("utf-8")
-
-    @property
-    def script(self) -> str:
-        return (self.folder / "script").read_text("utf-8")
+        return self.given("argv").split("\0")[:-1]
 
 
 @pytest.fixture
@@ -81,8 +78,8 @@ def test_job_is_handed_to_sbatch(sbatch: Sbatch, capsys: pytest.CaptureFixture[s
     ]
     # Over SBATCH_SIGNAL and SBATCH_NO_REQUEUE too.
     assert {"--signal=USR2@90", "--requeue"} < set(sbatch.argv)
-    assert sbatch.script == sbatch_text(JOB)
-    assert sbatch.path == f"{BIN}:{sbatch.folder}:/usr/bin:/bin"
+    assert sbatch.given("script") == sbatch_text(JOB)
+    assert sbatch.given("path") == f"{BIN}:{sbatch.folder}:/usr/bin:/bin"
     printed = capsys.readouterr()
     assert printed.out == f"job 4711\nlog {Path.cwd()}/dualeval-4711.log\n"
     assert printed.err == ""
@@ -91,29 +88,16 @@ def test_job_is_handed_to_sbatch(sbatch: Sbatch, capsys: pytest.CaptureFixture[s
 
 
 def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
-    given = {
-        "nodes": 2,
-        "ntasks_per_node": 3,
-        "gpus_per_node": 4,
-        "cpus_per_task": 5,
-        "mem": "6G",
-        "time": "7",
-        "partition": "p",
-        "account": "a",
-        "qos": "q",
-        "array": "1-3",
-        "shares": 4,
-        "job_name": "n",
-        "log": "l-%j",
-        "backend": "horovod",
-        "container_image": "i",
-        "container_mounts": "/d:/d",
-    }
+    counts = {"nodes": 2, "ntasks_per_node": 3, "gpus_per_node": 4, "cpus_per_task": 5, "shares": 4}
+    given = counts | read_variables(
+        "mem=6G time=7 partition=p account=a qos=q array=1-3 job_name=n log=l-%j backend=horovod "
+        "container_image=i container_mounts=/d:/d"
+    )
     several = {"setup": ("module load x", "echo 'y'"), "sbatch_option": ("--constraint=a100", "exclusive")}
     assert {*given, *several} == {field.name for field in fields(SlurmJob)}
     pairs = [*given.items(), *((name, value) for name, values in several.items() for value in values)]
     call(*(f"--{name.replace('_', '-')}={value}" for name, value in pairs))
-    assert sbatch.script == sbatch_text(SlurmJob(**given, **several))  # type: ignore[arg-type]
+    assert sbatch.given("script") == sbatch_text(SlurmJob(**given, **several))  # type: ignore[arg-type]
     assert {"--constraint=a100", "--exclusive"} < {*sbatch.argv}
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +20,14 @@ from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from dualeval.result import RESULT, read_result
 from dualeval.tools.watch.checkpoints import Board, Checkpoint, Checkpoints, step_of
 from dualeval.tools.watch.command import Wanted, Watching
-from tests.cli.test_several import Little, in_process, pictures  # noqa: F401 - a fixture
+from tests.cli.test_several import Little, in_process, pictures
 from tests.conftest import Launch
 from tests.engine.test_endings import await_that
 from tests.launchers import start
 
-Watch = Callable[..., int]
+__all__ = ["pictures"]  # a fixture
+
+watch = partial(in_process, "watch")
 WATCH: list[str | Path] = [sys.executable, "-m", "dualeval", "watch"]
 # As Little, and slow where a file says so: its evaluation can be met in the middle.
 SLOW = """
@@ -48,11 +50,6 @@ def options(*more: str | Path, model: str = "tests.cli.test_several:Little") -> 
         *("--mean", "0.5", "--std", "0.5", "--batch-size", "4", "--workers", "0", "--settle", "0.1"),
         *("--no-progress", *more),
     ]
-
-
-@pytest.fixture
-def watch() -> Watch:
-    return partial(in_process, "watch")
 
 
 def leaderboard(folder: Path) -> list[dict[str, str]]:
@@ -174,9 +171,7 @@ def test_a_training_that_is_faster_is_said(tmp_path: Path) -> None:
 
 
 def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
-    pictures: Path,  # noqa: F811
-    watch: Watch,
-    capsys: pytest.CaptureFixture[str],
+    pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pictures / "ckpts/epoch3.pt").write_bytes(b"PK\x03\x04")
     for path in (pictures / "ckpts/epoch1.pt", pictures / "ckpts/epoch2.pt"):
@@ -225,11 +220,7 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
     ],
 )
 def test_wrong_words(
-    more: Sequence[str],
-    says: str,
-    pictures: Path,  # noqa: F811
-    watch: Watch,
-    capsys: pytest.CaptureFixture[str],
+    more: Sequence[str], says: str, pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "--batch-size" in more:
         assert watch(*options("--until-step", "1")) == EXIT_DONE
@@ -264,10 +255,7 @@ def task(weights="last.pt"):
 """
 
 
-def test_a_task_of_ones_own_whose_code_changes_meanwhile(
-    pictures: Path,  # noqa: F811
-    launch: Launch,
-) -> None:
+def test_a_task_of_ones_own_whose_code_changes_meanwhile(pictures: Path, launch: Launch) -> None:
     (pictures / "mine.py").write_text(OWN)
     command: list[str | Path] = [
         *(*WATCH, "ckpts", "--out", "runs", "--task", "mine.py:task", "--settle", "0.1", "--best", "best.pt"),
@@ -291,10 +279,7 @@ def test_a_task_of_ones_own_whose_code_changes_meanwhile(
 
 
 def test_what_is_waited_for_is_said(
-    pictures: Path,  # noqa: F811
-    watch: Watch,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And what lacks its marker does not keep the watcher from its end."""
     monkeypatch.setattr("dualeval.tools.watch.command._SILENT_S", 0.0)
@@ -321,7 +306,7 @@ def held(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{Path(__file__).resolve().parents[2]}"}
 
 
-def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) -> None:  # noqa: F811
+def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) -> None:
     """The killed one's checkpoint is gone on with by the other, and nothing is evaluated twice."""
     variables = held(pictures)
     command = [*WATCH, *options("--until-step", "10", model="slow:Slow")]
@@ -342,7 +327,7 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
     assert {row["status"] for row in leaderboard(pictures)} == {"done"}
 
 
-def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:  # noqa: F811
+def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:
     """SIGTERM while they wait for more ends both; the next watcher ends by the stop file."""
     command: list[str | Path] = [
         *(*start("torchrun", 2), *WATCH, *options("--stop-file", "stop", "--newest")),

@@ -44,21 +44,14 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return current
 
 
-def test_devices_of_torch_are_taken_too(works: list[torch.device]) -> None:
-    with played_gpus("AB"), connect(None, ALONE, torch.device("cuda", 1)) as backend:
-        assert backend.device == torch.device("cuda", 1)
-    with pytest.raises(UsageError, match="--device 0 is not a device"):
-        connect(None, ALONE, 0)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("wanted", "hint"),
     [
-        *((wanted, "") for wanted in ("gpu", "", "cuda:", "cuda:-1", "cpu:0", "cuda:0 ")),
+        *((wanted, "") for wanted in ("gpu", "", "cuda:", "cuda:-1", "cpu:0", "cuda:0 ", 0)),
         *((wanted, r".* are not supported: type --device cpu") for wanted in ("mps", "mps:0", "xpu:1")),
     ],
 )
-def test_no_device(wanted: str, hint: str) -> None:
+def test_no_device(wanted: Any, hint: str) -> None:
     with pytest.raises(UsageError, match=f"is not a device: expected cpu, cuda{hint}"):
         connect(None, ALONE, wanted)
 
@@ -73,9 +66,12 @@ def test_the_cpu_where_no_gpu_is_seen(works: list[torch.device]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "index"), [(None, 0), ("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)]
+    ("wanted", "index"),
+    [(None, 0), ("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)],
 )
-def test_devices_with_gpus(wanted: str | None, index: int | None, works: list[torch.device]) -> None:
+def test_devices_with_gpus(
+    wanted: str | torch.device | None, index: int | None, works: list[torch.device]
+) -> None:
     expected = torch.device("cpu") if index is None else torch.device("cuda", index)
     with played_gpus("AB"), connect(None, ALONE, wanted) as backend:
         assert backend.device == expected

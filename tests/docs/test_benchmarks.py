@@ -1,16 +1,33 @@
-"""benchmarks/peers.py: its tables from made figures, the loops of this environment, and its smallest form."""
+"""Benchmarks: tables of peers from made figures, whether intervals cover, what a batch passes on its way."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.conftest import ROOT, Launch
-from tests.docs.conftest import benchmark
 from tests.requirements import PEERS_PYTHON
+
+
+def benchmark(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """A module by its path: a package of its name may be installed."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location(f"benchmark_of_{name}", ROOT / f"benchmarks/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
 
 SIZES = ("1", "2")
 
@@ -120,3 +137,59 @@ def test_the_smallest_form(launch: Launch, peers: Any) -> None:
                 if loop == "dualeval":
                     assert {turn["samples"] for turn in turns} == {measured["images"]}
     assert rows_of(peers.report(figures), "Medians")
+
+
+# -- benchmarks/coverage.py: a short form, which the usual intervals do not pass ---------------------
+
+
+@pytest.fixture
+def coverage(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return benchmark(monkeypatch, "coverage")
+
+
+def test_few_rounds(coverage: Any) -> None:
+    # As skewed as the losses of the embedded job, 5.8.
+    losses = np.random.default_rng(1).lognormal(-3.0, 1.7, 10_000)
+    found = {population.name: population for population in coverage.populations(losses)}
+    for name, size, least, usual_at_most, rough in (
+        ("losses of the embedded job", 50, 0.84, 0.83, True),
+        ("F1: 0 in 1%, 1 in 97%, else between", 30, 0.88, 0.70, False),
+        ("70% right, correlation 0.2, clusters of 50", 10, 0.86, 0.70, False),
+        ("97% right, correlation 1, clusters of 50", 35, 0.90, 0.70, True),
+        ("sqrt of squared normal errors", 30, 0.88, 0.97, True),
+    ):
+        cell = coverage.measure(found[name], size, 150)
+        print(cell)
+        assert cell.held >= least, cell
+        assert cell.usual <= usual_at_most, cell
+        assert (cell.rough > 0.5) == rough, cell
+
+
+def test_the_tables_are_where_the_docs_say(coverage: Any) -> None:
+    [page] = re.findall(r"results/coverage-[\d-]+\.md", (ROOT / "docs/metrics.md").read_text("utf-8"))
+    text = (ROOT / "benchmarks" / page).read_text("utf-8")
+    for population in coverage.populations(np.ones(3)):
+        assert population.name in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3_600)
+def test_all_rounds() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/coverage.py"), "--only-check", "--rounds", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3_000, check=False)
+    assert done.returncode == 0, done.stderr[-2_000:]
+
+
+# -- benchmarks/widths.py: what a batch passes on its way does not grow unseen ------------------------
+
+
+# Of dualeval's own, as benchmarks/results/ has them. More only for what every batch needs.
+CALLS, FILES, CHANGES = 47, 17, 28
+
+
+def test_a_batch_passes_few_calls_and_files(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/widths.py"), "--out", str(tmp_path / "out")]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environ)
+    calls, files, changes = json.loads(done.stdout.splitlines()[-1])
+    assert calls <= CALLS and files <= FILES and changes <= CHANGES, (calls, files, changes)
