@@ -243,7 +243,7 @@ def test_problems(found: list[dict[str, Any]], said: list[str]) -> None:
 @pytest.mark.parametrize(
     ("found", "shown", "times"),
     [
-        ([facts(3, **QUOTAS)], "2 of 2  2     torch    0          cpu     2 of 4, quota 2.5", 1),
+        ([facts(3, **QUOTAS)], "1 of 2  1     torch    0          cpu     2 of 4, quota 2.5", 1),
         ([facts(2, shares_output=False)], "not seen by all ranks", 1),
         ([facts(1, operations={}, shares_output=None)], "not tried on all ranks", 2),
     ],
