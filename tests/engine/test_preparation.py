@@ -174,7 +174,7 @@ def tried() -> tuple[str, str | None, list[str]]:
     [
         (
             "channels-last",
-            *[(CONTIGUOUS, "layout contiguous: channels-last, the model fails (ValueError: no)", 2)],
+            (CONTIGUOUS, "layout contiguous: channels-last, the model fails (ValueError: no)", 2),
         ),
         ("always", (CONTIGUOUS, None, 2)),
         ("never", (CHANNELS_LAST, None, 1)),
