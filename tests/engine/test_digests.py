@@ -261,7 +261,11 @@ def row(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("way", "size"), [SINGLE.parameter(1), *(way.parameter(size) for way in MANY for size in (1, 2, 3, 4))]
+    ("way", "size"),
+    [
+        *(SINGLE.parameter(1), MANY[0].parameter(32)),
+        *(way.parameter(size) for way in MANY for size in (1, 2, 3, 4)),
+    ],
 )
 def test_every_launcher_at_every_size(
     evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, launchers_table: Table
