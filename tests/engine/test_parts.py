@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import dualeval
 from dualeval.data.labelled_images import ImageFolder
@@ -208,13 +208,8 @@ def test_a_postprocess_that_is_wrong(task: type[Asking], message: str) -> None:
         evaluate(task(90), None, batch_size=8, sample=40)
 
 
-def made_rows(count: int) -> list[tuple[Tensor, int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, generator=generator), index % 4) for index in range(count)]
-
-
 def test_data_of_ones_own() -> None:
-    data = made_rows(50)
+    data = [(row, index % 4) for index, row in enumerate(torch.randn(50, 4))]
     chosen = smallest([str(index) for index in range(50)], 10, 2)
     result = dualeval.evaluate(model=nn.Identity(), data=data, sample=10, seed=2, metrics=["top1"])
     right = [int(data[index][0].argmax()) == data[index][1] for index in chosen]
@@ -262,11 +257,6 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"b/06\.png has changed since"):
         drawn.__getitems__([1])
     assert parts.part_of(drawn, EvalPlan(num_samples=4, batch_size=2))["of_classes"] == 3
-
-
-def table(out: Path) -> list[dict[str, Any]]:
-    found = rows(out)
-    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
 
 
 def test_ranks_draw_the_same(launch: Launch, tmp_path: Path) -> None:

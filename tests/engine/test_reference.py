@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dualeval
 from dualeval.columns import RaggedRows
@@ -28,7 +28,7 @@ from tests.comparison.test_comparison import changed
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
 from tests.launchers import start
-from tests.tiny import CLASSES, FEATURES, TinyTask
+from tests.tiny import TinyTask
 
 COUNT = 300
 
@@ -45,15 +45,9 @@ class Seeded(TinyTask):
         more: Mapping[str, Any] | None = None,
         rows: Sequence[str] = TinyTask.rows,
     ) -> None:
-        super().__init__(count, broken)
-        self._seed = seed
+        super().__init__(count, broken, seed=seed)
         self._more = more or {}
         self.rows = (*rows, *self._more)  # type: ignore[assignment]
-
-    def build_model(self, device: torch.device) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(self._seed)
-            return nn.Linear(FEATURES, CLASSES).eval().to(device)
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
         columns = super().observe(outputs, batch)
@@ -120,15 +114,11 @@ def test_the_numbers_are_those_of_the_two_files(
 
 
 def test_it_decides_neither_identity_nor_digest(first: Path, tmp_path: Path) -> None:
-    alone = evaluate(Seeded(seed=2), tmp_path / "alone", batch_size=32)
-    beside = evaluate(Seeded(seed=2), tmp_path / "beside", batch_size=32, reference=first)
-    assert beside.fingerprint == alone.fingerprint
-    assert beside.metrics_digest == alone.metrics_digest
-    shown = evaluate(Seeded(seed=2), tmp_path / "alone", batch_size=32, reference=first)
-    assert shown.earlier
-    assert shown.reference == beside.reference
-    assert alone.reference == {}
-    assert json.loads((tmp_path / "alone/result.json").read_text())["reference"] == {}
+    alone = evaluate(Seeded(seed=2), tmp_path, batch_size=32)
+    shown = evaluate(Seeded(seed=2), tmp_path, batch_size=32, reference=first)
+    assert shown.earlier and shown.reference["samples"] == COUNT
+    assert (shown.fingerprint, shown.metrics_digest) == (alone.fingerprint, alone.metrics_digest)
+    assert alone.reference == {} == json.loads((tmp_path / "result.json").read_text())["reference"]
 
 
 def test_the_same_bits_are_said(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,10 +294,7 @@ def test_which_predictions_are_right() -> None:
         "target": np.array([1, 3]),
         "exact_match": np.array([0.0, 1.0]),
     }
-    found = right(columns, "prediction")
-    assert found is not None
-    assert found.tolist() == [True, False]
-    found = right(columns, "answer")
-    assert found is not None
-    assert found.tolist() == [False, True]
+    for name, expected in (("prediction", [True, False]), ("answer", [False, True])):
+        found = right(columns, name)
+        assert found is not None and found.tolist() == expected
     assert right({"prediction": np.array([0.5])}, "prediction") is None

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import io
 import math
 from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from rich.console import Console
 
 from dualeval.engine.options import NEW_FOLDER, RunOptions, check_session_options
 from dualeval.engine.session import Session
 from dualeval.errors import UsageError
 from dualeval.options.fields import OptionField, as_json, check_fields, fields_of, option, options_of_call
-from dualeval.report.table import print_result
-from tests.engine.test_evaluator import evaluate
-from tests.tiny import TinyTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,10 +268,3 @@ def test_a_value_that_stays(tmp_path: Path) -> None:
     assert RunOptions(out=NEW_FOLDER).path is RunOptions().path is None
     with pytest.raises(FrozenInstanceError):
         options.limit = 3  # type: ignore[misc]
-
-
-def test_a_result_without_files_names_none() -> None:
-    shown = io.StringIO()
-    print_result(evaluate(TinyTask(5), None), Console(file=shown))
-    assert "5 of 5 evaluated" in shown.getvalue()
-    assert "files" not in shown.getvalue()
