@@ -25,16 +25,8 @@ from dualeval.tasks.stored import metrics_of_run
 from tests.conftest import Launch
 from tests.engine.test_engine_ranks import run_ranks
 from tests.engine.test_evaluator import evaluate
-from tests.torchmetrics_task import (
-    BATCH,
-    BROKEN,
-    METRICS,
-    SAMPLES,
-    ManyMetricsTask,
-    columns_of,
-    made,
-    unnamed,
-)
+from tests.ragged_task import unnamed
+from tests.torchmetrics_task import BATCH, BROKEN, METRICS, SAMPLES, ManyMetricsTask, columns_of, made
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "on_error": "skip"}
