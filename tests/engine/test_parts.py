@@ -260,10 +260,15 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
 
 
 def test_ranks_draw_the_same(launch: Launch, tmp_path: Path) -> None:
+    """And compare it with what one process has drawn, which a job file names."""
     alone = evaluate(ImageClassification(), tmp_path / "one", sample=150, seed=5)
-    options = ["--sample", "150", "--seed", "5", "--workers", "1", "--json", "--no-progress"]
-    done = launch([*start("torchrun", 2), "dualeval", "run", *options, "--out", tmp_path / "two"], timeout=90)
+    (tmp_path / "job.toml").write_text('reference = "one"\n')
+    options: list[str | Path] = ["--config", tmp_path / "job.toml", "--sample", "150", "--seed", "5"]
+    options += ["--workers", "1", "--json", "--no-progress", "--out", tmp_path / "two"]
+    done = launch([*start("torchrun", 2), "dualeval", "run", *options], timeout=90)
     found = json.loads(done.stdout)
+    reference = found["reference"]
+    assert (reference["samples"], reference["same_bits"], reference["differs_in"]) == (150, True, {})
     assert found["metrics_digest"] == alone.metrics_digest
     assert found["fingerprint"] == alone.fingerprint
     of_all = {"classes": 10, "of_classes": 10}

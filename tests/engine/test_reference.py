@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +24,7 @@ from dualeval.metrics import Mean
 from dualeval.report.table import print_result
 from dualeval.result import PREDICTIONS, STATUS, Result
 from tests.comparison.test_comparison import changed
-from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
-from tests.launchers import start
 from tests.tiny import TinyTask
 
 COUNT = 300
@@ -235,20 +232,6 @@ def test_a_loop_of_one_s_own(tmp_path: Path) -> None:
     for out in (tmp_path / "b", None):
         found = run(out, 1.5, reference=tmp_path / "a").reference
         assert (found["loss"]["largest"], found["loss"]["largest_at"]) == (9.5, "19")
-
-
-def test_two_ranks_and_the_command_line(launch: Launch, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dualeval", "run", "--limit", "200", "--no-progress", "--json"]
-    launch([*command, "--out", tmp_path / "a"], timeout=120).ok()
-    (tmp_path / "job.toml").write_text('reference = "a"\n')
-    words: list[str | Path] = [
-        *("--config", tmp_path / "job.toml", "--batch-size", "16", "--out", tmp_path / "b")
-    ]
-    two = launch([*start("torchrun", 2), *command, *words], timeout=120).ok()
-    found = json.loads(two.stdout)["reference"]
-    assert found["samples"] == 200
-    assert found["differs_in"] == {"batch_size": [64, 16]}
-    assert found["agreement"] == 1.0
 
 
 # -- rows beside other rows: kinds that can be compared, and values that are equal ----------------------
