@@ -32,7 +32,7 @@ from dualeval.result import read_result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run
 from tests.conftest import ROOT
-from tests.engine.test_evaluator import evaluate, rows
+from tests.engine.test_evaluator import evaluate
 from tests.ragged_task import EveryBit
 from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
 
@@ -142,20 +142,6 @@ def test_added_metrics_are_those_of_a_run_that_had_them(tmp_path: Path) -> None:
     assert found.metrics_digest == wanted.metrics_digest
     assert found.job["metric"] == ["top3", "ece", "loss"]
     assert found.job["rows_of"] == str(tmp_path / "few")
-
-
-def test_a_metric_that_keeps_no_rows(tmp_path: Path) -> None:
-    class Passing(TopK):
-        keeps_rows = False
-
-    class Task(TinyTask):
-        def metrics(self) -> list[Metric | RowMetric]:
-            return [Passing(1), *super().metrics()]
-
-    evaluate(Task(20, metrics=["loss"]), tmp_path)
-    assert "rank" not in rows(tmp_path)
-    with pytest.raises(UsageError, match=r"'top1' reads column 'rank'.*keeps_rows = False"):
-        dualeval.rescore(tmp_path, metrics=[Passing(1)])
 
 
 class Undeclared(TopK):
