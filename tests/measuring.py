@@ -38,7 +38,7 @@ def ledger_of(metric: Metric, columns: Mapping[str, Tensor], random: Random | No
 
 
 def measure(metric: Metric, columns: Mapping[str, Tensor], seed: int = 0) -> Measured:
-    """What the metric says, which no split and no order changes. Its scores are tested in test_scores.py."""
+    """What the metric says, which no split and no order changes. Scores: test_intervals.py."""
     whole = metric.compute(ledger_of(metric, columns))
     assert metric.compute(ledger_of(metric, columns, Random(seed))) == whole
     return replace(whole, scores={})

@@ -49,28 +49,33 @@ def transformers() -> Any:
     return transformers
 
 
-def save_tiny_bert(folder: Path, **changes: Any) -> Path:
-    """Save a BERT of two narrow layers, with random weights of a fixed seed, and MiniLM's tokenizer."""
+def tiny_bert(kind: str = "BertForQuestionAnswering", **changes: Any) -> Any:
+    """A BERT of two narrow layers, with random weights of a fixed seed."""
     library = transformers()
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = library.BertConfig(**{**small, "initializer_range": 0.5, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
-        model = library.BertForQuestionAnswering(config)
+        return getattr(library, kind)(config)
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Save it with MiniLM's tokenizer."""
     model.save_pretrained(folder)
-    library.AutoTokenizer.from_pretrained(minilm_folder()).save_pretrained(folder)
+    transformers().AutoTokenizer.from_pretrained(minilm_folder()).save_pretrained(folder)
     return folder
+
+
+def save_tiny_bert(folder: Path, **changes: Any) -> Path:
+    """Save a tiny BERT that answers questions."""
+    return save(tiny_bert(**changes), folder)
 
 
 def save_with_head(folder: Path) -> Path:
     """Save MiniLM with an untrained head of a fixed seed."""
-    library = transformers()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
-        model = library.AutoModelForQuestionAnswering.from_pretrained(minilm_folder())
-    model.save_pretrained(folder)
-    library.AutoTokenizer.from_pretrained(minilm_folder()).save_pretrained(folder)
-    return folder
+        return save(transformers().AutoModelForQuestionAnswering.from_pretrained(minilm_folder()), folder)
 
 
 def asked(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -115,20 +120,11 @@ def write_questions(path: Path, *, unanswerable: bool, copies: int = 2) -> Path:
     answer = {"text": "1719", "answer_start": long.index("1719")}
     paragraphs.append({"context": long, "qas": [{**asked, "answers": [answer]}]})
     if unanswerable:
+        nothing = {"answers": [], "is_impossible": True}
         for number, paragraph in enumerate(real):
-            nothing = {
-                "id": f"nothing-{number}",
-                "question": "Who painted it?",
-                "answers": [],
-                "is_impossible": True,
-            }
-            paragraphs.append({"context": paragraph["context"], "qas": [nothing]})
-        paragraphs.append(
-            {
-                "context": "",
-                "qas": [{"id": "empty", "question": "What?", "answers": [], "is_impossible": True}],
-            }
-        )
+            painted = {"id": f"nothing-{number}", "question": "Who painted it?", **nothing}
+            paragraphs.append({"context": paragraph["context"], "qas": [painted]})
+        paragraphs.append({"context": "", "qas": [{"id": "empty", "question": "What?", **nothing}]})
     else:
         # Nothing is left of this answer when it is normalised.
         articles = {"id": "articles", "question": "Which?", "answers": [{"text": "the", "answer_start": 0}]}

@@ -44,6 +44,24 @@ class IndexedDataset(TinyDataset):
         return torch.ones(FEATURES), 11
 
 
+class IndexedTask(TinyTask):
+    """A TinyTask whose batches have the indices of their samples, and whose forward may break."""
+
+    def __init__(self, count: int, broken: Sequence[int] = ()) -> None:
+        super().__init__(count)
+        self._dataset = IndexedDataset(count, broken)
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        features, indices = zip(*samples, strict=True)
+        return {"features": torch.stack(features), "index": torch.tensor(indices)}
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        unnamed["batches"] -= 1
+        if unnamed["batches"] < 0:
+            raise RuntimeError("enough")
+        return super().forward(model, batch) * unnamed["scale"]
+
+
 class CountedValues:
     """The number of values and bytes of all samples, and the sum of all tokens and letters; of the ledger."""
 
@@ -83,29 +101,15 @@ class EveryBit:
         return f"{shapes} {hashlib.sha256(b''.join(part.tobytes() for part in parts)).hexdigest()}"
 
 
-class RaggedTask(TinyTask):
+class RaggedTask(IndexedTask):
     """A linear classifier that gives as many values of each kind as ``length_of`` says, and a word."""
 
     name = "ragged"
     rows = None  # type: ignore[assignment]
 
-    def __init__(self, count: int, broken: Sequence[int] = ()) -> None:
-        super().__init__(count)
-        self._dataset = IndexedDataset(count, broken)
-
     @property
     def exports(self) -> Mapping[str, str]:
         return {"tokens.json": "tokens", "words.json": "word"}
-
-    def collate(self, samples: Any) -> dict[str, Tensor]:
-        features, indices = zip(*samples, strict=True)
-        return {"features": torch.stack(features), "index": torch.tensor(indices)}
-
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        unnamed["batches"] -= 1
-        if unnamed["batches"] < 0:
-            raise RuntimeError("enough")
-        return super().forward(model, batch) * unnamed["scale"]
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
         lengths = torch.tensor([length_of(index) for index in batch["index"].tolist()])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import torch
 from torch import nn
 
 from tests import questions
@@ -25,22 +24,14 @@ _WORDS = [
 
 def classifier(names: Sequence[str] = NAMES, **changes: Any) -> nn.Module:
     """A BERT of two narrow layers, with random weights of a fixed seed."""
-    library = questions.transformers()
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     labels = {"id2label": dict(enumerate(names))} if "num_labels" not in changes else {}
-    config = library.BertConfig(**{**small, "initializer_range": 0.5, **labels, **changes})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(6)
-        model: nn.Module = library.BertForSequenceClassification(config)
+    model: nn.Module = questions.tiny_bert("BertForSequenceClassification", **labels, **changes)
     return model.eval()
 
 
 def save_classifier(folder: Path, names: Sequence[str] = NAMES, **changes: Any) -> Path:
     """Save it with MiniLM's tokenizer."""
-    model: Any = classifier(names, **changes)
-    model.save_pretrained(folder)
-    questions.transformers().AutoTokenizer.from_pretrained(questions.minilm_folder()).save_pretrained(folder)
-    return folder
+    return questions.save(classifier(names, **changes), folder)
 
 
 def rows(count: int, *, pairs: bool = False, seed: int = 0) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +12,13 @@ from torch import Tensor, nn
 from dualeval.columns import Ragged
 from dualeval.metrics import Metric, RowMetric, from_torchmetrics
 from dualeval.metrics.torchmetrics import Parsed
-from tests.ragged_task import IndexedDataset
-from tests.tiny import CLASSES, TinyTask
+from tests.ragged_task import IndexedTask
+from tests.tiny import CLASSES
 
 WORDS = ("the", "cat", "sat", "on", "mat")
 SAMPLES = 120
 BATCH = 8
 BROKEN = (5, 44, 119)
-# The number of batches after which the forward breaks.
-unnamed = {"batches": math.inf}
-
 SCORES = {"preds": "probabilities", "target": "target"}
 NUMBERS = {"preds": "found", "target": "true"}
 # Name in TorchMetrics: arguments, columns, and whether the columns are kept.
@@ -96,29 +92,18 @@ def _boxes(features: Tensor, counts: Sequence[int], size: float) -> Ragged:
     return Ragged(torch.cat(rows), torch.tensor(counts))
 
 
-class ManyMetricsTask(TinyTask):
+class ManyMetricsTask(IndexedTask):
     """Columns of the data alone, and the metrics of these names."""
 
     name = "many metrics"
     rows = ()  # type: ignore[assignment]
 
     def __init__(self, names: Sequence[str] = tuple(METRICS), broken: Sequence[int] = BROKEN) -> None:
-        super().__init__(SAMPLES)
-        self._dataset = IndexedDataset(SAMPLES, broken)
+        super().__init__(SAMPLES, broken)
         self._names = tuple(names)
-
-    def collate(self, samples: Any) -> dict[str, Tensor]:
-        features, indices = zip(*samples, strict=True)
-        return {"features": torch.stack(features), "index": torch.tensor(indices)}
 
     def build_model(self, device: torch.device) -> nn.Module:
         return nn.Identity().eval()
-
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        unnamed["batches"] -= 1
-        if unnamed["batches"] < 0:
-            raise RuntimeError("enough")
-        return super().forward(model, batch)
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
         return columns_of(outputs, batch["index"])

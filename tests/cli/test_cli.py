@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from dualeval.cli import dualeval
 from dualeval.errors import UsageError
-from dualeval.models.sources.factory import FactoryModel
 from dualeval.options.job import start_of
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
 from dualeval.tasks.image_data import ASSETS
@@ -194,12 +193,3 @@ def test_what_cannot_be_meant_is_said(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=re.escape(message)):
         dualeval(words, standalone_mode=False)
-
-
-def test_a_module_that_is_missing_gets_the_nearest_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "netze.py").write_text("")
-    with pytest.raises(UsageError, match=r"no module named 'netz' can be imported\. Nearest: netze\."):
-        FactoryModel("netz:make").create(None)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
@@ -19,6 +18,7 @@ from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
+from tests.data.test_image_folder import save
 from tests.launchers import start
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
@@ -52,8 +52,7 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     for name in "ab":
-        (tmp_path / "val" / name).mkdir(parents=True)
-        Image.new("RGB", (40, 40)).save(tmp_path / "val" / name / "0.png")
+        save(tmp_path / "val" / name / "0.png")
     return tmp_path
 
 

@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 from dualeval.cli import dualeval
@@ -35,6 +33,7 @@ from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
+from tests.data.test_image_folder import save
 from tests.engine.test_endings import await_that
 from tests.launchers import needs, start
 from tests.report.test_report import result as made_result
@@ -133,12 +132,8 @@ class Little(nn.Module):
 def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with pictures in ``val`` and checkpoints of ``Little`` in ``ckpts``."""
     monkeypatch.chdir(tmp_path)
-    generator = np.random.default_rng(0)
-    for name in "abc":
-        (tmp_path / "val" / name).mkdir(parents=True)
-        for number in range(6):
-            pixels = generator.integers(0, 256, (40, 40, 3)).astype(np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "val" / name / f"{number}.png")
+    for number in range(18):
+        save(tmp_path / "val" / "abc"[number % 3] / f"{number // 3}.png", size=(40, 40 + number))
     (tmp_path / "ckpts").mkdir()
     for epoch in (10, 2, 1):
         torch.manual_seed(epoch)
@@ -202,15 +197,6 @@ def test_equal_names_are_made_distinct() -> None:
     first, second = names_of("runs/*/*.pt", ["runs/a/b-c.pt", "runs/a-b/c.pt"])
     assert first != second
     assert first.startswith("a-b-c-")
-
-
-@pytest.mark.parametrize("model", ["resnet18", "tests.cli.test_several:Little"])
-def test_a_pattern_of_any_model_is_expanded(
-    model: str, pictures: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--model", model, "--weights", "ckpts/*.bin", "--data", pictures / "val", "--dry-run")
-    assert run(*words) == EXIT_USAGE
-    assert "ckpts/*.bin: no file or folder fits" in capsys.readouterr().err
 
 
 def test_a_file_of_such_a_name_is_no_pattern(pictures: Path) -> None:

@@ -116,19 +116,23 @@ def test_grey_pictures_for_a_model_of_one_channel(tmp_path: Path, mode: str) -> 
     assert found.float().std() > 10
 
 
+def write_png(path: Path, size: tuple[int, int], bits: int, row: bytes, *, colours: bool = False) -> None:
+    """A picture of equal rows, with bits a value that Pillow does not write."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, bits, 2 * colours, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress((b"\0" + row) * size[1]))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b""))
+
+
 def sixteen_bits(path: Path, value: int, channels: int) -> Path:
     """30 x 30 pixels of one value, as PNG or PNM, which Pillow does not write with 16 bits a colour."""
     row = np.full(30 * channels, value, ">u2").tobytes()
     if path.suffix == ".png":
-
-        def chunk(kind: bytes, content: bytes) -> bytes:
-            checksum = zlib.crc32(kind + content)
-            return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
-
-        colour = {1: 0, 3: 2}[channels]
-        header = chunk(b"IHDR", struct.pack(">IIBBBBB", 30, 30, 16, colour, 0, 0, 0))
-        data = chunk(b"IDAT", zlib.compress((b"\0" + row) * 30))
-        path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b""))
+        write_png(path, (30, 30), 16, row, colours=channels == 3)
     else:
         path.write_bytes(b"P%d 30 30 65535\n" % {1: 5, 3: 6}[channels] + row * 30)
     return path

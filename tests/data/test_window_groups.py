@@ -141,15 +141,6 @@ def test_collate(collator: Callable[..., WindowEncoder], data: st.DataObject) ->
     assert batch["places"].tolist() == places
     columns = [batch[name].tolist() for name in ("windows", "tokens", "padded_tokens")]
     assert [list(row) for row in zip(*columns, strict=True)] == counts
-    # The law, apart from the reference.
-    blocks = [group["inputs"]["input_ids"] for group in batch["groups"]]
-    assert sum(block.numel() for block in blocks) == int(batch["padded_tokens"].sum())
-    filled = [int(row.sum()) for group in batch["groups"] for row in group["inputs"]["attention_mask"]]
-    assert filled == sorted(filled, reverse=True)
-    assert [block.shape[1] for block in blocks] == [
-        int(group["inputs"]["attention_mask"].sum(dim=1).max()) for group in batch["groups"]
-    ]
-    assert sorted(place for row in places for place in row if place >= 0) == list(range(len(rows)))
 
 
 def cost(lengths: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
@@ -178,19 +169,7 @@ def test_no_division_into_groups_takes_less(lengths: list[int], most: int) -> No
     groups = grouped(lengths, most)
     assert groups in divisions(len(lengths), most)
     assert cost(lengths, groups) == min(cost(lengths, other) for other in divisions(len(lengths), most))
-
-
-def test_groups_of_known_windows() -> None:
-    more = FORWARD_TOKENS
-    assert grouped([], 8) == []
-    assert grouped([5], 8) == [(0, 1)]
-    assert grouped([5] * 20, 32) == [(0, 20)]
-    assert [stop - first for first, stop in grouped([5] * 20, 1)] == [1] * 20
-    assert len(grouped([5] * 20, 8)) == 3
-    # Padding to the longest is worth a forward only where it is more than that.
-    assert grouped([more + 2, 1], 8) == [(0, 1), (1, 2)]
-    assert grouped([more, 1], 8) == [(0, 2)]
-    assert grouped([more] * 4 + [more // 2] * 4 + [1], 8) == [(0, 4), (4, 9)]
+    assert grouped([], most) == []
 
 
 def test_the_placeholder_of_a_question_that_has_no_windows(made: dict[str, Made]) -> None:

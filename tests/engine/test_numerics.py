@@ -95,6 +95,14 @@ def medium_then_older() -> None:
     BACKENDS.cuda.matmul.allow_tf32 = False
 
 
+def allow_tf32() -> None:
+    BACKENDS.cuda.matmul.allow_tf32 = BACKENDS.cudnn.allow_tf32 = True
+
+
+def parents() -> None:
+    BACKENDS.fp32_precision = BACKENDS.cudnn.fp32_precision = "tf32"
+
+
 def newer() -> None:
     BACKENDS.cuda.matmul.fp32_precision = "tf32"
     BACKENDS.mkldnn.matmul.fp32_precision = "bf16"
@@ -107,17 +115,14 @@ def attention() -> None:
     BACKENDS.cuda.allow_fp16_bf16_reduction_math_sdp(True)
 
 
-def setting(*changes: tuple[Any, str, Any]) -> Callable[[], object]:
-    """Sets these attributes, each of an owner by its name to a value."""
-
-    def change() -> None:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
-
-    return change
+def changing(name: str, before: Any, after: Any) -> tuple[Callable[[], object], str]:
+    """Sets an attribute of torch's backends; how the change is said."""
+    owner, _, attribute = name.rpartition(".")
+    found = functools.reduce(getattr, owner.split("."), BACKENDS)
+    said = f"backends.{name} from {before!r} to {after!r}"
+    return lambda: setattr(found, attribute, after), said
 
 
-CUDNN, MKLDNN, MATMUL = BACKENDS.cudnn, BACKENDS.mkldnn, BACKENDS.cuda.matmul
 # What may be changed, and how the change is said, but for "torch." before it.
 CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "medium": (
@@ -125,16 +130,10 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
         "backends.mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'",
     ),
     "medium_then_older": (medium_then_older, "backends.mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'"),
-    "allow_tf32": (
-        setting((MATMUL, "allow_tf32", True), (CUDNN, "allow_tf32", True)),
-        "backends.cudnn.conv.fp32_precision from 'ieee' to 'tf32'",
-    ),
+    "allow_tf32": (allow_tf32, "backends.cudnn.conv.fp32_precision from 'ieee' to 'tf32'"),
     "newer": (newer, "backends.cuda.matmul.fp32_precision from 'ieee' to 'tf32'"),
-    "parents": (
-        setting((BACKENDS, "fp32_precision", "tf32"), (CUDNN, "fp32_precision", "tf32")),
-        "backends.fp32_precision from 'ieee' to 'tf32'",
-    ),
-    "benchmark": (setting((CUDNN, "benchmark", True)), "backends.cudnn.benchmark from False to True"),
+    "parents": (parents, "backends.fp32_precision from 'ieee' to 'tf32'"),
+    "benchmark": changing("cudnn.benchmark", False, True),
     "threads": (lambda: torch.set_num_threads(4), "get_num_threads() from 1 to 4"),
     # What use_deterministic_algorithms(False) does; that imports the compiler.
     "nondeterministic": (
@@ -155,35 +154,24 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: BACKENDS.mha.set_fastpath_enabled(False),
         "backends.mha.get_fastpath_enabled() from True to False",
     ),
-    "no_mkldnn": (setting((MKLDNN, "enabled", False)), "backends.mkldnn.enabled from True to False"),
+    "no_mkldnn": changing("mkldnn.enabled", True, False),
     "no_nnpack": (lambda: torch._C._set_nnpack_enabled(False), "backends.nnpack.enabled from True to False"),
-    "no_cudnn": (setting((CUDNN, "enabled", False)), "backends.cudnn.enabled from True to False"),
-    "no_cudnn_determinism": (
-        setting((CUDNN, "deterministic", False)),
-        "backends.cudnn.deterministic from True to False",
-    ),
+    "no_cudnn": changing("cudnn.enabled", True, False),
+    "no_cudnn_determinism": changing("cudnn.deterministic", True, False),
     "attention": (attention, "backends.cuda.flash_sdp_enabled() from True to False"),
     "only_flash": (
         lambda: BACKENDS.cuda.enable_math_sdp(False),
         "backends.cuda.math_sdp_enabled() from True to False",
     ),
-    "full_reductions": (
-        setting(
-            (MATMUL, "allow_fp16_reduced_precision_reduction", False),
-            (MATMUL, "allow_bf16_reduced_precision_reduction", False),
-        ),
-        "backends.cuda.matmul.allow_fp16_reduced_precision_reduction from True to False",
-    ),
-    "half_sums": (
-        setting((MATMUL, "allow_fp16_accumulation", True)),
-        "backends.cuda.matmul.allow_fp16_accumulation from False to True",
-    ),
+    "full_fp16_reductions": changing("cuda.matmul.allow_fp16_reduced_precision_reduction", True, False),
+    "full_bf16_reductions": changing("cuda.matmul.allow_bf16_reduced_precision_reduction", True, False),
+    "half_sums": changing("cuda.matmul.allow_fp16_accumulation", False, True),
 }
 # Grad mode is inference mode's in a forward; with another type or device the data do not fit the model.
 IN_FORWARD = [name for name in CHANGES if name not in ("default_dtype", "default_device", "grad_off")]
 BEFORE = [
     *("default_dtype", "default_device", "no_fast_path", "no_mkldnn", "no_nnpack", "no_cudnn"),
-    *("attention", "only_flash", "full_reductions", "benchmark"),
+    *("attention", "only_flash", "full_fp16_reductions", "full_bf16_reductions", "benchmark"),
 ]
 
 

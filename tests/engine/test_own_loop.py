@@ -273,6 +273,10 @@ def test_misuse_is_said_at_once(use: Callable[[OwnLoop, torch.Tensor, int], obje
             for name, value in (("metrics", 5), ("metrics", "a"), ("model", 5), ("collate", 5))
         ),
         (NUMBERS, {"precision": "amp-bf16"}, "in your own loop write autocast yourself"),
+        *(
+            (NUMBERS, {name: value}, "in your own loop")
+            for name, value in (("precision", "fp16"), ("layout", "contiguous"), ("optimize", "fold"))
+        ),
     ],
 )
 def test_a_loop_that_cannot_be_opened(data: Any, options: dict[str, Any], said: str) -> None:

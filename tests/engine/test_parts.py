@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import dualeval
 from dualeval.data.labelled_images import ImageFolder
@@ -208,13 +208,8 @@ def test_a_postprocess_that_is_wrong(task: type[Asking], message: str) -> None:
         evaluate(task(90), None, batch_size=8, sample=40)
 
 
-def made_rows(count: int) -> list[tuple[Tensor, int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, generator=generator), index % 4) for index in range(count)]
-
-
 def test_data_of_ones_own() -> None:
-    data = made_rows(50)
+    data = [(row, index % 4) for index, row in enumerate(torch.randn(50, 4))]
     chosen = smallest([str(index) for index in range(50)], 10, 2)
     result = dualeval.evaluate(model=nn.Identity(), data=data, sample=10, seed=2, metrics=["top1"])
     right = [int(data[index][0].argmax()) == data[index][1] for index in chosen]
@@ -264,16 +259,16 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert parts.part_of(drawn, EvalPlan(num_samples=4, batch_size=2))["of_classes"] == 3
 
 
-def table(out: Path) -> list[dict[str, Any]]:
-    found = rows(out)
-    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
-
-
 def test_ranks_draw_the_same(launch: Launch, tmp_path: Path) -> None:
+    """And compare it with what one process has drawn, which a job file names."""
     alone = evaluate(ImageClassification(), tmp_path / "one", sample=150, seed=5)
-    options = ["--sample", "150", "--seed", "5", "--workers", "1", "--json", "--no-progress"]
-    done = launch([*start("torchrun", 2), "dualeval", "run", *options, "--out", tmp_path / "two"], timeout=90)
+    (tmp_path / "job.toml").write_text('reference = "one"\n')
+    options: list[str | Path] = ["--config", tmp_path / "job.toml", "--sample", "150", "--seed", "5"]
+    options += ["--workers", "1", "--json", "--no-progress", "--out", tmp_path / "two"]
+    done = launch([*start("torchrun", 2), "dualeval", "run", *options], timeout=90)
     found = json.loads(done.stdout)
+    reference = found["reference"]
+    assert (reference["samples"], reference["same_bits"], reference["differs_in"]) == (150, True, {})
     assert found["metrics_digest"] == alone.metrics_digest
     assert found["fingerprint"] == alone.fingerprint
     of_all = {"classes": 10, "of_classes": 10}

@@ -533,13 +533,6 @@ def test_each_preparation_is_a_job_of_its_own(tmp_path: Path) -> None:
         assert (again.earlier, again.replay) == (True, "same bits")
 
 
-def test_a_loop_of_ones_own_says_no() -> None:
-    refused: list[dict[str, Any]] = [*({"precision": "fp16"}, {"layout": "contiguous"}, {"optimize": "fold"})]
-    for options in refused:
-        with dualeval.Session() as session, pytest.raises(UsageError, match="in your own loop"):
-            list(session.batches(torch.rand(3, 2), **options))
-
-
 RUN = (sys.executable, "-m", "dualeval", "run", "--limit", "640", "--no-progress")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dualeval
 from dualeval.columns import RaggedRows
@@ -25,10 +24,8 @@ from dualeval.metrics import Mean
 from dualeval.report.table import print_result
 from dualeval.result import PREDICTIONS, STATUS, Result
 from tests.comparison.test_comparison import changed
-from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
-from tests.launchers import start
-from tests.tiny import CLASSES, FEATURES, TinyTask
+from tests.tiny import TinyTask
 
 COUNT = 300
 
@@ -45,15 +42,9 @@ class Seeded(TinyTask):
         more: Mapping[str, Any] | None = None,
         rows: Sequence[str] = TinyTask.rows,
     ) -> None:
-        super().__init__(count, broken)
-        self._seed = seed
+        super().__init__(count, broken, seed=seed)
         self._more = more or {}
         self.rows = (*rows, *self._more)  # type: ignore[assignment]
-
-    def build_model(self, device: torch.device) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(self._seed)
-            return nn.Linear(FEATURES, CLASSES).eval().to(device)
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
         columns = super().observe(outputs, batch)
@@ -120,15 +111,11 @@ def test_the_numbers_are_those_of_the_two_files(
 
 
 def test_it_decides_neither_identity_nor_digest(first: Path, tmp_path: Path) -> None:
-    alone = evaluate(Seeded(seed=2), tmp_path / "alone", batch_size=32)
-    beside = evaluate(Seeded(seed=2), tmp_path / "beside", batch_size=32, reference=first)
-    assert beside.fingerprint == alone.fingerprint
-    assert beside.metrics_digest == alone.metrics_digest
-    shown = evaluate(Seeded(seed=2), tmp_path / "alone", batch_size=32, reference=first)
-    assert shown.earlier
-    assert shown.reference == beside.reference
-    assert alone.reference == {}
-    assert json.loads((tmp_path / "alone/result.json").read_text())["reference"] == {}
+    alone = evaluate(Seeded(seed=2), tmp_path, batch_size=32)
+    shown = evaluate(Seeded(seed=2), tmp_path, batch_size=32, reference=first)
+    assert shown.earlier and shown.reference["samples"] == COUNT
+    assert (shown.fingerprint, shown.metrics_digest) == (alone.fingerprint, alone.metrics_digest)
+    assert alone.reference == {} == json.loads((tmp_path / "result.json").read_text())["reference"]
 
 
 def test_the_same_bits_are_said(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,20 +234,6 @@ def test_a_loop_of_one_s_own(tmp_path: Path) -> None:
         assert (found["loss"]["largest"], found["loss"]["largest_at"]) == (9.5, "19")
 
 
-def test_two_ranks_and_the_command_line(launch: Launch, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dualeval", "run", "--limit", "200", "--no-progress", "--json"]
-    launch([*command, "--out", tmp_path / "a"], timeout=120).ok()
-    (tmp_path / "job.toml").write_text('reference = "a"\n')
-    words: list[str | Path] = [
-        *("--config", tmp_path / "job.toml", "--batch-size", "16", "--out", tmp_path / "b")
-    ]
-    two = launch([*start("torchrun", 2), *command, *words], timeout=120).ok()
-    found = json.loads(two.stdout)["reference"]
-    assert found["samples"] == 200
-    assert found["differs_in"] == {"batch_size": [64, 16]}
-    assert found["agreement"] == 1.0
-
-
 # -- rows beside other rows: kinds that can be compared, and values that are equal ----------------------
 
 
@@ -304,10 +277,7 @@ def test_which_predictions_are_right() -> None:
         "target": np.array([1, 3]),
         "exact_match": np.array([0.0, 1.0]),
     }
-    found = right(columns, "prediction")
-    assert found is not None
-    assert found.tolist() == [True, False]
-    found = right(columns, "answer")
-    assert found is not None
-    assert found.tolist() == [False, True]
+    for name, expected in (("prediction", [True, False]), ("answer", [False, True])):
+        found = right(columns, name)
+        assert found is not None and found.tolist() == expected
     assert right({"prediction": np.array([0.5])}, "prediction") is None

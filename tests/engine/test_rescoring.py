@@ -29,13 +29,10 @@ from dualeval.metrics.classification import (
     default_metrics,
 )
 from dualeval.result import read_result
-from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.image_classification import ImageClassification
-from dualeval.tasks.question_answering import QuestionAnswering
 from dualeval.tasks.stored import metrics_of_run
-from tests import questions
 from tests.conftest import ROOT
-from tests.engine.test_evaluator import evaluate, rows
+from tests.engine.test_evaluator import evaluate
 from tests.ragged_task import EveryBit
 from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
 
@@ -101,8 +98,12 @@ class ManyColumns(TinyTask):
         return [*super().metrics(), Codes(), EveryBit(*self.made)]
 
 
-def test_every_built_in_metric_comes_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("window", [1, 64])
+def test_every_built_in_metric_comes_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
     """With samples that could not be read, and windows of rows that do not end where batches do."""
+    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
     broken = [3, 8, 9, 10, 11, 500]
     task = OddTask(1000, broken, EVERY_METRIC)
     wanted = evaluate(task, tmp_path, batch_size=7, on_error="skip")
@@ -115,14 +116,6 @@ def test_every_built_in_metric_comes_to_the_same_bits(tmp_path: Path) -> None:
     assert found.warnings == wanted.warnings
     assert found.metrics_digest == wanted.metrics_digest
     assert (found.samples, found.failed, found.timing) == (wanted.samples, wanted.failed, wanted.timing)
-
-
-@pytest.mark.parametrize("window", [1, 64])
-def test_windows_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    wanted = evaluate(TinyTask(300, [7]), tmp_path, batch_size=8, on_error="skip")
-    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
-    found = dualeval.rescore(tmp_path, metrics=named(*default_metrics(CLASSES)))
-    assert found.metrics_digest == wanted.metrics_digest
 
 
 @pytest.mark.parametrize("broken", [(), (0, 1, 2, 3, 40, 63)])
@@ -149,26 +142,6 @@ def test_added_metrics_are_those_of_a_run_that_had_them(tmp_path: Path) -> None:
     assert found.metrics_digest == wanted.metrics_digest
     assert found.job["metric"] == ["top3", "ece", "loss"]
     assert found.job["rows_of"] == str(tmp_path / "few")
-
-
-def test_a_metric_that_keeps_no_rows(tmp_path: Path) -> None:
-    class Passing(TopK):
-        keeps_rows = False
-
-    class Task(TinyTask):
-        def metrics(self) -> list[Metric | RowMetric]:
-            return [Passing(1), *super().metrics()]
-
-    evaluate(Task(20, metrics=["loss"]), tmp_path)
-    assert "rank" not in rows(tmp_path)
-    with pytest.raises(UsageError, match=r"'top1' reads column 'rank'.*keeps_rows = False"):
-        dualeval.rescore(tmp_path, metrics=[Passing(1)])
-
-
-def test_a_column_that_the_run_has_not_kept(tmp_path: Path) -> None:
-    evaluate(TinyTask(20, metrics=["loss"]), tmp_path)
-    with pytest.raises(UsageError, match=r"metric 'top3' reads column 'rank'.*--metric top3 .*--fresh"):
-        dualeval.rescore(tmp_path, metrics=named("loss", "top3"))
 
 
 class Undeclared(TopK):
@@ -214,35 +187,6 @@ def test_a_classifier_keeps_what_any_of_its_metrics_reads(classes: int) -> None:
     known = [*default_metrics(classes), "top2", *(set(BY_NAME) - {"confusion", "auroc"})]
     columns = {name for metric in named(*known, classes=classes) for name in metric.columns}
     assert columns <= set(ImageClassification.rows)
-
-
-def test_the_embedded_job(tmp_path: Path) -> None:
-    wanted = evaluate(ImageClassification(metrics=EVERY_METRIC), tmp_path, limit=700)
-    found = metrics_of_run(tmp_path / "job.json")
-    assert dualeval.rescore(tmp_path, metrics=found).metrics_digest == wanted.metrics_digest
-
-
-def test_question_answering(tmp_path: Path) -> None:
-    """And the answers that it has given, scored as a file."""
-    bert = questions.save_tiny_bert(tmp_path / "bert")
-    data = questions.write_questions(tmp_path / "data.json", unanswerable=True)
-    wanted = evaluate(QuestionAnswering(model=bert, data=data, batch_size=4), tmp_path / "run", batch_size=4)
-    found = metrics_of_run(tmp_path / "run/job.json")
-    assert "best_thresholds" in [metric.name for metric in found]
-    again = dualeval.rescore(tmp_path / "run", metrics=found)
-    assert again.metrics == wanted.metrics
-    assert again.metrics_digest == wanted.metrics_digest
-    assert (again.units, again.work) == (wanted.units, wanted.work)
-
-    answers = tmp_path / "run/predictions.json"
-    odds = tmp_path / "run/null_odds.json"
-    scored = evaluate(GivenAnswers(data=data, predictions=answers, null_odds=odds), tmp_path / "scored")
-    found = metrics_of_run(tmp_path / "scored/job.json")
-    again = dualeval.rescore(tmp_path / "scored", metrics=found)
-    assert again.metrics == scored.metrics
-    assert again.metrics_digest == scored.metrics_digest
-    [f1] = metrics_of_run(tmp_path / "scored/job.json", ["f1"])
-    assert dualeval.rescore(tmp_path / "scored", metrics=[f1]).metrics["f1"] == scored.metrics["f1"]
 
 
 def test_a_task_of_ones_own_is_scored_from_python(tmp_path: Path) -> None:
@@ -308,15 +252,8 @@ def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
     evaluate(dualeval.ModelTask(model=torch.nn.Identity(), data=data), tmp_path / "own")
     found = metrics_of_run(tmp_path / "own/job.json", [spelled])
     assert dualeval.rescore(tmp_path / "own", metrics=found).metrics == {"MeanAbsoluteError": 1.0}
-
-    evaluate(ImageClassification(metrics=["top1"]), tmp_path / "built", limit=20, metric=["top1", spelled])
-    found = metrics_of_run(tmp_path / "built/job.json", ["top1", spelled])
-    assert list(dualeval.rescore(tmp_path / "built", metrics=found).metrics) == ["top1", "MeanAbsoluteError"]
-    assert [metric.name for metric in metrics_of_run(tmp_path / "built/job.json")] == [
-        "top1",
-        "MeanAbsoluteError",
-    ]
     # Runs of earlier versions have its name alone.
+    evaluate(ImageClassification(metrics=["top1"]), tmp_path / "built", limit=20, metric=["top1", spelled])
     job = tmp_path / "built/job.json"
     job.write_text(job.read_text().replace(spelled, "MeanAbsoluteError"))
     with pytest.raises(dualeval.UsageError, match="'MeanAbsoluteError' of TorchMetrics"):

@@ -420,16 +420,6 @@ def test_names_that_do_not_fit_are_explained(name: str, classes: int, message: s
         metric_of(name, classes)
 
 
-def test_nonfinite_logits_are_warned_of() -> None:
-    metric = metric_of("nonfinite_logits", 3)
-    ledger = torch.zeros(metric.size, dtype=torch.int64)
-    assert metric.compute(ledger).warnings == ()
-    metric.update(
-        ledger, {"nan_logits": torch.tensor([True, False]), "inf_logits": torch.tensor([False, False])}
-    )
-    assert metric.compute(ledger).warnings == ("logits: 1 samples have a NaN, 0 an infinity",)
-
-
 def test_kernels_of_a_batch() -> None:
     """As many for any batch: a small model's forward on a GPU is as short as twenty kernels."""
     observe_logits(*sample_logits(4, 10), top=5)  # makes what later batches use again

@@ -21,6 +21,7 @@ from dualeval.metrics import Mean, Measured, Metric, Ratio, RowMetric, Score, To
 from dualeval.metrics.clusters import ClusterIntervals, Clusters, cluster_intervals, degrees_of_freedom
 from dualeval.metrics.intervals import student_95, wilson_interval
 from tests.measuring import ledger_of
+from tests.squad_files import question
 
 GENERATOR = np.random.default_rng(5)
 CLUSTER = GENERATOR.integers(0, 40, 500)
@@ -289,28 +290,10 @@ def test_a_column_that_makes_no_clusters(cluster: str, said: str) -> None:
         evaluate(cluster=cluster)
 
 
-class Scans(dualeval.ModelTask):
-    """A task that keeps a column of its data."""
-
-    def observe(self, outputs: Any, batch: Any) -> dict[str, Any]:
-        return {**super().observe(outputs, batch), "patient": batch["patient"]}
-
-
-def test_a_column_of_the_data_that_a_task_gives() -> None:
-    pixels = torch.rand(40, 3, generator=torch.Generator().manual_seed(1))
-    rows = [{"x": row, "label": at % 4, "patient": f"p{at % 7}"} for at, row in enumerate(pixels)]
-    task = Scans(model=nn.Linear(3, 4), data=rows, metrics=["loss"])
-    result = dualeval.evaluate(task, cluster="patient", launcher="none")
-    assert result.clusters == {"column": "patient", "count": 7}
-
-
 def questions_on(articles: int, title: Callable[[int], Any]) -> dict[str, Any]:
     data = []
     for number in range(articles):
-        qas = [
-            {"id": f"{number}-{at}", "question": "?", "answers": [{"text": "one", "answer_start": 0}]}
-            for at in range(3)
-        ]
+        qas = [question(f"{number}-{at}", ("one", 0)) for at in range(3)]
         data.append({**title(number), "paragraphs": [{"context": "one two", "qas": qas}]})
     return {"version": "1.1", "data": data}
 

@@ -134,21 +134,6 @@ def _decimal(value: Fraction) -> Decimal:
     return Decimal(value.numerator) / Decimal(value.denominator)
 
 
-@pytest.mark.parametrize(
-    ("transform", "function"), [("exp", math.exp), ("sqrt", math.sqrt), ("log", math.log)]
-)
-def test_transforms(transform: str, function: Callable[[float], float]) -> None:
-    values = doubles([0.5, 1.25, 0.75, 1.5, 1.75])
-    plain = measure(Mean("x"), {"x": values})
-    mean = plain.values["x"]
-    assert isinstance(mean, float)
-    found = measure(Mean("x", transform=transform), {"x": values})
-    [(key, value)] = found.values.items()
-    assert key == f"{transform}_x"
-    assert value == pytest.approx(function(mean), rel=1e-15)
-    assert found.intervals[key] == pytest.approx([function(end) for end in plain.intervals["x"]])
-
-
 def test_the_exponential_is_rounded_right() -> None:
     # 60 digits of exp(1/3), of mpmath; the mean of these three is no float64 number.
     exact = Decimal("1.39561242508608952862812531960258683759790651519940698261751671")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,16 +24,7 @@ from dualeval.tasks.stored import metrics_of_run
 from tests.conftest import Launch
 from tests.engine.test_engine_ranks import run_ranks
 from tests.engine.test_evaluator import evaluate
-from tests.torchmetrics_task import (
-    BATCH,
-    BROKEN,
-    METRICS,
-    SAMPLES,
-    ManyMetricsTask,
-    columns_of,
-    made,
-    unnamed,
-)
+from tests.torchmetrics_task import BATCH, BROKEN, METRICS, SAMPLES, ManyMetricsTask, columns_of, made
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "on_error": "skip"}
@@ -103,21 +93,6 @@ def test_the_time_of_a_fold_changes_no_bit(
     found = evaluate(ManyMetricsTask(names), None, **OPTIONS).metrics
     assert found == {key: value for key, value in done[1].metrics.items() if key in found}
     assert len(found) == 6
-
-
-def test_a_resumed_run_has_the_same_bits(
-    tmp_path: Path, done: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "FLUSH_ROWS", 32)
-    monkeypatch.setitem(unnamed, "batches", 11)
-    with pytest.raises(RuntimeError, match="enough"):
-        evaluate(ManyMetricsTask(), tmp_path / "out", **OPTIONS)
-    monkeypatch.setitem(unnamed, "batches", math.inf)
-    found = evaluate(ManyMetricsTask(), tmp_path / "out", **OPTIONS)
-    assert found.chunks["resumed"] > 0
-    assert found.replay == "same bits"
-    assert found.metrics_digest == done[1].metrics_digest
-    assert evaluate(ManyMetricsTask(), tmp_path / "out", **OPTIONS).earlier
 
 
 def test_from_the_rows_to_the_bit(done: tuple[Path, Result]) -> None:

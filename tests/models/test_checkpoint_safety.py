@@ -120,9 +120,6 @@ def test_programs_are_no_weights(trust: bool) -> None:
         assert f"--model {name} takes it, with --trust-checkpoint and without --weights" in str(caught.value)
 
 
-# -- several files -----------------------------------------------------------------------------------------
-
-
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------
 
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 import dualeval
@@ -27,6 +25,7 @@ from dualeval.tasks import ImageClassification
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.conftest import working_module
+from tests.data.test_image_folder import save
 from tests.models.test_late_building import check_same, is_late
 
 CLASSES = 3
@@ -70,6 +69,10 @@ def scripted(model: nn.Module) -> Any:
     return torch.jit.script(model)
 
 
+def in_training_mode(model: nn.Module) -> Any:
+    return torch.jit.script(model.train())
+
+
 def traced(model: nn.Module) -> Any:
     return torch.jit.trace(model, IMAGES)  # type: ignore[no-untyped-call]
 
@@ -105,7 +108,7 @@ def fails(name: str, weights: str | None = None, **options: Any) -> str:
 
 
 @deprecated
-@pytest.mark.parametrize("make", [scripted, traced, frozen])
+@pytest.mark.parametrize("make", [scripted, in_training_mode, traced, frozen])
 def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
     make(net()).save(str(path))
@@ -127,14 +130,6 @@ def test_a_program_with_a_flipped_bit(tmp_path: Path) -> None:
     path.write_bytes(content)
     said = fails(str(path), trust=True)
     assert re.search(r"cannot be read as a TorchScript archive: its record \S+ does not fit", said)
-
-
-@deprecated
-def test_an_archive_saved_in_training_mode_is_set_to_evaluation(tmp_path: Path) -> None:
-    path = tmp_path / "net.ts"
-    scripted(net().train()).save(str(path))
-    model = classifiers.build(str(path), None, None, trust=True)
-    assert torch.equal(model(IMAGES), net()(IMAGES))
 
 
 @deprecated
@@ -439,6 +434,9 @@ def test_a_classifier_of_transformers(vit: Path, tmp_path: Path) -> None:
     moved = classifiers.source_of(f"hf:{tmp_path / 'elsewhere'}")
     assert moved.identity == source.identity == "hf:vit"
     assert identity(moved.build(moved.find_weights(None), None)) == identity(model)
+    with pytest.raises(OtherClasses) as caught:
+        source.build(source.find_weights(None), 7, Loading())
+    assert caught.value.found == CLASSES
     drawn = classifiers.build(f"hf:{vit}", "random:3", None)
     assert identity(drawn)[0] != identity(model)[0]
     torch.save(model.state_dict(), tmp_path / "w.pt")
@@ -462,13 +460,6 @@ def test_classes_of_imagenet_by_the_names_of_their_lists(tmp_path: Path) -> None
     assert source.known_classes(WeightsSource(text="")) is None
 
 
-def test_other_numbers_of_classes(vit: Path) -> None:
-    source = classifiers.source_of(f"hf:{vit}")
-    with pytest.raises(OtherClasses) as caught:
-        source.build(source.find_weights(None), 7, Loading())
-    assert caught.value.found == CLASSES
-
-
 def test_folders_that_are_none(vit: Path, tmp_path: Path) -> None:
     import transformers
 
@@ -488,18 +479,6 @@ def test_folders_that_are_none(vit: Path, tmp_path: Path) -> None:
     assert "takes no arguments" in fails(f"hf:{vit}", arguments={"depth": 1})
 
 
-def test_weights_that_a_folder_lacks_are_not_drawn(vit: Path, tmp_path: Path) -> None:
-    import transformers
-
-    shutil.copytree(vit, tmp_path / "body")
-    for file in (tmp_path / "body").glob("model*"):
-        file.unlink()
-    transformers.ViTModel.from_pretrained(vit).save_pretrained(tmp_path / "body")
-    message = fails(f"hf:{tmp_path / 'body'}")
-    assert "lack 2 tensors of the model" in message
-    assert "classifier.bias" in message
-
-
 @pytest.mark.parametrize(("name", "library"), [("timm:resnet18", "timm"), ("hf:vit", "transformers")])
 def test_a_library_that_is_not_installed(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
@@ -514,12 +493,8 @@ def test_a_library_that_is_not_installed(name: str, library: str, monkeypatch: p
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three class folders, eleven pictures: the last batch is smaller."""
     folder = tmp_path_factory.mktemp("pictures")
-    random = np.random.default_rng(0)
     for number in range(11):
-        path = folder / ("ant", "cat", "dog")[number % 3] / f"{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        pixels = random.integers(0, 256, (20 + number, 24, 3), np.uint8)
-        Image.fromarray(pixels).save(path)
+        save(folder / ("ant", "cat", "dog")[number % 3] / f"{number}.png", size=(24, 20 + number))
     return folder
 
 
@@ -561,11 +536,8 @@ def test_arguments_are_part_of_the_identity(pictures: Path) -> None:
 def test_paths_in_a_job_file(tmp_path: Path) -> None:
     assert model_beside("hf:vit", tmp_path) == f"hf:{tmp_path / 'vit'}"
     assert model_beside("net.pt2", tmp_path) == str(tmp_path / "net.pt2")
-    assert [model_beside(name, tmp_path) for name in ("resnet18", "timm:a.b", "a.b:c")] == [
-        "resnet18",
-        "timm:a.b",
-        "a.b:c",
-    ]
+    names = ["resnet18", "timm:a.b", "a.b:c"]
+    assert [model_beside(name, tmp_path) for name in names] == names
 
 
 # -- a module and a folder, from Python ----------------------------------------------------------------

@@ -101,7 +101,6 @@ class Failing(Plain):
 
 
 BEYOND: dict[str, Any] = {"model": LanguageModel(), "observe": losses, "batch_size": 4}
-NO_TOP1 = "no metric 'top1' here"
 MULTICLASS = "torchmetrics:MulticlassAccuracy(num_classes={})"
 ONE_HOT = nn.functional.one_hot(LABELS, 3)
 # Options, and words of what is said, in their order.
@@ -222,13 +221,6 @@ def test_a_path_of_texts_names_the_tasks(tmp_path: Path) -> None:
         dualeval.evaluate(model=nn.Linear(4, 2), data=tmp_path)
     for said in (f"LanguageModeling(model=..., data='{tmp_path}')", "Segmentation, TextClassification"):
         assert said in str(caught.value)
-
-
-# -- data sets -----------------------------------------------------------------------------------------
-
-
-def test_a_plain_data_set_is_read_one_by_one() -> None:
-    assert evaluated(data=Plain()).samples["evaluated"] == len(INPUTS)
 
 
 # -- the user's own lines ------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -23,8 +22,8 @@ from dualeval.tasks.image_classification import (
     FASHION_STD,
     ImageClassification,
 )
-from dualeval.tasks.image_data import ASSETS
 from tests.conftest import working_module
+from tests.data.test_idx import idx, write
 
 CPU = torch.device("cpu")
 
@@ -109,11 +108,8 @@ def refused(task: ImageClassification) -> str:
 
 
 def idx_folder(folder: Path, labels: list[int], side: int = 28) -> Path:
-    count = len(labels)
-    images = struct.pack(">4B3I", 0, 0, 8, 3, count, side, side) + bytes(count * side * side)
-    (folder / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
-    content = struct.pack(">4BI", 0, 0, 8, 1, count) + bytes(labels)
-    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(content))
+    write(folder / "t10k-images-idx3-ubyte.gz", idx(np.zeros((len(labels), side, side), np.uint8)))
+    write(folder / "t10k-labels-idx1-ubyte.gz", idx(np.array(labels, np.uint8)))
     return folder
 
 
@@ -171,24 +167,6 @@ def test_images_are_scaled_in_float32_whatever_a_factory_sets(folder: Path, mode
 
 
 # -- what does not fit together ------------------------------------------------------------------------
-
-
-def test_num_classes_against_the_folders(folder: Path) -> None:
-    with pytest.raises(UsageError, match="--num-classes 4, but the data has 3 class folders"):
-        small(folder, num_classes=4)
-    small(folder, num_classes=3)
-
-
-@pytest.mark.usefixtures("models")
-def test_a_factory_of_another_number_of_classes(folder: Path, tmp_path: Path) -> None:
-    two = tmp_path / "two"
-    for name in "ab":
-        (two / name).mkdir(parents=True)
-        Image.new("RGB", (40, 40)).save(two / name / "0.png")
-    small(folder, "shapes:three").build_model(CPU)
-    message = refused(small(two, "shapes:three"))
-    assert "the model shapes:three has 3 classes, but 2 were expected" in message
-    assert "--num-classes" in message
 
 
 def test_a_label_out_of_range(tmp_path: Path) -> None:
@@ -293,10 +271,6 @@ def test_the_embedded_means_are_those_of_the_training_set() -> None:
     assert images.std() == pytest.approx(FASHION_STD, abs=2e-3)
     preprocessing = ImageClassification().fingerprint()["preprocessing"]
     assert (preprocessing["mean"], preprocessing["std"]) == ((FASHION_MEAN,), (FASHION_STD,))
-
-
-def test_assets_ship_with_their_licence() -> None:
-    assert (ASSETS / "LICENSE-fashion-mnist.txt").read_text("utf-8").count("MIT License") == 1
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------

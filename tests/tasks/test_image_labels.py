@@ -22,7 +22,7 @@ from dualeval.vision_library import torchvision
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
 from tests.published_weights import Publish
-from tests.tasks.test_image_classification import idx_folder, refused
+from tests.tasks.test_image_classification import refused
 
 TORCHVISION = torchvision()
 CPU = torch.device("cpu")
@@ -268,13 +268,6 @@ def test_published_weights_know_their_classes(tmp_path: Path, publish: Publish, 
 
 
 # -- options ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", [{"class_map": "m.json"}, {"class_order": "number"}])
-def test_idx_files_have_labels_of_their_own(tmp_path: Path, option: dict[str, Any]) -> None:
-    (tmp_path / "idx").mkdir()
-    with pytest.raises(UsageError, match=r"--\S+ has no meaning for the idx files in"):
-        ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path / "idx", [1]), **option)
 
 
 def test_two_ways_at_once(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ def nothing(picture):
     return picture.size
 """
 SIZE = {"resize": 48, "crop": 32, "mean": (0.25,), "std": (0.5,)}
-FLAGS = ["--resize", "48", "--crop", "32", "--mean", "0.25", "--std", "0.5"]
 
 
 @pytest.fixture

@@ -284,13 +284,6 @@ def test_functions_of_ones_own(tmp_path: Path) -> None:
     assert result.description["model"] == "doubled"
 
 
-def test_the_callers_model_is_as_it_was() -> None:
-    model = nn.Sequential(linear(3, 2), nn.Dropout()).train()
-    evaluate(model=model, data=TensorDataset(numbers(8, 3), torch.zeros(8, dtype=torch.long)))
-    assert model.training and model[1].training
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 class Mapped(Dataset[tuple[Tensor, int]]):
     """Any map-style data set, without ids, fingerprint or ``__getitems__``."""
 

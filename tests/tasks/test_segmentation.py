@@ -17,13 +17,13 @@ from torch.nn.functional import interpolate
 
 from dualeval.data.masks import LabelRule
 from dualeval.data.preprocessing import Uncropped
-from dualeval.engine.rescoring import rescore
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.segmentation import counts_of, segmentation_metrics
 from dualeval.models.sources.processors import uncropped_of
-from dualeval.tasks.segmentation import Segmentation, stored_metrics
+from dualeval.tasks.segmentation import Segmentation
 from dualeval.vision_library import torchvision
 from tests import masked_pictures as made
+from tests.data.test_pictures import write_png
 from tests.engine.test_evaluator import evaluate, rows
 from tests.masked_pictures import CLASSES, IGNORED, Exact
 from tests.measuring import measure
@@ -374,18 +374,9 @@ def _beyond(mask: Path) -> None:
 
 def _of_four_bits(mask: Path) -> None:
     """Grey of less than 8 bits, which Pillow spreads over 0 to 255; it writes none itself."""
-    import struct
-    import zlib
-
     with Image.open(mask) as image:
-        width, height = image.size
-    lines = b"".join(b"\0" + bytes(width // 2) for _ in range(height))
-    parts = [(b"IHDR", struct.pack(">2I5B", width, height, 4, 0, 0, 0, 0)), (b"IDAT", zlib.compress(lines))]
-    chunks = [
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in [*parts, (b"IEND", b"")]
-    ]
-    mask.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+        size = image.size
+    write_png(mask, size, 4, bytes(size[0] // 2))
 
 
 def _picture_of(mask: Path) -> Path:
@@ -561,17 +552,3 @@ def test_names_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "masks/000.tif").write_bytes(b"")
     with pytest.raises(UsageError, match=r"000.(png|tif) and 000.(png|tif), and each may be meant"):
         task(tmp_path)
-
-
-# -- runs ----------------------------------------------------------------------------------------------
-
-
-def test_stored_metrics(home: Path, tmp_path: Path) -> None:
-    """Computed from the rows alone they have the same digest."""
-    result = evaluate(task(home), tmp_path / "out", batch_size=4)
-    fingerprint = task(home)
-    fingerprint.build_model(CPU)
-    metrics = stored_metrics(fingerprint.fingerprint(), ())
-    assert rescore(tmp_path / "out", metrics=metrics).metrics_digest == result.metrics_digest
-    [one] = stored_metrics(fingerprint.fingerprint(), ["dice"])
-    assert rescore(tmp_path / "out", metrics=[one]).metrics["mean_dice"] == result.metrics["mean_dice"]
