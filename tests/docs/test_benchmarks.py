@@ -1,4 +1,4 @@
-"""Benchmarks: tables of peers from made figures, whether intervals cover, what a batch passes on its way."""
+"""Benchmarks: loops of peers, whether intervals cover, what a batch passes on its way."""
 
 from __future__ import annotations
 
@@ -29,51 +29,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     return module
 
 
-SIZES = ("1", "2")
-
-
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return benchmark(monkeypatch, "peers")
-
-
-def made(peers: Any) -> dict[str, Any]:
-    """Figures in which the n-th loop takes 1 + n / 10 times as long as the first, the bare loop."""
-
-    def turns(slower: float) -> list[dict[str, Any]]:
-        return [
-            {"seconds": bare * slower, "cpu_s": bare * slower, "samples": 700, "top1": 0.5, "loss": 2.0}
-            for bare in (1.0, 4.0, 2.0)
-        ]
-
-    def start(number: int, size: int) -> dict[str, Any]:
-        return {
-            "startup_s": 2.0 + number,
-            "peak_bytes": (100 + number) * 1_000_000,
-            "samples": 997 + (number > 2) * (-997 % size),
-            "top1": None if number == 0 else 0.5,
-            "loss": None if number == 0 else 0.25 + (number > 2) * (size - 1) / 1024,
-            "exit_code": -6 if number == 7 and size == 2 else 0,
-        }
-
-    return {
-        "uneven": 997,
-        "exact": {"top1": 0.5, "loss": 0.25},
-        "starts": {
-            str(size): {loop: [start(n, size)] * (3 if size < 3 else 1) for n, loop in enumerate(peers.LOOPS)}
-            for size in (1, 2, 3)
-        },
-        "timed": {
-            size: {
-                problem: {
-                    "images": 700,
-                    "turns": {loop: turns(1 + n / 10) for n, loop in enumerate(peers.LOOPS)},
-                }
-                for problem in peers.PROBLEMS
-            }
-            for size in SIZES
-        },
-    }
 
 
 def rows_of(text: str, heading: str) -> list[list[str]]:
@@ -87,14 +45,6 @@ def rows_of(text: str, heading: str) -> list[list[str]]:
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
     assert len({len(row) for row in rows}) == 1, "every line has as many cells as the head"
     return rows[2:]
-
-
-def test_the_summary_has_medians_of_each_number_of_processes(peers: Any) -> None:
-    rows = {row[0]: row[1:] for row in rows_of(peers.report(made(peers)), "Medians")}
-    assert list(rows) == list(peers.LOOPS)
-    assert rows["dualeval"] == [*["1.10 / 1.10"] * 3, "3.0 / 3.0", "101 / 101", "997 / 997 / 997", "yes"]
-    assert rows["Lightning"] == [*["1.70 / 1.70"] * 3, "9.0 / 9.0", "107 / 107", "997 / 998 / 999", "no"]
-    assert rows[peers.BARE][-2:] == ["997 / 997 / 997", ""], "it has no loss"
 
 
 @pytest.mark.parametrize("ready", [False, True])
