@@ -21,7 +21,7 @@ from dualeval.wording import did_you_mean
 from dualeval.world import World
 
 __all__ = [
-    *("Backend", "check_mesh", "choose_backend", "class_of", "connect", "group_of_caller", "world_of_caller"),
+    *("Backend", "check_mesh", "choose_backend", "class_of", "connect", "group_of_caller", "world_of_caller")
 ]
 
 

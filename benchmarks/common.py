@@ -225,12 +225,7 @@ def _processor() -> str:
 
 
 def write_results(
-    name: str,
-    title: str,
-    body: str,
-    figures: Mapping[str, Any],
-    host: dict[str, Any],
-    folder: Path = RESULTS,
+    name: str, title: str, body: str, figures: Mapping[str, Any], host: dict[str, Any], folder: Path = RESULTS
 ) -> None:
     """Print the page, and write it to results/NAME-DATE.md for people and .json for programs."""
     print(body)

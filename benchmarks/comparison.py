@@ -221,10 +221,7 @@ def main() -> None:
     host = machine()
     cases = [(n, share) for n in (100, 1000, 10_000, 50_000) for share in (0.01, 0.05, 0.2)]
     found = {
-        "Right and wrong answers": (
-            ("samples", "differ"),
-            list(of_proportions(rounds, cases)),
-        ),
+        "Right and wrong answers": (("samples", "differ"), list(of_proportions(rounds, cases))),
         "Means": (("differences", "samples"), list(of_means(rounds, populations(), (30, 100, 300, 1000)))),
         "Clusters": (("clusters",), list(of_clusters(rounds, (5, 10, 20, 48, 100)))),
     }

@@ -352,10 +352,7 @@ def in_training(given: dict[str, Any]) -> Any:
     # A constant or two may stay: libraries begin with the first evaluation, too.
     same = without[0] == within[0] and abs(within[1] - without[1]) <= 4096
     said = f"weights {within[0]} and {within[1]} bytes held"
-    return {
-        "problems": [] if same else [f"{said}, without {without}"],
-        "found": f"{said} both times",
-    }
+    return {"problems": [] if same else [f"{said}, without {without}"], "found": f"{said} both times"}
 
 
 _ALL = (

@@ -99,11 +99,7 @@ def be_rank(kind: str, chunks: int, rounds: int, folder: Path) -> None:
         )
         batches = backend.all_gather_json(task.batches)
         assert sum(batches) == result.chunks["total"], "a chunk is a batch here"
-        return {
-            "evaluate_s": result.timing["evaluate_s"],
-            "chunks": batches,
-            "digest": result.metrics_digest,
-        }
+        return {"evaluate_s": result.timing["evaluate_s"], "chunks": batches, "digest": result.metrics_digest}
 
     def sleeping(slow_s: float) -> Callable[[], Sleeping]:
         seconds = slow_s if world.rank == world.size - 1 else BATCH_S

@@ -17,7 +17,7 @@ def tables() -> dict[str, str]:
         "backends": _table(
             ("`--launcher`", "started by", *(f"`{name}`" for name in BACKENDS)),
             ((_page(each), f"`{each.start}`", *(_backend(each, name) for name in BACKENDS)) for each in rows),
-        ),
+        )
     }
 
 

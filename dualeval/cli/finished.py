@@ -133,10 +133,7 @@ def slice_run(
     result, rows = finished_run(run)
     check_columns(rows, metrics)
     slicing = Slicing(
-        by=by,
-        bins=bins or (),
-        metrics=metrics,
-        cluster=cluster or result.clusters.get("column"),
+        by=by, bins=bins or (), metrics=metrics, cluster=cluster or result.clusters.get("column")
     )
     found = slicing.of_rows(result, rows)
     for note in found.warnings[len(result.warnings) :]:

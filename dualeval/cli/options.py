@@ -205,11 +205,7 @@ def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
 
 
 def evaluate_and_show(
-    session: Session,
-    evaluate: Callable[[Session], Result],
-    *,
-    as_json: bool,
-    targets: Sequence[Target] = (),
+    session: Session, evaluate: Callable[[Session], Result], *, as_json: bool, targets: Sequence[Target] = ()
 ) -> int:
     """Evaluate in a session of its own; returns the exit code, the same on every rank."""
     from dualeval.result import RESULT

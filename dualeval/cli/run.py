@@ -104,20 +104,10 @@ def _given(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) 
 @options.ALLOW_SHARED_GPU
 @flags_of(RunOptions, "mix_machines")
 @flags_of(SessionOptions, "heartbeat_timeout", "forward_timeout", "stop_signals")
-@grouped(
-    "--out",
-    group=RUN,
-    type=PATH,
-    metavar="DIR",
-    help="Output folder; an unfinished run resumes there.",
-)
+@grouped("--out", group=RUN, type=PATH, metavar="DIR", help="Output folder; an unfinished run resumes there.")
 @grouped("--share", group=RUN, metavar="I/N", help="Only share I of N; 'dualeval finish' joins them.")
 @grouped(
-    "--reference",
-    group=RUN,
-    type=PATH,
-    metavar="RUN",
-    help="Compare predictions with a finished run's.",
+    "--reference", group=RUN, type=PATH, metavar="RUN", help="Compare predictions with a finished run's."
 )
 @flags_of(RunOptions, "fresh")
 @grouped(

@@ -40,9 +40,7 @@ _GROUP = "A file of answers"
 @options.METRIC
 @options.CLUSTER
 @click.option(
-    "--out",
-    type=PATH,
-    help="Output folder.  [default: a new one in runs/; with RUN nothing is written]",
+    "--out", type=PATH, help="Output folder.  [default: a new one in runs/; with RUN nothing is written]"
 )
 @click.option("--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first.")
 @click.option(

@@ -150,14 +150,14 @@ def shown_name(name: str) -> str:
 _PLACES = ("{}", "ILSVRC/Data/CLS-LOC/{}", "Data/CLS-LOC/{}", "ILSVRC2012/{}", "ILSVRC2012_img_{}")
 _NAMES = {"val": ("val", "validation"), "train": ("train",)}
 _TAR = "ILSVRC2012_img_{}.tar"
-# Facts, a line a class; tests/write_wnids.py has written it.
-WNIDS_FILE = Path(__file__).resolve().parent.parent / "assets" / "imagenet_wnids.txt"
+# Facts, a line a class: those of ILSVRC-2012, in the order of their classes.
+_WNIDS_FILE = Path(__file__).resolve().parent.parent / "assets" / "imagenet_wnids.txt"
 
 
 @functools.cache
 def imagenet_wnids() -> tuple[str, ...]:
     """The wnid of each class of ILSVRC-2012, by its index: they are in the order of their names."""
-    return tuple(WNIDS_FILE.read_text("ascii").split())
+    return tuple(_WNIDS_FILE.read_text("ascii").split())
 
 
 def imagenet_folder(root: Path, split: str) -> Path:

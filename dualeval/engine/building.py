@@ -29,11 +29,7 @@ from dualeval.tasks import Dataset, Task
 
 _MOST_AUTOMATIC_WORKERS = 8
 # The methods that each task has and that are given something.
-_CALLED_WITH = {
-    "build_model": ("device",),
-    "forward": ("model", "batch"),
-    "observe": ("outputs", "batch"),
-}
+_CALLED_WITH = {"build_model": ("device",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}
 
 
 def check(task: Task, run: Run) -> None:

@@ -132,10 +132,7 @@ class Joined:
         self.cores = take_cores(self.backend, sets_threads=self.is_owner)
         self._threads = before if self.is_owner else None
         take_device(
-            self.backend,
-            device,
-            allow_shared_gpu=options.allow_shared_gpu,
-            mix_machines=options.mix_machines,
+            self.backend, device, allow_shared_gpu=options.allow_shared_gpu, mix_machines=options.mix_machines
         )
 
     def say_failure(self, error: DualevalError) -> None:

@@ -46,9 +46,7 @@ class _Declared(dict[str, Values]):
 
 
 def kept_columns(
-    rows: Sequence[str],
-    metrics: Sequence[Metric],
-    row_metrics: Sequence[RowMetric],
+    rows: Sequence[str], metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]
 ) -> tuple[str, ...]:
     """The columns that journal and predictions.parquet hold: the ``rows`` of a task, then what metrics read.
 

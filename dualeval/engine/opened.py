@@ -98,11 +98,7 @@ def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
         return False
     assert options.path is not None
     is_open = run.backend.world.is_main and join_shares(
-        options.path.absolute(),
-        run.share,
-        facts,
-        run.command,
-        mix_machines=options.mix_machines,
+        options.path.absolute(), run.share, facts, run.command, mix_machines=options.mix_machines
     )
     return not run.from_rank_0(is_open)
 

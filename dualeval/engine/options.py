@@ -76,11 +76,7 @@ class RunOptions(EvaluationOptions):
     # it; or "lockstep", as static, with one forward of every rank at a time, for models whose forward holds
     # collectives. A sharded model has "lockstep" in place of "static".
     schedule: str = option(
-        STATIC,
-        "static (default); dynamic (by load); lockstep.",
-        group=RUN,
-        choices=SCHEDULES,
-        metavar="WORD",
+        STATIC, "static (default); dynamic (by load); lockstep.", group=RUN, choices=SCHEDULES, metavar="WORD"
     )
     # Not again where torchrun starts the ranks of the same launch again.
     fresh: bool = option(False, "Remove an earlier run's files from --out first.", group=RUN)

@@ -239,9 +239,7 @@ def warnings_of(part: Mapping[str, Any]) -> list[str]:
 
 
 def whole_set_intervals(
-    part: Mapping[str, Any],
-    evaluated: int,
-    fields: Mapping[str, Any],
+    part: Mapping[str, Any], evaluated: int, fields: Mapping[str, Any]
 ) -> dict[str, tuple[float, float]]:
     """95 % intervals for the values that the whole data set would give; none but of drawn samples.
 

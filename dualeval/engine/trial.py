@@ -36,12 +36,7 @@ _WRITABLE = (
 
 
 def try_first_batch(
-    evaluation: Evaluation,
-    columns: Mapping[str, Column],
-    samples: range,
-    evaluated: Tensor,
-    *,
-    writes: bool,
+    evaluation: Evaluation, columns: Mapping[str, Column], samples: range, evaluated: Tensor, *, writes: bool
 ) -> list[str]:
     """Take one batch through all that comes after the last one, in memory; nothing is kept of it."""
     present = {name: column[evaluated] for name, column in columns.items()}

@@ -32,10 +32,7 @@ _IPV6 = re.compile(
 )
 _IPV4 = re.compile(r"(?<![\d.])(?<!\bv)\d{1,3}(?:\.\d{1,3}){3}(?!\d)")
 
-_ANY_HOME = (
-    r"(?:/[\w.+-]+)*/(?:homes?\d*|[Uu]sers)/[^/\s:\"']+",
-    r"(?<![\w.-])/root",
-)
+_ANY_HOME = (r"(?:/[\w.+-]+)*/(?:homes?\d*|[Uu]sers)/[^/\s:\"']+", r"(?<![\w.-])/root")
 _QUOTED = r"([\"'`])(?:{})(?![\w-])(/(?:(?!\1)[^\n])*)?\1"
 # A name in it may have blanks: on to the line's last / that does not begin a path or follow an option.
 _BARE = r"(?:{})(?![\w-])((?:/[^\s:\"',;)]*)?(?:(?! +-)[ ,;)][^\n:\"'/]*(?<![\s/])/[^\s:\"',;)]*)*)"

@@ -20,12 +20,7 @@ class Progress:
     """Shows samples done over all ranks, samples per second and the time left; called from any thread."""
 
     def __init__(
-        self,
-        stream: TextIO,
-        clock: Callable[[], float] = monotonic,
-        *,
-        as_bar: bool = False,
-        name: str = "",
+        self, stream: TextIO, clock: Callable[[], float] = monotonic, *, as_bar: bool = False, name: str = ""
     ) -> None:
         self._stream = stream
         # Of what is evaluated, to stand before it; empty for none.

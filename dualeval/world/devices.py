@@ -61,11 +61,7 @@ def connect(
 
 
 def take_device(
-    backend: Backend,
-    wanted: str | None = None,
-    *,
-    allow_shared_gpu: bool = False,
-    mix_machines: bool = False,
+    backend: Backend, wanted: str | None = None, *, allow_shared_gpu: bool = False, mix_machines: bool = False
 ) -> None:
     """Choose where this rank's model and batches belong, and try it; ``backend.device`` says it then.
 

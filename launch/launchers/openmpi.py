@@ -40,11 +40,7 @@ LAUNCHER = Launcher(
     starts_mpi=True,
     ways=(
         Way(
-            name="mpirun",
-            backends=("torch", "horovod", "mpi"),
-            program="mpirun",
-            words=_words,
-            lacks=_lacks,
+            name="mpirun", backends=("torch", "horovod", "mpi"), program="mpirun", words=_words, lacks=_lacks
         ),
     ),
 )

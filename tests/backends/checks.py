@@ -24,14 +24,7 @@ from dualeval.backends.base import BYTE_TYPES, OPS, WIRE_TYPES, Op
 from dualeval.errors import BackendError
 from dualeval.launch.launchers import BACKENDS
 from dualeval.world.devices import connect
-from tests.backends.bench import (
-    SHAPES,
-    Bench,
-    count_collectives,
-    largest_piece,
-    random_tensor,
-    reduced,
-)
+from tests.backends.bench import SHAPES, Bench, count_collectives, largest_piece, random_tensor, reduced
 
 TEXT = 'Zürich 東京 🎉 \udc80 \x00 " \\ \n'
 

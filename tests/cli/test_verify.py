@@ -242,10 +242,7 @@ def test_a_status_that_is_gone_is_written_anew(tmp_path: Path) -> None:
         *((text, "is damaged") for text in ("", "{", "[]", '{"schema_version": 1}')),
         ({"schema_version": 99}, r"version is 99, expected one of \(2, 3\): a later"),
         ({"metrics": []}, r"is damaged: its field metrics is \[\], expected dict\[str, Value\]"),
-        (
-            {"intervals": {"top1": 3}},
-            r"is damaged: its field intervals is \{'top1': 3\}, expected dict",
-        ),
+        ({"intervals": {"top1": 3}}, r"is damaged: its field intervals is \{'top1': 3\}, expected dict"),
         ({"samples": {}}, "is damaged: its field samples has no evaluated"),
         ({"samples_digest": 7}, r"is damaged: its field samples_digest is 7, expected str \| None"),
     ],

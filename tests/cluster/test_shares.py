@@ -49,13 +49,7 @@ def kill(batch: Batch, name: str) -> None:
                 process.kill()
 
 
-def run_array(
-    batch: Batch,
-    typed: str,
-    *,
-    variables: Mapping[str, str],
-    killed: Sequence[str] = (),
-) -> str:
+def run_array(batch: Batch, typed: str, *, variables: Mapping[str, str], killed: Sequence[str] = ()) -> str:
     """Hand over an array, kill some of its tasks in the midst, and wait for its end; returns the logs."""
     with batch.begun(typed, variables) as (number, _):
         left, deadline = [*killed], time.monotonic() + PATIENCE_S

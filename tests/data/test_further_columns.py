@@ -305,10 +305,7 @@ def test_refusals(tmp_path: Path) -> None:
         (page, "is a web page"),
         (only_headings, "headings.csv holds no row"),
         ([], "the rows of the list are empty"),
-        (
-            ["a", "b"],
-            "the list are strs: expected mappings of column to value, as {'text': 'a text'}",
-        ),
+        (["a", "b"], "the list are strs: expected mappings of column to value, as {'text': 'a text'}"),
         ({"train": ROWS, "test": ROWS}, "the rows are in parts (train, test): give one, as data['validat"),
         ([*ROWS, {"idx": 3}], "row 3 of the list has no 'text'"),
         ([{"words": "x"}], "has the columns words: expected one of the texts (text"),

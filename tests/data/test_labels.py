@@ -12,7 +12,7 @@ from dualeval.data.labels import ClassMap, KnownClasses, Labels, are_wnids, choo
 from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.vision_library import torchvision
-from tests.write_wnids import installed_list
+from tests.assets import package_folder
 
 TORCHVISION = torchvision()
 ENTRY = TORCHVISION.models.ResNet18_Weights.IMAGENET1K_V1
@@ -142,7 +142,8 @@ def test_what_makes_labels_the_same() -> None:
 
 def test_the_wnids_are_those_of_the_package() -> None:
     wnids = imagenet_wnids()
-    assert wnids == tuple(installed_list().read_text("ascii").split())
+    listed = package_folder("timm") / "data/_info/imagenet_synsets.txt"
+    assert wnids == tuple(listed.read_text("ascii").split())
     assert len(set(wnids)) == 1000
     assert list(wnids) == sorted(wnids)
 
@@ -218,11 +219,7 @@ def map_of(**classes: int | None) -> dict[str, ClassMap]:
             {"known": BIRDS},
             "while the others are: night_herron. Nearest: night heron.",
         ),
-        (
-            "crane",
-            {"known": BIRDS},
-            "classes 0, 2 of Birds_V1: crane, crane. Name it by its wnid (n0201",
-        ),
+        ("crane", {"known": BIRDS}, "classes 0, 2 of Birds_V1: crane, crane. Name it by its wnid (n0201"),
         ("CARDIGAN", {"known": BIRDS}, "may be any of the classes 3, 4"),
         ("Night_Heron cardigan", {"known": BIRDS}, "may be any of the classes 3, 4"),
         ("Night_heron night_heron", {"known": BIRDS}, "Night_heron, night_heron are all class 1 of Birds_V1"),

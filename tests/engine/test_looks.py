@@ -392,10 +392,7 @@ class Lazy(Adding):
         (Global(), "metric 'adding' keeps SEEN of the module"),
         (Assigning(), "metric 'adding' does not add to its ledger"),
         (Drawing(), "metric 'adding' gives other values when it is given the same samples again"),
-        (
-            Rows(lambda loss: float(np.random.rand()), ["loss"], name="drawn"),
-            "'drawn' gives other values",
-        ),
+        (Rows(lambda loss: float(np.random.rand()), ["loss"], name="drawn"), "'drawn' gives other values"),
     ],
 )
 def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: Any, words: str) -> None:

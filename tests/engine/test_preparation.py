@@ -554,15 +554,8 @@ def digest_of(out: Path) -> tuple[str, str]:
 )
 def test_ranks_change_no_bit(launch: Launch, tmp_path: Path, words: str, sizes: tuple[int, ...]) -> None:
     for size in sizes:
-        command: list[str | Path] = [
-            *RUN,
-            *words.split(),
-            "--nproc",
-            str(size),
-            "--out",
-            tmp_path / str(size),
-        ]
-        launch(command, timeout=300).ok()
+        command = [*RUN, *words.split(), "--nproc", str(size)]
+        launch([*command, "--out", tmp_path / str(size)], timeout=300).ok()
     assert len({digest_of(tmp_path / str(size)) for size in sizes}) == 1
 
 

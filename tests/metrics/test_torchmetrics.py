@@ -411,10 +411,7 @@ def test_a_metric_in_a_line() -> None:
         ("MeanMetric()@value=3", r"behind @ expected argument=column"),
         ("MeanMetric()@value=a) + 1 #", r"behind @ expected argument=column"),
         ("MeanMetric()@value=a,value=b", r"behind @ expected argument=column"),
-        (
-            "MulticlassAUROC(7)",
-            r"not take predicted classes \(.*of scores.*@preds=COLUMN,target=target",
-        ),
+        ("MulticlassAUROC(7)", r"not take predicted classes \(.*of scores.*@preds=COLUMN,target=target"),
         ("BinaryAUROC()", r"does not take predicted classes \(.*floating"),
         ("BinaryFairness(2)", r"value depends on the batch size. Compute it from"),
         ("BinaryGroupStatRates(2)", r"value depends on the batch size"),

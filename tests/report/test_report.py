@@ -187,10 +187,7 @@ WARNINGS = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "
         ({"samples_digest": "5a" * 32}, f"samples_digest  {'5a' * 32}"),
         ({"work": {"windows": 1234, "padded_tokens": 5}}, "work            1,234 windows, 5 padded tokens"),
         ({"device": MACHINE}, "machine         A CPU, AVX2, bits 31a2"),
-        (
-            {"chunks": CHUNKS, "replay": "same bits"},
-            f"{BEFORE}; finished batches evaluated again: same bits",
-        ),
+        ({"chunks": CHUNKS, "replay": "same bits"}, f"{BEFORE}; finished batches evaluated again: same bits"),
         ({"chunks": CHUNKS, "replay": "skipped"}, f"{BEFORE}; not compared (--no-replay)"),
         (
             {"homogeneous": False, "machines": [{}, {}]},

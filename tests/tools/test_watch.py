@@ -330,7 +330,7 @@ def test_two_share_the_work_and_one_is_killed(launch: Launch, pictures: Path) ->
 def test_two_ranks_stop_and_go_on(launch: Launch, pictures: Path) -> None:
     """SIGTERM while they wait for more ends both; the next watcher ends by the stop file."""
     command: list[str | Path] = [
-        *(*start("torchrun", 2), *WATCH, *options("--stop-file", "stop", "--newest")),
+        *(*start("torchrun", 2), *WATCH, *options("--stop-file", "stop", "--newest"))
     ]
     with launch.started(command, cwd=pictures) as waiting:
         await_that((pictures / "runs/leaderboard.csv").exists, waiting)
