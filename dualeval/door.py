@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dualeval.engine.end.process import numbers_of
 from dualeval.engine.joining import refusing
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from dualeval.tasks import Task
 
 
-def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: Any) -> Result:
+def evaluate(
+    task: Task | Callable[[], Task] | None = None, *, nproc: int | None = None, **options: Any
+) -> Result:
     """Evaluate once, in a session of its own; every rank calls this and gets the same metrics.
 
     ``evaluate(model=..., data=..., metrics=[...])`` takes any module and any data set; with a path as data
@@ -29,7 +31,8 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
     derived from ``Task``.
 
     Args:
-        task: what is evaluated; None where ``model`` and ``data`` are given.
+        task: what is evaluated, or a function that makes it, whose wrong input is then one sentence and exit
+            code 2 as well; None where ``model`` and ``data`` are given.
         nproc: from a plain script: run it again as so many ranks on this machine, and exit with their exit
             code. What the script does before this call is done here and in each rank, what comes after it in
             the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
@@ -65,9 +68,10 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
     others = {name: options[name] for name in options if name not in names - {"mix_machines"}}
     # Before the ranks meet: a wrong argument is wrong on all of them.
     with refusing():
-        task, of_run = _task_of(task, others)
+        made = task() if inspect.isfunction(task) else cast("Task | None", task)
+        what, of_run = _task_of(made, others)
     with Session(**of_session) as session:
-        result = session.evaluate(task, last=True, **of_run)
+        result = session.evaluate(what, last=True, **of_run)
     if of_run.get("loggers") and session.world.is_main:
         from dualeval.report.loggers import targets_of
         from dualeval.report.loggers.log import log_result

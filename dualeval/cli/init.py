@@ -35,7 +35,7 @@ def task(data: Path = Path("{data}")):
 
 
 if __name__ == "__main__":
-    print(dualeval.evaluate(task(), out="runs/{stem}"))
+    print(dualeval.evaluate(task, out="runs/{stem}"))
 '''
 
 
@@ -54,7 +54,9 @@ def init(task: str, file: Path | None) -> None:
     """
     path = file or Path(f"{task.replace('-', '_')}.py")
     if path.suffix != ".py" or not path.stem.isidentifier():
-        raise UsageError(f"{path}: expected the name of a Python file, such as mine.py")
+        raise UsageError(
+            f"{path}: expected the name of a Python file, of letters, digits and _, such as mine.py"
+        )
     text = text_for(task, path)
     try:
         with path.open("x", encoding="utf-8") as new:

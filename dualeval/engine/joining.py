@@ -157,9 +157,7 @@ class Joined:
         """Leave the ranks, and put back what an owner has changed of the process."""
         _opened.pop(id(self), None)
         failure: DualevalError | None = None
-        if self.control is not None and failed:
-            self.control.end_beats()
-        elif self.control is not None:
+        if self.control is not None and not failed:
             self.control.progress.step("end")
             failure = self._leave_together(self.control)
         try:

@@ -383,7 +383,9 @@ def _content(path: Path | None) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is not valid TOML: {error}") from error
+        raise UsageError(
+            f"--config {path} is not valid TOML: {error}. Expected a line an option, as batch_size = 64"
+        ) from error
 
 
 def _tables_of(path: Path, content: dict[str, Any], kind: TaskKind) -> list[dict[str, Any]] | None:

@@ -191,6 +191,10 @@ def test_a_written_file_is_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     task = Job.of("reviews.py:task", data="dev.csv").make_task()
     assert isinstance(task, dualeval.tasks.TextClassification)
     assert len(task.dataset()) == 4
+    Path("dev.csv").unlink()
+    script = subprocess.run([sys.executable, "reviews.py"], capture_output=True, text=True, timeout=120)
+    assert script.returncode == 2 and script.stderr.count("\n") == 1, script
+    assert script.stderr.startswith("dualeval: error: ") and "dev.csv" in script.stderr
 
 
 def test_the_file_of_a_language_model_has_the_models_own_length(
@@ -209,7 +213,10 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.Mo
     Path("question_answering.py").write_text("mine")
     refusals: list[tuple[list[str], str]] = [
         (["question-answering"], "question_answering.py is there, and is not overwritten: give another FILE"),
-        (["question-answering", "a-b.py"], "a-b.py: expected the name of a Python file, such as mine.py"),
+        (
+            ["question-answering", "a-b.py"],
+            "a-b.py: expected the name of a Python file, of letters, digits and _",
+        ),
         (["question-answering", "none/mine.py"], "none/mine.py cannot be written: No such file"),
     ]
     for words, said in refusals:

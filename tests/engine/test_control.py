@@ -275,6 +275,20 @@ def test_rank_0_counts_who_has_saved() -> None:
     assert on_ranks(4, work) == [([], 1 + 2 + 3 + 4), EXIT_STOPPED, EXIT_STOPPED, EXIT_STOPPED]
 
 
+def test_a_rank_that_hears_of_the_end_first_is_stopped() -> None:
+    """It was suspended while the others were asked to end."""
+
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.meet()
+        if rank == 0:
+            control.stopping = "SIGINT"
+            control.report_end(EXIT_STOPPED)
+        until(control, lambda: control.stopping)
+        return control.stopping, control.end_code
+
+    assert on_ranks(2, work) == [("SIGINT", EXIT_STOPPED)] * 2
+
+
 @pytest.mark.parametrize(
     ("size", "limit"), [(1, 4.0), (64, 4.0), (1000, 4.0), (3072, 12.288), (4096, 16.384)]
 )

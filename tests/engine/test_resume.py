@@ -184,6 +184,9 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
     assert "weights" not in str(caught.value)
     result = evaluate(TinyTask(SAMPLES + 1), tmp_path, batch_size=BATCH + 1, fresh=True)
     assert result.chunks["resumed"] == 0
+    with pytest.raises(UsageError, match="holds another job"):
+        go_on(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES, "a refused job leaves nothing there"
 
 
 @pytest.mark.parametrize(

@@ -126,15 +126,15 @@ class Ending:
         if verdict == before or (verdict.kind == "attempt" and before and not verdict.replaces(before)):
             return
         self.verdict = verdict
-        if verdict.kind == "stop":
-            self.stopping = self.stopping or verdict.message
-        elif verdict.kind == "attempt":
+        if verdict.kind == "attempt":
             return  # the main thread looks for it
-        else:
+        if verdict.kind != "stop":
             # Nothing more of what is waited for will come.
             self.all_saved.set()
         if verdict.kind == "failure":
             self._hear_failure(verdict.to_error())
+        else:
+            self.stopping = self.stopping or verdict.message or None
         self.news.set()
 
 

@@ -9,6 +9,7 @@ thread that sends this rank's beats each have a client of their own, and who wat
 
 from __future__ import annotations
 
+import atexit
 import json
 import secrets
 import threading
@@ -155,7 +156,9 @@ class ControlPlane(Ending):
 
     def report_end(self, code: int) -> None:
         """On rank 0: let the others end, whose end may have a launcher kill this rank at once."""
-        self._propose(Verdict(kind="end", rank=self.name.rank, exit_code=code))
+        # With the signal: a rank that was suspended meanwhile hears of the end alone.
+        end = Verdict(kind="end", rank=self.name.rank, exit_code=code, message=self.stopping or "")
+        self._propose(end)
         if self._beats is not None:
             sleep(_END_REPORTED_WITHIN_S)
 
@@ -219,6 +222,8 @@ class ControlPlane(Ending):
         self._beats = threading.Thread(
             target=self._beat, args=(client, self._meetings), name="dualeval-beats", daemon=True
         )
+        # Python that ends while a thread is in a call of torch's aborts the process.
+        atexit.register(self.end_beats)
         self._beats.start()
 
     def _beat_every_s(self, *, stopping: bool) -> float:
@@ -320,8 +325,9 @@ class ControlPlane(Ending):
             self._meetings.has_spoken()
 
     def end_beats(self) -> None:
-        """Report no more: Python that ends while a thread is in a call of torch's aborts the process."""
+        """Report no more; after a stop as Python ends, for rank 0 serves the others until then."""
         self._left = True
+        atexit.unregister(self.end_beats)
         if self._beats is not None:
             self._wake.set()
             # Limited: it may hang in a call to the store, and ends with the process.

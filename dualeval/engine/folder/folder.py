@@ -287,7 +287,7 @@ class RunFolder:
                 self._probe.unlink(missing_ok=True)
             status = read_status(self.path)
             # Another run, which has taken over, may be about to write into them.
-            if status is None or status.run in (None, self.token):
+            if status is None or status.run in (None, self.token) or status.state != "running":
                 layout.remove_if_empty(self.journal)
                 layout.remove_if_empty(self.path / layout.STACKS)
         with suppress(OSError):

@@ -69,7 +69,7 @@ def check_path(path: Path) -> None:
     with writable(path):  # its name may be too long
         is_file = path.is_file()
     if is_file:
-        raise UsageError(f"{path} is a file, and a run needs a folder. Remove it, or give another --out.")
+        raise UsageError(f"{path} is a file, and a run needs a folder. Give another --out.")
 
 
 def check_file_names(names: Sequence[str]) -> None:
