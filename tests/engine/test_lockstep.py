@@ -22,7 +22,9 @@ GUEST = ROOT / "tests" / "workers" / "sharded_guest_worker.py"
 
 def run(launch: Launch, ranks: int, out: Path | str, **given: Any) -> Finished:
     keys = [f"{key}={value}" for key, value in given.items()]
-    return launch([*start("torchrun", ranks), sys.executable, WORKER, out, *keys])
+    # A real start, whose agent ends a rank that is suspended.
+    variables = {"PYTHONFAULTHANDLER": "1"} if given.get("what") == "SIGSTOP" else {}
+    return launch([*start("torchrun", ranks), sys.executable, WORKER, out, *keys], variables=variables)
 
 
 def printed(done: Finished) -> dict[str, Any]:
