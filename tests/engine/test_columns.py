@@ -38,9 +38,9 @@ from dualeval.engine.recorder import Recorder
 from dualeval.engine.stored_rows import MemoryWriter, collect_rows
 from dualeval.engine.trial import check_columns
 from dualeval.errors import UsageError
+from tests.engine.test_recorder import work_of
 from tests.played_device import Played
 from tests.ragged_task import WORDS
-from tests.works import work_of
 
 ROWS = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0], []]
 

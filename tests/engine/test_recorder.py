@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,22 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalWriter, read_journal, read_journal_file
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.plan import MAX_CHUNKS, EvalPlan
-from dualeval.engine.recorder import Ledger, Recorder
+from dualeval.engine.recorder import Ledger, Recorder, Work
 from dualeval.engine.stored_rows import MemoryWriter
 from dualeval.errors import DualevalError, ExactlyOnceError
 from dualeval.metrics import Mean
-from tests.works import work_of
 
 COLUMNS: dict[str, Callable[[], Any]] = {
     "sliced": lambda: torch.arange(1000.0)[10:14],
     "expanded": lambda: torch.ones(1).expand(4),
     "shared": lambda: torch.arange(4.0).share_memory_(),  # type: ignore[no-untyped-call]
 }
+
+
+def work_of(plan: EvalPlan, batch: int, failed: Sequence[FailedSample] = ()) -> Work:
+    """One batch of a plan whose chunks have one batch each."""
+    samples = plan.batch_samples(batch)
+    return Work(chunk=batch, batch=batch, samples=samples, is_last=True, failed=tuple(failed))
 
 
 @pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
