@@ -169,10 +169,8 @@ class Monitor:
             if silent > silent_s:
                 text = f"{_no_progress(silent, heartbeat)}, and the process does not respond"
                 stuck.append((0, -silent, rank, text))
-            elif finding.kind == "stuck" and silent > 0:
-                # Judged with its next heartbeat: where none comes, that is what there is to say.
-                others_are_waited_for = True
-            elif finding.kind == "stuck":
+            elif finding.kind == "stuck" and silent == 0:
+                # By a fresh heartbeat: where no other comes, that is what there is to say.
                 stuck.append((1, -finding.seconds, rank, finding.text))
             elif finding.kind == "collective":
                 collective.append((2, -finding.seconds, rank, finding.text))
