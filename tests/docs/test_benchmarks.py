@@ -73,7 +73,10 @@ def test_the_smallest_form(launch: Launch, peers: Any) -> None:
                 assert all(turn["seconds"] > 0 for turn in turns)
                 if loop == "dualeval":
                     assert {turn["samples"] for turn in turns} == {measured["images"]}
-    assert "Medians" in peers.report(figures)
+    table = re.search(r"Medians.*?((?:^\|[^\n]*\n)+)", peers.report(figures), re.DOTALL | re.MULTILINE)
+    assert table is not None
+    cells = [row.count("|") for row in table[1].splitlines()]
+    assert len(cells) > 2 and len({*cells}) == 1, "every line has as many cells as the head"
 
 
 # -- benchmarks/coverage.py: a short form, which the usual intervals do not pass ---------------------
