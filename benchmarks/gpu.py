@@ -119,12 +119,20 @@ class Trial:
             any_exit_code=any_exit_code,
         ).output
 
-    def ask(self, worker: str, *, ranks: int = 0, limit_s: float = _RUN_S, **given: Any) -> Any:
+    def ask(
+        self,
+        worker: str,
+        *,
+        ranks: int = 0,
+        limit_s: float = _RUN_S,
+        any_exit_code: bool = False,
+        **given: Any,
+    ) -> Any:
         """What a worker answers; without ``ranks`` it is started by no launcher. It sets ``variables``."""
         given = {"device": self.device, "images": self.images, "rounds": self.rounds, **given}
         own = [_WORKER, worker, json.dumps(given)]
         command = torchrun(ranks, *own) if ranks else python_or_torchrun(1, *own)
-        said = self.run(command, limit_s, given.get("variables", {}))
+        said = self.run(command, limit_s, given.get("variables", {}), any_exit_code=any_exit_code)
         answer = json.loads(said.rpartition(ANSWER)[2])
         self.answers.append({"worker": worker, "ranks": ranks, **given, "answer": answer})
         return answer
@@ -365,6 +373,40 @@ def speed(trial: Trial) -> None:
         trial.row("speed", f"resnet18, {precision}", partial(judge, "resnet18", precision), on_cpu=False)
 
 
+def profile(trial: Trial) -> None:
+    """Kernels, copies and waits a batch beside the bare loop's; the JSON has all of it."""
+
+    def judge(model: str, precision: str) -> Verdict:
+        said = trial.ask("profile", model=model, precision=precision, limit_s=_LONG_S)
+        found = []
+        for way, of in said.items():
+            batch = of["a batch"]
+            kinds = ("kernel", "gpu_memcpy", "cuda_runtime cudaEventSynchronize")
+            sums = {
+                kind: [
+                    sum(
+                        value
+                        for name, value in batch.items()
+                        if name.startswith(kind) and name.endswith(unit)
+                    )
+                    for unit in (": count", ": us")
+                ]
+                for kind in kinds
+            }
+            sums["kernel"][1] = batch.get("kernel: us", 0)
+            words = zip(("kernels", "copies", "waits"), sums.values(), strict=True)
+            found.append(
+                f"{way} " + ", ".join(f"{count:.1f} {word} {us:,.0f} us" for word, (count, us) in words)
+            )
+        return PASSED, "; ".join(found)
+
+    for model, precision in (
+        ("small-cnn", "fp32"),
+        *(("resnet18", one) for one in ("fp32", "tf32", "amp-bf16")),
+    ):
+        trial.row("profile", f"{model}, {precision}", partial(judge, model, precision), on_cpu=False)
+
+
 def pictures(trial: Trial) -> None:
     """JPEG files of 256 by 256 through ResNet-50: what the reading processes let through."""
 
@@ -403,7 +445,8 @@ def ends(trial: Trial) -> None:
         return PASSED if right else FAILED, f"{said['error']} Digests: {said['first']}, then {said['then']}"
 
     def asserts() -> Verdict:
-        said = trial.ask("asserts")
+        # Torch aborts a process whose device has failed at its very end, as it frees tensors there.
+        said = trial.ask("asserts", any_exit_code=True)
         return PASSED if "device-side assert" in said else FAILED, said
 
     trial.row("ends", "SIGKILL, and the same command again", killed)
@@ -460,7 +503,7 @@ STEPS: dict[str, Callable[[Trial], None]] = {
     step.__name__: step
     for step in (
         *(repeats, numbers, transports, waits, ends, sharding, speed, pictures, precisions, optimized),
-        *(tools, conformance),
+        *(tools, conformance, profile),
     )
 }
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import cProfile
 import hashlib
 import json
 import os
+import pstats
 import sys
+import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,6 +196,68 @@ def speed(given: dict[str, Any]) -> Any:
         return {"images_per_s": take_turns(given["rounds"], entries), "peak_mb": peaks}
 
 
+def profile(given: dict[str, Any]) -> Any:
+    """What a batch costs in dualeval's loop and in the bare one: on the card, and on the launching thread."""
+    problem = _problem(given["model"], 4 * 4 * _BATCH * _MANY)
+    precision, answer = given["precision"], {}
+    with Session(device=given["device"]) as session:
+        device = session.backend.device
+
+        def ours(part: Problem) -> Callable[[], object]:
+            options = {"batch_size": _BATCH, "workers": 0, "precision": precision}
+            return partial(session.evaluate, part.task(), **options)
+
+        def bare(part: Problem) -> Callable[[], object]:
+            pinned = replace(part, images=part.images.pin_memory())
+            return partial(_bare, pinned, device, precision)
+
+        for way, of in {"dualeval": ours, "bare": bare}.items():
+            few, many = (of(problem.first(_BATCH * batches)) for batches in (_FEW, _MANY))
+            few(), many()
+            costs = [_costs_in(work) for work in (few, many)]
+            functions = [_python_in(work) for work in (few, many)] if way == "dualeval" else [{}, {}]
+            answer[way] = {"a batch": _difference(*costs), "functions": _difference(*functions)}
+    return answer
+
+
+def _difference(few: Mapping[str, float], many: Mapping[str, float]) -> dict[str, float]:
+    """What one batch adds, the most first, without what rounds to nothing."""
+    each = {name: (many[name] - few.get(name, 0)) / (_MANY - _FEW) for name in many}
+    return dict(
+        sorted(((k, round(v, 3)) for k, v in each.items() if v >= 0.01), key=lambda row: -row[1])[:60]
+    )
+
+
+def _costs_in(work: Callable[[], object]) -> dict[str, float]:
+    """Counts, microseconds and bytes by kind of the profiler's events, and the seconds of kernels by name."""
+    with torch.profiler.profile() as seen:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        seen.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text("utf-8"))["traceEvents"]
+    found = Counter[str]()
+    for event in events:
+        kind, name = event.get("cat"), str(event.get("name"))[:90]
+        if kind in ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver"):
+            what = kind if kind == "kernel" else f"{kind} {name}"
+            found[f"{what}: count"] += 1
+            found[f"{what}: us"] += event["dur"]
+            found[f"{what}: bytes"] += event.get("args", {}).get("bytes", 0)
+            if kind == "kernel":
+                found[f"kernel {name}: us"] += event["dur"]
+    return dict(found)
+
+
+def _python_in(work: Callable[[], object]) -> dict[str, float]:
+    """Microseconds of this thread's functions, without those that they call."""
+    profiler = cProfile.Profile()
+    profiler.runcall(work)
+    stats: Any = pstats.Stats(profiler)
+    return {
+        f"{Path(file).name}:{line} {name}": row[2] * 1e6 for (file, line, name), row in stats.stats.items()
+    }
+
+
 def no_memory(given: dict[str, Any]) -> Any:
     """What an evaluation says that has too little memory, and its digest before and after that."""
     task = _problem("resnet18", 4 * 2 * _BATCH).task()
@@ -200,7 +265,10 @@ def no_memory(given: dict[str, Any]) -> Any:
         evaluate_it = partial(session.evaluate, task, batch_size=_BATCH, workers=0)
         first = evaluate_it().metrics_digest
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(0.002)
+        held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        # Enough for the model's preparation, too little for a batch.
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((held + peak) / 2 / total)
         try:
             error = f"none: {evaluate_it().metrics_digest}"
         except DualevalError as failed:
@@ -360,6 +428,7 @@ _ALL = (
     transport,
     waits,
     speed,
+    profile,
     no_memory,
     asserts,
     copies,
