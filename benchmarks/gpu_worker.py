@@ -261,20 +261,23 @@ def _python_in(work: Callable[[], object]) -> dict[str, float]:
 def no_memory(given: dict[str, Any]) -> Any:
     """What an evaluation says that has too little memory, and its digest before and after that."""
     task = _problem("resnet18", 4 * 2 * _BATCH).task()
-    with Session(device="cuda:0") as session:
-        evaluate_it = partial(session.evaluate, task, batch_size=_BATCH, workers=0)
-        first = evaluate_it().metrics_digest
-        torch.cuda.empty_cache()
-        held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        # Enough for the model's preparation, too little for a batch.
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((held + peak) / 2 / total)
-        try:
-            error = f"none: {evaluate_it().metrics_digest}"
-        except DualevalError as failed:
-            error = str(failed)
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        return {"error": error, "first": first, "then": evaluate_it().metrics_digest}
+
+    def digest() -> str:
+        with Session(device="cuda:0") as session:
+            return str(session.evaluate(task, batch_size=_BATCH, workers=0).metrics_digest)
+
+    first = digest()
+    torch.cuda.empty_cache()
+    held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    # Enough for the model's preparation, too little for a batch.
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((held + peak) / 2 / total)
+    try:
+        error = f"none: {digest()}"
+    except DualevalError as failed:
+        error = str(failed)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return {"error": error, "first": first, "then": digest()}
 
 
 class _Breaks(torch.nn.Module):
