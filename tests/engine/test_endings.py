@@ -15,10 +15,15 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from dualeval.engine.end.conclusion import Conclusion
+from dualeval.errors import EXIT_STOPPED
+from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
 from tests.faults import is_alive
 from tests.faulty_models import FAULT, FLUSH_S
 from tests.launchers import start
+from tests.sessions import joined
 
 ASSETS = ROOT / "dualeval" / "assets"
 Words = list[str | Path]
@@ -394,3 +399,23 @@ def test_without_proc(launch: Launch, tmp_path: Path, words: list[str]) -> None:
     mounted = 'mount -t tmpfs tmpfs /proc && exec "$@"'
     launch(["unshare", "--mount", "bash", "-c", mounted, "bash", *SMALL, *words], cwd=tmp_path).ok()
     assert read(tmp_path / "out/result.json")["samples"]["evaluated"] == 64
+
+
+def test_who_concludes_first_decides_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A main thread that raises while the watch concludes, as one in a collective does, changes nothing."""
+
+    class AnotherConcludes:
+        def acquire(self, *, blocking: bool) -> bool:
+            raise Waits
+
+    class Waits(Exception):
+        """In place of a wait for the end of the process."""
+
+    with connect(None, World.alone(), "cpu") as backend, joined(backend) as control:
+        conclusion = Conclusion(control, is_owner=False, ends_process=False)
+        conclusion.watch.code = EXIT_STOPPED
+        monkeypatch.setattr(conclusion, "_concluding", AnotherConcludes())
+        with pytest.raises(Waits):
+            conclusion.conclude(RuntimeError("the collective was ended"))
+        assert conclusion.watch.code == EXIT_STOPPED
+        conclusion.watch.stop()

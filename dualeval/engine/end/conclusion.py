@@ -72,13 +72,13 @@ class Conclusion:
         thread is in something that does not return.
         """
         watch = self.watch
-        if error is not None:
-            watch.main_concludes(exit_code_of(error))
         if not self._concluding.acquire(blocking=False):
-            # The other thread was first, and the watch ends the process.
+            # The other thread was first: its exit code stands, and the watch ends the process.
             within_s = limit_for(self._control.size, ALL_SAVED_WITHIN_S) if error is None else None
             threading.Event().wait(within_s)
             return watch.code
+        if error is not None:
+            watch.main_concludes(exit_code_of(error))
         close_displays()
         watch.code = self._end(error)
         self._release(watch.code)
