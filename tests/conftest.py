@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -188,6 +189,12 @@ def _check_nothing_left(mark: str, command: Sequence[str | Path], grace: float =
         found = [" ".join(other.cmdline()) for other in left if other.is_running()]
         _end(left)
         pytest.fail(f"{' '.join(map(str, command))} left processes behind: {found}")
+
+
+def pytest_configure() -> None:
+    """Take SIGINT where it is ignored, as behind ``nohup make test &``: what is started inherits that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
