@@ -17,7 +17,7 @@ from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, i
 from dualeval.data.image_files import FileNames, ImageFiles
 from dualeval.data.labels import KnownClasses, Labels, choose_labels, indices_of_classes
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import Table, TableOptions, column_of, is_unicode, open_table
+from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, is_unicode, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 
@@ -128,7 +128,7 @@ class ManifestImages(WithColumns, ImageFiles):
         path_column: str | None = None,
         label_column: str | None = None,
         whole_files: bool = False,
-        options: TableOptions,
+        options: TableOptions = AS_USUAL,
         cache: DataCache | None = None,
     ) -> None:
         cache = cache or DataCache()

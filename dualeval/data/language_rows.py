@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.table import PythonRows, Rows, TableOptions, column_of, is_table, read_rows
+from dualeval.data.table import AS_USUAL, PythonRows, Rows, TableOptions, column_of, is_table, read_rows
 from dualeval.data.token_groups import Document
 from dualeval.errors import UsageError
 from dualeval.further_columns import NO_COLUMNS, KeptColumns
@@ -35,7 +35,7 @@ class LanguageData:
 
 
 def read_language_data(
-    data: str | Path | PythonRows, text: str | None, options: TableOptions
+    data: str | Path | PythonRows, text: str | None, options: TableOptions = AS_USUAL
 ) -> LanguageData:
     """Read a .txt file or a folder of such files, a document each; or a table or rows from Python.
 

@@ -22,7 +22,7 @@ from dualeval.data.labelled_images import PATH_COLUMNS
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.pictures import prepare, read_pixels, size_of
 from dualeval.data.preprocessing import Normalisation
-from dualeval.data.table import TableOptions, column_of, is_table, open_table
+from dualeval.data.table import AS_USUAL, TableOptions, column_of, is_table, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.wording import counted, first_of
@@ -208,7 +208,7 @@ def open_masked(
     *,
     columns: tuple[str | None, str | None],
     whole_files: bool,
-    options: TableOptions,
+    options: TableOptions = AS_USUAL,
     cache: DataCache,
 ) -> MaskedPictures:
     """The pictures of a folder with the masks of another one, or those that a manifest lists."""

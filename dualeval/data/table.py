@@ -47,6 +47,9 @@ class TableOptions(NamedTuple):
             raise UsageError(f"--quoting is of files .csv and .tsv, and {of} is none. Leave it out.")
 
 
+AS_USUAL = TableOptions()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """The rows of a file, which can be read once."""
@@ -387,7 +390,10 @@ class Rows:
 
 
 def read_rows(
-    data: str | Path | PythonRows, choose: Choose, example: Mapping[str, Any], options: TableOptions
+    data: str | Path | PythonRows,
+    choose: Choose,
+    example: Mapping[str, Any],
+    options: TableOptions = AS_USUAL,
 ) -> Rows:
     """Read the chosen columns of all rows of a table, or take them from Python."""
     if not isinstance(data, str | Path):

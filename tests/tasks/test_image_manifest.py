@@ -18,7 +18,6 @@ from dualeval.data.image_files import FileNames
 from dualeval.data.labelled_images import ImageFolder, ManifestImages
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import TableOptions
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.own_code import own_code
 from dualeval.tasks.labels import FolderLabels
@@ -64,7 +63,7 @@ def opened(
 ) -> ManifestImages:
     known = options.pop("known", None)
     label = FolderLabels(class_map=classes, order=order, num_classes=None, of_weights=known)
-    return ManifestImages(path, SMALL, label=label, options=TableOptions(), **options)
+    return ManifestImages(path, SMALL, label=label, **options)
 
 
 def refused(path: Path, **options: Any) -> str:

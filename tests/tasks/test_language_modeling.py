@@ -462,7 +462,10 @@ def test_a_token_that_the_model_does_not_know(made: Made, tmp_path: Path, kind: 
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(folder)
     assert run(folder, made[kind], None).metrics == wanted
-    rows = {"texts": [{"text": "a <new>"}], "choices": [{**CHOICES, "choices": ["b", "<new>"]}]}
+    rows: dict[str, Any] = {
+        "texts": [{"text": "a <new>"}],
+        "choices": [{**CHOICES, "choices": ["b", "<new>"]}],
+    }
     data = write_lines(tmp_path / "new.jsonl", rows.get(kind, [{**PROMPT, "prompt": "<new> a"}]))
     with pytest.raises(UsageError, match="has the token 264 of its tokenizer, and the model knows 264"):
         run(folder, data, None)

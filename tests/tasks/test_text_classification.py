@@ -121,7 +121,7 @@ def test_padding_changes_no_bits(model: Path, padding: int | None) -> None:
     wanted = TextClassification(model=model, data=rows)
     other = TextClassification(model=model, data=rows if padding else rows[::-1])
     if padding:
-        facts = other._encoder._facts
+        facts = other._encoder.facts
         object.__setattr__(facts, "pad_id", padding)
     found = []
     for task in (wanted, other):
