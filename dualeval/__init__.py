@@ -73,6 +73,8 @@ _NAMES = {
     "dualeval.world.devices": ("connect",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+# As in dualeval.metrics.Mean and dualeval.tasks.Segmentation.
+_ROOMS = ("metrics", "tasks")
 
 __all__ = ["__version__", *sorted(_HOME)]
 
@@ -80,12 +82,12 @@ __all__ = ["__version__", *sorted(_HOME)]
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "metrics":  # as in dualeval.metrics.Mean
-        return importlib.import_module("dualeval.metrics")
+    if name in _ROOMS:
+        return importlib.import_module(f"dualeval.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_ROOMS]

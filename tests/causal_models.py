@@ -26,7 +26,7 @@ def save_causal(folder: Path, kind: str = "GPT2", *, begins: bool = False, **cha
 
     Args:
         folder: where.
-        kind: "GPT2" or "Llama".
+        kind: "GPT2", "Llama", "Mamba" or "RecurrentGemma".
         begins: whether the tokenizer puts the token of the beginning before each text.
         changes: of the configuration.
     """
@@ -47,6 +47,13 @@ def save_causal(folder: Path, kind: str = "GPT2", *, begins: bool = False, **cha
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "intermediate_size": 32,
+        },
+        "Mamba": {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+        "RecurrentGemma": {
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "lru_width": 16,
         },
     }[kind]
     tokens = {"vocab_size": tokenizer.get_vocab_size(), "bos_token_id": 0, "eos_token_id": 2}

@@ -238,9 +238,10 @@ class JudgedRows:
         """The indices of the classes of a name, or the one of a number."""
         known = self.class_names
         found = [index for index, each in enumerate(known) if each == name]
-        is_number = name.isdecimal() and (not known or int(name) < len(known))
-        if self.has_classes and (found or is_number):
-            return found or [int(name)]
+        if found and self.has_classes:
+            return found
+        if self.has_classes and name.isdecimal() and int(name) < (len(known) or self._classes_seen()):
+            return [int(name)]
         there = [each for each in known if each is not None]
         hint = nearest(name, there) or (f" It has {', '.join(there[:_NAMED])}" if there else "")
         hint += (", ..." if len(there) > _NAMED else ".") if hint.startswith(" It has") else ""
@@ -248,6 +249,11 @@ class JudgedRows:
             f"--class {name}: {self.folder} has no such class.{hint} Give a class's name or number"
             + ("." if self.has_classes else "; its samples have no single class, so leave it out.")
         )
+
+    def _classes_seen(self) -> int:
+        """How many classes there are at least, where nothing names them."""
+        read = (each for _, columns in self._windows() for each in (columns[TARGET], columns[PREDICTION]))
+        return 1 + max((int(each.max(initial=-1)) for each in read), default=-1)
 
     def calibration(self) -> list[dict[str, float]]:
         """Accuracy and mean confidence in 15 equal bins of confidence, as of the metric ece; [] without."""

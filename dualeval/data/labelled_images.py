@@ -17,7 +17,7 @@ from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, i
 from dualeval.data.image_files import FileNames, ImageFiles
 from dualeval.data.labels import KnownClasses, Labels, choose_labels, indices_of_classes
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import Table, column_of, is_unicode, open_table
+from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, is_unicode, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 
@@ -128,15 +128,15 @@ class ManifestImages(WithColumns, ImageFiles):
         path_column: str | None = None,
         label_column: str | None = None,
         whole_files: bool = False,
-        keep: Sequence[str] = (),
+        options: TableOptions = AS_USUAL,
         cache: DataCache | None = None,
     ) -> None:
         cache = cache or DataCache()
         if image_root is not None and not image_root.is_dir():
             raise UsageError(f"--image-root {image_root} is no folder")
         read = cache.once(
-            ("manifest", path.absolute(), path_column, label_column, tuple(keep)),
-            lambda: _read(_opened(path, path_column, label_column, keep)),
+            ("manifest", path.absolute(), path_column, label_column, options),
+            lambda: _read(_opened(path, path_column, label_column, options)),
         )
         labels, classes = _classes(read, label)
         targets = classes[np.frombuffer(read.codes, np.int32)]
@@ -176,7 +176,7 @@ class ManifestImages(WithColumns, ImageFiles):
         return found
 
 
-def _opened(path: Path, path_column: str | None, label_column: str | None, keep: Sequence[str]) -> Table:
+def _opened(path: Path, path_column: str | None, label_column: str | None, options: TableOptions) -> Table:
     if not path.is_file():
         raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of images.")
 
@@ -193,7 +193,7 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, keep:
         )
 
     of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
-    table = open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, keep=keep)
+    table = open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, options=options)
     if path.suffix.lower() in (".csv", ".tsv"):
         return replace(table, rows=((number, name, label.strip()) for number, name, label in table.rows))
     return table

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.table import PythonRows, Rows, column_of, is_table, read_rows
+from dualeval.data.table import AS_USUAL, PythonRows, Rows, TableOptions, column_of, is_table, read_rows
 from dualeval.data.token_groups import Document
 from dualeval.errors import UsageError
 from dualeval.further_columns import NO_COLUMNS, KeptColumns
@@ -35,7 +35,7 @@ class LanguageData:
 
 
 def read_language_data(
-    data: str | Path | PythonRows, text: str | None, keep: Sequence[str] = ()
+    data: str | Path | PythonRows, text: str | None, options: TableOptions = AS_USUAL
 ) -> LanguageData:
     """Read a .txt file or a folder of such files, a document each; or a table or rows from Python.
 
@@ -46,10 +46,11 @@ def read_language_data(
             raise UsageError(
                 f"--text {text}: --data {data} is of text files, which have no columns. Leave it out."
             )
+        options.refuse_quoting(data)
         return _of_files(Path(data), str(data))
     named = str(data) if isinstance(data, str | Path) else f"the {type(data).__name__}"
     example = {"text": "A whole document."}
-    rows = read_rows(data, lambda found: _columns(named, found, text), example, keep)
+    rows = read_rows(data, lambda found: _columns(named, found, text), example, options)
     if text is None and rows.columns[0] in (*_CONTEXTS, "prompt"):
         kind = CHOICES if "choices" in rows.columns else ANSWERS
         return LanguageData(kind=kind, of=rows.of, source=rows.source, rows=rows)

@@ -22,7 +22,7 @@ from dualeval.data.labelled_images import PATH_COLUMNS
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.pictures import prepare, read_pixels, size_of
 from dualeval.data.preprocessing import Normalisation
-from dualeval.data.table import column_of, is_table, open_table
+from dualeval.data.table import AS_USUAL, TableOptions, column_of, is_table, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.wording import counted, first_of
@@ -208,20 +208,21 @@ def open_masked(
     *,
     columns: tuple[str | None, str | None],
     whole_files: bool,
-    keep: Sequence[str] = (),
+    options: TableOptions = AS_USUAL,
     cache: DataCache,
 ) -> MaskedPictures:
     """The pictures of a folder with the masks of another one, or those that a manifest lists."""
     if is_table(data):
         roots = data.parent, masks or data.parent
-        of_manifest = ("pictures and masks", data.absolute(), *columns, tuple(keep))
-        pairs = cache.once(of_manifest, lambda: _of_manifest(data, *columns, keep))
+        of_manifest = ("pictures and masks", data.absolute(), *columns, options)
+        pairs = cache.once(of_manifest, lambda: _of_manifest(data, *columns, options))
     elif any(columns):
         raise UsageError(
             f"--path-column and --mask-column are of a manifest (.csv, .jsonl, .parquet), and --data {data} "
             "is none. Leave them out."
         )
     else:
+        options.refuse_quoting(data)
         roots = _folder("--data", data), _folder("--masks", masks)
         of_folders = ("pictures and masks", *(root.absolute() for root in roots))
         pairs = cache.once(of_folders, lambda: _of_folders(*roots))
@@ -304,7 +305,9 @@ def _by_stem(root: Path, suffixes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _of_manifest(path: Path, path_column: str | None, mask_column: str | None, keep: Sequence[str]) -> _Pairs:
+def _of_manifest(
+    path: Path, path_column: str | None, mask_column: str | None, options: TableOptions
+) -> _Pairs:
     if not path.is_file():
         raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of pictures.")
 
@@ -315,7 +318,7 @@ def _of_manifest(path: Path, path_column: str | None, mask_column: str | None, k
         )
 
     example = {"image": "a.jpg", "mask": "a.png"}
-    table = open_table(path, choose, example, ", the paths of picture files", keep=keep)
+    table = open_table(path, choose, example, ", the paths of picture files", options=options)
     seen: dict[str, int] = {}
     masks = []
     for number, picture, mask in table.rows:

@@ -9,22 +9,45 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 from dualeval.further_columns import NO_COLUMNS, FurtherColumns, KeptColumns
+from dualeval.options.choices import STANDARD_QUOTES
 from dualeval.wording import first_of
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ROWS_AT_ONCE = 1 << 14
 _NAMED_AT_MOST = 12
+_WITH_COMMAS = (
+    "write it with commas: python -c \"import csv; csv.writer(open('new.csv', 'w', newline='')).writerows("
+    "csv.reader(open('%s', newline='', encoding='utf-8-sig'), delimiter='%s'))\""
+)
+_LONGEST_CELL = 2**31 - 1
 
 # A row: its number, as ``Table.where`` takes it, and its values in the order of ``Table.columns``.
 Row = tuple[Any, ...]
 # Which columns are read, of those that a file has.
 Choose = Callable[[Sequence[str]], tuple[str, ...]]
+
+
+class TableOptions(NamedTuple):
+    """How a table is read."""
+
+    # Of other columns than the task's, as ``FurtherColumns`` has it.
+    keep: tuple[str, ...] = ()
+    # What a quotation mark at the beginning of a cell is; None where nobody said it.
+    quoting: str | None = None
+
+    def refuse_quoting(self, of: object) -> None:
+        """Refuse an option that only CSV and TSV have."""
+        if self.quoting is not None:
+            raise UsageError(f"--quoting is of files .csv and .tsv, and {of} is none. Leave it out.")
+
+
+AS_USUAL = TableOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +85,16 @@ def is_unicode(text: str) -> bool:
 
 
 def open_table(
-    path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "", *, keep: Sequence[str]
+    path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "", *, options: TableOptions
 ) -> Table:
-    """Open a table; its rows are read when they are asked for. ``keep`` is that of ``FurtherColumns``."""
+    """Open a table; its rows are read when they are asked for."""
     kind = path.suffix.lower()
+    if kind in _DELIMITERS:
+        return _of_csv(path, choose, options, " and ".join(example))
+    options.refuse_quoting(path)
     if kind == ".parquet":
-        return _of_parquet(path, choose, of_texts, keep)
-    if kind == ".jsonl":
-        return _of_json_lines(path, choose, json.dumps(example), keep)
-    return _of_csv(path, choose, _DELIMITERS[kind], " and ".join(example), keep)
+        return _of_parquet(path, choose, of_texts, options.keep)
+    return _of_json_lines(path, choose, json.dumps(example), options.keep)
 
 
 def column_of(
@@ -116,25 +140,64 @@ def _spelt(found: Sequence[str], name: str) -> list[str]:
 # -- CSV -------------------------------------------------------------------------------------------------
 
 
-def _of_csv(path: Path, choose: Choose, delimiter: str, headings: str, keep: Sequence[str]) -> Table:
-    lines = _guarded(path, _csv_cells(path, delimiter))
+def _of_csv(path: Path, choose: Choose, options: TableOptions, headings: str) -> Table:
+    delimiter = _DELIMITERS[path.suffix.lower()]
+    lines = _guarded(path, _csv_cells(path, delimiter, options.quoting))
     if (header := next(lines, None)) is None:
         raise UsageError(f"{path} is empty: expected a line of headings, {headings}")
     names = [name.strip() for name in header[1]]
+    _check_delimiter(path, names, delimiter)
     columns = choose(names)
     _check_once(path, names, columns)
-    further = FurtherColumns(names, columns, keep, cells=True)
+    further = FurtherColumns(names, columns, options.keep, cells=True)
     places = [names.index(name) for name in (*columns, *further.names)]
     rows = further.taken(_csv_rows(path, lines, len(names), places), len(columns))
     return Table(path=path, unit="line", columns=columns, rows=rows, further=further)
 
 
-def _csv_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
+    """Refuse a file whose columns something else separates."""
+    if names[0].startswith("sep="):
+        raise UsageError(f"{path}, line 1 is {names[0]!r}, which only Excel reads. Remove it.")
+    other = next((each for each in ",\t;|" if each != delimiter and each in names[0]), None)
+    if other is not None and len(names) == 1:
+        suffix = {own: suffix for suffix, own in _DELIMITERS.items()}.get(other)
+        advice = f"rename it to {path.with_suffix(suffix).name}" if suffix else _WITH_COMMAS % (path, other)
+        raise UsageError(f"{path} has one column, {names[0]!r}. Where {other!r} separates columns, {advice}")
+
+
+def _csv_cells(path: Path, delimiter: str, quoting: str | None) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each line that has any, behind its number."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        for cells in reader:
-            if cells:
-                yield reader.line_num, cells
+        if quoting == STANDARD_QUOTES or (quoting is None and delimiter == ","):
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            while (cells := _next_cells(path, reader)) is not None:
+                if cells:
+                    yield reader.line_num, cells
+            return
+        for number, line in enumerate(file, 1):
+            cells = line.rstrip("\r\n").split(delimiter)
+            if quoting is None and '"' in line and any(cell.startswith('"') for cell in cells):
+                raise UsageError(
+                    f"{path}, line {number} has a cell that begins with a quotation mark. Say what it is: "
+                    "--quoting none (part of the text, as in GLUE's files) or --quoting standard (it stands "
+                    "around the cell, as pandas writes it)."
+                )
+            if cells != [""]:
+                yield number, cells
+
+
+def _next_cells(path: Path, reader: Any) -> list[str] | None:
+    limit = csv.field_size_limit(_LONGEST_CELL)  # of the whole process
+    try:
+        return next(reader, None)
+    except csv.Error as error:
+        raise UsageError(
+            f"{path}, line {reader.line_num} is not {path.suffix[1:].upper()}: {error}. Where quotation "
+            "marks are part of the texts, give --quoting none."
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _csv_rows(
@@ -144,7 +207,7 @@ def _csv_rows(
         if len(cells) != width:
             raise UsageError(
                 f"{path}, line {number} has {len(cells)} columns, expected {width} as in the first line. A "
-                "text with a delimiter in it stands in double quotes."
+                "text with a delimiter in it stands in double quotes (--quoting standard)."
             )
         yield (number, *(cells[place] for place in places))
 
@@ -156,9 +219,9 @@ def _guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8: {error}") from error
-    except csv.Error as error:
-        raise UsageError(f"{path} is not {path.suffix[1:].upper()}: {error}") from error
+        near = error.object[max(0, error.start - 20) : error.end]
+        advice = f"Write it anew: iconv -f WINDOWS-1252 -t UTF-8 {path} > new{path.suffix} (or -f UTF-16)"
+        raise UsageError(f"{path} is not UTF-8, at {near!r}. {advice}") from error
 
 
 # -- JSON lines ------------------------------------------------------------------------------------------
@@ -327,18 +390,22 @@ class Rows:
 
 
 def read_rows(
-    data: str | Path | PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str] = ()
+    data: str | Path | PythonRows,
+    choose: Choose,
+    example: Mapping[str, Any],
+    options: TableOptions = AS_USUAL,
 ) -> Rows:
-    """Read the chosen columns of all rows of a table, or take them from Python; ``keep`` is of others."""
+    """Read the chosen columns of all rows of a table, or take them from Python."""
     if not isinstance(data, str | Path):
-        return _of_python(data, choose, example, keep)
+        options.refuse_quoting(f"a {type(data).__name__}")
+        return _of_python(data, choose, example, options.keep)
     path = Path(data)
     if not path.is_file() or not is_table(path):
         found = "does not exist" if not path.exists() else "is no table"
         raise UsageError(f"--data {data} {found}. Expected a file {', '.join(SUFFIXES)}.")
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")
-    table = open_table(path, lambda found: _with_id(found, choose), example, keep=keep)
+    table = open_table(path, lambda found: _with_id(found, choose), example, options=options)
     return _rows(str(data), str(path.absolute()), table)
 
 

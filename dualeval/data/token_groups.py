@@ -15,7 +15,8 @@ import copy
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,8 @@ class TokenizerFacts:
     # The most tokens that the model was made for; None where the tokenizer does not say it. It is not in the
     # text of these facts, which is part of identities; likewise the next.
     most_tokens: int | None = field(default=None, repr=False)
+    # How many tokens the model knows.
+    known: int = field(default=sys.maxsize, repr=False)
     # Whether a text that is too long loses its beginning.
     cuts_left: bool = field(default=False, repr=False)
 
@@ -96,6 +99,7 @@ def fill_up(texts: Sequence[Tokens], facts: TokenizerFacts) -> tuple[dict[str, T
         types[row, place] = of_types.long()
         mask[row, place] = 1
         places.append(place)
+    refuse_unknown([ids], facts.known)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if facts.type_ids:
         inputs["token_type_ids"] = types
@@ -121,12 +125,21 @@ def grouped(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
     return groups[::-1]
 
 
+def refuse_unknown(ids: Iterable[Tensor], known: int) -> None:
+    """Refuse a token without an embedding: in the midst of a run it would end a GPU's context."""
+    if (largest := max((int(each.max()) for each in ids), default=0)) >= known:
+        raise UsageError(
+            f"a text has the token {largest} of its tokenizer, and the model knows {known}, from 0 on. Give "
+            "a model and a tokenizer that belong together."
+        )
+
+
 class TextEncoder:
     """Encodes texts and pairs as the library's tokenizer does; cuts those that are too long."""
 
     def __init__(self, tokenizer: Tokenizer, facts: TokenizerFacts, *, max_length: int) -> None:
         self.max_length = max_length
-        self._facts = facts
+        self.facts = facts
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._whole = tokenizer
@@ -137,7 +150,7 @@ class TextEncoder:
 
     def fingerprint(self) -> str:
         """sha256, in hex, over the tokenizer and its settings."""
-        said = f"{self._cut.to_str()}\n{self._facts} {self._facts.cuts_left}"
+        said = f"{self._cut.to_str()}\n{self.facts} {self.facts.cuts_left}"
         return hashlib.sha256(said.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> dict[str, Any]:
@@ -154,7 +167,7 @@ class TextEncoder:
         """A batch of encoded texts, in groups."""
         texts = [(sample["ids"], sample["types"]) for sample in samples]
         truncated = torch.tensor([sample["truncated"] for sample in samples])
-        return {**in_groups(texts, self._facts), "truncated": truncated}
+        return {**in_groups(texts, self.facts), "truncated": truncated}
 
 
 class EncodedTexts(WithColumns):

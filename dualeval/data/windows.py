@@ -34,7 +34,7 @@ class WindowEncoder:
         self, tokenizer: Tokenizer, facts: TokenizerFacts, *, max_length: int, stride: int, most_windows: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._facts = facts
+        self.facts = facts
         self.max_length = max_length
         self.most_windows = most_windows
         self.stride = stride
@@ -50,7 +50,7 @@ class WindowEncoder:
 
     def fingerprint(self) -> str:
         """sha256, in hex, over the tokenizer and its settings."""
-        return hashlib.sha256(f"{self._tokenizer.to_str()}\n{self._facts}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._tokenizer.to_str()}\n{self.facts}".encode()).hexdigest()
 
     def encode(self, question: str, context: str) -> dict[str, Tensor]:
         """Cut a question and its text into windows."""
@@ -65,7 +65,7 @@ class WindowEncoder:
                 f"{self.max_length}, expected more than the {self.stride} that windows share: "
                 "set --max-length or --stride"
             )
-        pair = (context, question) if self._facts.left else (question, context)
+        pair = (context, question) if self.facts.left else (question, context)
         first = self._tokenizer.encode(*pair)
         if not len(first):
             raise ValueError("question and text hold no token")
@@ -99,13 +99,13 @@ class WindowEncoder:
         return len(self._uncut.encode(text, add_special_tokens=False))
 
     def _spans(self, window: Encoding) -> Tensor:
-        context = 0 if self._facts.left else 1
+        context = 0 if self.facts.left else 1
         spans = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)
         spans[[sequence != context for sequence in window.sequence_ids]] = _NOT_CONTEXT
         return torch.from_numpy(spans)
 
     def _null_place(self, ids: Sequence[int]) -> int:
-        wanted = self._facts.null_id
+        wanted = self.facts.null_id
         return ids.index(wanted) if wanted in ids else 0
 
     def collate(self, samples: Sequence[EncodedQuestion]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class WindowEncoder:
             (sample["ids"][part], sample["types"][part])
             for (sample, _), part in zip(group, parts, strict=True)
         ]
-        inputs, places = fill_up(texts, self._facts)
+        inputs, places = fill_up(texts, self.facts)
         spans = torch.full((*inputs["input_ids"].shape, 2), _NOT_CONTEXT, dtype=torch.int32)
         null = torch.zeros(len(group), dtype=torch.int64)
         for row, ((sample, (_, number, _, _)), part, place) in enumerate(

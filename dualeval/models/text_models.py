@@ -103,19 +103,19 @@ def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
     return tokenizer.backend_tokenizer, facts
 
 
-def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
-    """Check that a model knows all tokens of its tokenizer.
-
-    Met in the midst of a run, one that it does not know would end a GPU's context.
-    """
+def known_tokens(folder: Path, model: nn.Module, tokenizer: Any) -> int:
+    """How many tokens of its tokenizer a model knows: all, or all but added ones."""
+    own, count = (1 + max(tokenizer.get_vocab(added).values(), default=-1) for added in (False, True))
     # A module of one's own need not say where they are.
     of_model = getattr(model, "get_input_embeddings", None)
     embedding = None if of_model is None else of_model()
-    if isinstance(embedding, nn.Embedding) and tokens > embedding.num_embeddings:
+    known = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else count
+    if own > known:
         raise UsageError(
-            f"the tokenizer in {folder} tells {tokens} tokens apart, its model only "
-            f"{embedding.num_embeddings}. Give a model and a tokenizer that belong together."
+            f"the tokenizer in {folder} tells {own} tokens apart, its model only {known}. Give a model and a "
+            "tokenizer that belong together."
         )
+    return min(known, count)
 
 
 class TextModel:
@@ -299,17 +299,16 @@ def greedy(model: nn.Module, prompts: Tensor, ends: Tensor, most: int) -> tuple[
     ``prompts`` are int64 (rows, tokens), ``ends`` says of each token whether it is the last of its row. The
     tokens are int64 (rows, most), ``NONE`` behind the last of each; with them, which rows met a NaN.
     """
-    of_library = is_of_library(model)
+    options: dict[str, Any] = {"use_cache": True} if is_of_library(model) else {}
     found = prompts.new_full((len(prompts), most), NONE)
     is_open = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
     has_nan = ~is_open
-    given, cache = prompts, None
+    given = prompts
     for place in range(most):
-        if of_library:
-            outputs = model(input_ids=given, past_key_values=cache, use_cache=True)
-            cache = outputs.past_key_values
-        else:
-            outputs = model(given)
+        outputs = model(given, **options)
+        cache = getattr(outputs, "past_key_values", None) if options.get("use_cache") else None
+        if options:  # a recurrent model has no such cache: all tokens are computed again
+            options = {"use_cache": cache is not None, "past_key_values": cache}
         last = logits_of(outputs)[:, -1].float()
         has_nan |= is_open & last.isnan().any(1)
         token = last.argmax(1)
@@ -317,7 +316,7 @@ def greedy(model: nn.Module, prompts: Tensor, ends: Tensor, most: int) -> tuple[
         is_open &= ~ends[token]
         if not is_open.any():
             break
-        given = token[:, None] if of_library else torch.cat([given, token[:, None]], 1)
+        given = torch.cat([given, token[:, None]], 1) if cache is None else token[:, None]
     return found, has_nan
 
 

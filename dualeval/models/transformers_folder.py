@@ -52,6 +52,17 @@ def transformers_for(what: str) -> Any:
     return transformers
 
 
+def refuse_problem_type(config: Any, model: str) -> None:
+    """Refuse a model of several numbers or labels a sample, by its configuration: it has no one class."""
+    kind, count = (getattr(config, name, None) for name in ("problem_type", "num_labels"))
+    if kind == "multi_label_classification" or (kind == "regression" and count != 1):
+        raise UsageError(
+            f"the config of {model} has problem_type {kind!r} and {count} outputs: expected one class a "
+            "sample. For other outputs write a task, such as examples/multilabel.py. Where it has learnt one "
+            'class a sample, write "problem_type": "single_label_classification" into its config.'
+        )
+
+
 def check_library(what: str) -> None:
     """Check that transformers, which ``what`` needs, is installed."""
     if importlib.util.find_spec("transformers") is None:

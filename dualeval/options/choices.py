@@ -25,6 +25,8 @@ ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
 CLASS_ORDERS = ("name", "number")
 SPLITS = ("test", "train", "val")
+# What a quotation mark at the beginning of a table's cell is: part of the text, or around the cell.
+PLAIN_QUOTES, STANDARD_QUOTES = QUOTINGS = ("none", "standard")
 # What two answers may differ in.
 IGNORED = ("case", "punctuation", "articles", "whitespace")
 STATIC, DYNAMIC, LOCKSTEP = "static", "dynamic", "lockstep"

@@ -12,7 +12,7 @@ from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import IMAGENET, named_set
 from dualeval.data.small_images import FASHION_MNIST_CLASSES, IdxImages, SmallImages, read_small
 from dualeval.data.small_images import SPLITS as IDX_SPLITS
-from dualeval.data.table import SUFFIXES, is_table
+from dualeval.data.table import SUFFIXES, TableOptions, is_table
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class DataSource:
 
     def _refuse_meaningless(self) -> None:
         options = self._options
-        of_manifest = ("image_root", "path_column", "label_column")
+        of_manifest = ("image_root", "path_column", "label_column", "quoting")
         given = [name for name in of_manifest if getattr(options, name) is not None]
         if given and not self._is_manifest:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -122,7 +122,7 @@ class DataSource:
                 image_root=None if options.image_root is None else Path(options.image_root),
                 path_column=options.path_column,
                 label_column=options.label_column,
-                keep=options.keep,
+                options=TableOptions(options.keep, options.quoting),
                 whole_files=whole_files,
                 cache=cache,
             )
@@ -145,6 +145,7 @@ class DataSource:
             "image_root": str(root.absolute()) if self._is_manifest else None,
             "path_column": options.path_column,
             "label_column": options.label_column,
+            "quoting": options.quoting,
         }
 
     def described(self) -> str:

@@ -119,10 +119,12 @@ class Choices(RowKind):
         sequences, cut = [], False
         for place, choice in enumerate(choices):
             before, after = self.tokens.pair(context, self.target_delimiter + choice)
-            if not 0 < len(after) <= self.max_length:
+            is_known = len(after) > 1 or self.tokens.fast.encode(choice, add_special_tokens=False).ids
+            count = len(after) if is_known else 0
+            if not 0 < count <= self.max_length:
                 raise UsageError(
-                    f"{self.of.where(index)}: choice {place} is {len(after)} tokens behind its context, "
-                    f"expected 1 to {self.max_length} (--max-length)"
+                    f"{self.of.where(index)}: choice {place} is {count} tokens behind its context, expected "
+                    f"1 to {self.max_length} (--max-length)" + "; the tokenizer leaves it out" * (not count)
                 )
             whole = torch.tensor([*before, *after], dtype=torch.int32)
             cut = cut or len(whole) > self.max_length + 1
@@ -193,7 +195,7 @@ class Answers(RowKind):
         self.stops = stops
         newlines = self.tokens.with_newline(count) if self.stop_at_newline else []
         self._ends = torch.zeros(count, dtype=torch.bool, device=device)
-        self._ends[[*stops, *newlines]] = True
+        self._ends[[*(stop for stop in stops if stop < count), *newlines]] = True
 
     def encode(self, index: int) -> dict[str, Any]:
         answers_of(self.of, index)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, LanguageData, read_language_data
-from dualeval.data.table import PythonRows
-from dualeval.data.token_groups import DocumentWindows
+from dualeval.data.table import PythonRows, TableOptions
+from dualeval.data.token_groups import DocumentWindows, refuse_unknown
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.models import text_models
@@ -49,8 +49,8 @@ class LanguageModeling(TextTask):
         metrics: names of metrics; none for all of the data's kind.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/language-modeling.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, text, keep, max_length, stride,
-            target_delimiter, max_new_tokens, stop_at_newline, ignore.
+            weights, weights_key, weights_prefix, trust_checkpoint, text, quoting, keep, max_length,
+            stride, target_delimiter, max_new_tokens, stop_at_newline, ignore.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
@@ -72,8 +72,8 @@ class LanguageModeling(TextTask):
     ) -> None:
         given = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
-        self._data = _read(data, given.text, given.keep, cache or DataCache())
-        self._text = given.text
+        self._data = _read(data, given, cache or DataCache())
+        self._text, self._quoting = given.text, given.quoting
         self._metrics = chosen(metrics, metrics_of_kind(self._data.kind))
         self._tokens = text_models.CausalTokens(
             text_models.read_tokenizer(self._model.folder, USE), self._model.folder
@@ -121,13 +121,17 @@ class LanguageModeling(TextTask):
         return self._kind.dataset()
 
     def collate(self, samples: Any) -> dict[str, Any]:
-        return self._kind.collate(samples)
+        batch = self._kind.collate(samples)
+        for each in batch["groups"]:
+            ids = [each] if isinstance(each, Tensor) else [each["inputs"], each["targets"]]
+            refuse_unknown(ids, self._known)
+        return batch
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._check_positions(_positions_of(model))
-        text_models.check_vocabulary(self._model.folder, model, self._tokens.count)
+        self._known = text_models.known_tokens(self._model.folder, model, self._tokens.fast)
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
-        self._check_causal(self._try_out(model, torch.tensor([[0, self._tokens.count - 1], [0, 0]])))
+        self._check_causal(self._try_out(model, torch.tensor([[0, self._known - 1], [0, 0]])))
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
         if isinstance(self._kind, Answers):
             self._kind.end_at(text_models.end_tokens(model, self._tokens.ends), width, device)
@@ -145,7 +149,7 @@ class LanguageModeling(TextTask):
 
     def _try_out(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """The logits of some tokens, checked for their shape."""
-        folder, count, shape = self._model.folder, self._tokens.count, tuple(tokens.shape)
+        folder, count, shape = self._model.folder, self._known, tuple(tokens.shape)
         given = {"use_cache": False} if text_models.is_of_library(model) else {}
         try:
             logits = text_models.logits_of(
@@ -204,6 +208,7 @@ class LanguageModeling(TextTask):
             **self._model.options(),
             "data": self._data.source,
             "text": self._text,
+            "quoting": self._quoting,
             **self._own,
         }
 
@@ -248,13 +253,12 @@ def _of_kind(data: LanguageData, given: LanguageModelingOptions) -> dict[str, An
     return {name: getattr(given, name) for name, kind in _KIND_OF.items() if kind == data.kind}
 
 
-def _read(
-    data: str | Path | PythonRows, text: str | None, keep: Sequence[str], cache: DataCache
-) -> LanguageData:
+def _read(data: str | Path | PythonRows, given: LanguageModelingOptions, cache: DataCache) -> LanguageData:
+    asked = given.text, TableOptions(given.keep, given.quoting)
     if not isinstance(data, str | Path):
-        return read_language_data(data, text, keep)
-    key = ("language", Path(data).absolute(), text, tuple(keep))
-    return cache.once(key, lambda: read_language_data(data, text, keep))
+        return read_language_data(data, *asked)
+    key = ("language", Path(data).absolute(), *asked)
+    return cache.once(key, lambda: read_language_data(data, *asked))
 
 
 def _positions_of(model: Any) -> int | None:

@@ -21,6 +21,7 @@ from dualeval.options.choices import (
     CLASS_ORDERS,
     DATA_FINGERPRINTS,
     IGNORED,
+    QUOTINGS,
     SPLITS,
     check_choice,
     check_mean,
@@ -171,6 +172,13 @@ class ImageClassificationOptions(PictureOptions):
     label_column: str | None = option(
         None, "A manifest's column of labels.", group=_DATA, shown="label, class, target, y"
     )
+    quoting: str | None = option(
+        None,
+        "Quotation marks around a table's cells.",
+        group=_DATA,
+        choices=QUOTINGS,
+        shown="standard; .tsv: asked for",
+    )
     num_classes: int | None = option(
         None, "Number of classes, if data and weights do not define it.", group=_DATA, least=1
     )
@@ -265,6 +273,7 @@ class SegmentationOptions(PictureOptions):
     mask_column: str | None = option(
         None, "A manifest's column of masks.", group=_DATA, shown="mask, label, ..."
     )
+    quoting: str | None = _same("quoting")
     num_classes: int | None = option(
         None, "Number of classes, if the model does not tell.", group=_DATA, least=2
     )
@@ -355,6 +364,7 @@ class TextClassificationOptions(TextOptions):
     label: str | None = option(
         None, "Column of the labels.", group=_DATA, metavar="COLUMN", shown="label, ..."
     )
+    quoting: str | None = _same("quoting")
     max_length: int | None = option(
         None,
         "Maximum tokens of a text or pair; longer ones are cut.",
@@ -423,6 +433,7 @@ class LanguageModelingOptions(TextOptions):
     text: str | None = option(
         None, "Column of the documents.", group=_DATA, metavar="COLUMN", shown="by the columns"
     )
+    quoting: str | None = _same("quoting")
     max_length: int | None = option(
         None,
         "Most tokens that the model sees at once.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
-from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
+from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python
 from dualeval.tasks.options import QuestionAnsweringOptions
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
@@ -88,7 +89,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         self._n_best, self._max_answer_length = given.n_best, given.max_answer_length
         self._null_threshold = null_threshold or 0.0
         encoder, facts = load_tokenizer(self._model.folder, USE)
-        self._tokens = 1 + max(encoder.get_vocab().values())
+        self._vocabulary = encoder
         special = encoder.num_special_tokens_to_add(True)
         if not stride < max_length - special:
             raise UsageError(
@@ -122,7 +123,8 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         return self._encoder.collate(samples)
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
-        check_vocabulary(self._model.folder, model, self._tokens)
+        known = known_tokens(self._model.folder, model, self._vocabulary)
+        self._encoder.facts = replace(self._encoder.facts, known=known)
         self._try_out(model, "a")
         try:
             self._try_out(model, "a " * self._encoder.max_length)

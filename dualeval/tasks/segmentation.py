@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate
 
 from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked
+from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, segmentation_metrics
@@ -45,8 +46,9 @@ class Segmentation(PictureTask):
         model_arguments: of what makes the model, by name.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, with the same names and defaults (docs/segmentation.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, path_column, mask_column, num_classes,
-            ignore_index, reduce_labels, data_fingerprint, keep, resize, interpolation, channels, mean, std.
+            weights, weights_key, weights_prefix, trust_checkpoint, path_column, mask_column, quoting,
+            num_classes, ignore_index, reduce_labels, data_fingerprint, keep, resize, interpolation, channels,
+            mean, std.
 
     Raises:
         UsageError: options, model, weights and data do not fit together.
@@ -96,7 +98,7 @@ class Segmentation(PictureTask):
             self._preprocessing.values,
             columns=(asked.path_column, asked.mask_column),
             whole_files=asked.data_fingerprint == "content",
-            keep=asked.keep,
+            options=TableOptions(asked.keep, asked.quoting),
             cache=cache or DataCache(),
         )
         self._class_names = _names_of(class_names)
@@ -227,6 +229,7 @@ class Segmentation(PictureTask):
             "masks": given.masks and str(given.masks.absolute()),
             "path_column": given.path_column,
             "mask_column": given.mask_column,
+            "quoting": given.quoting,
             **self._label_options(),
             **self._preprocessing.to_json(),
             "metric": [metric.name for metric in self.metrics()],

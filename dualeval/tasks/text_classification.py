@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
-from dualeval.data.table import Choose, PythonRows, Rows, column_of, read_rows
+from dualeval.data.table import Choose, PythonRows, Rows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -25,7 +26,8 @@ from dualeval.metrics.classification import (
 )
 from dualeval.metrics.means import Mean
 from dualeval.metrics.texts import Pearson, Spearman, TextWork
-from dualeval.models.text_models import Use, check_vocabulary, load_tokenizer, shorter, try_out
+from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out
+from dualeval.models.transformers_folder import refuse_problem_type
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
 from dualeval.tasks.labels import class_targets, names_of, names_of_classes, number_targets
@@ -49,7 +51,8 @@ _TEXTS = ("text", "sentence", "content")
 _LABELS = ("label", "labels", "class", "target", "score")
 _EXAMPLE = {"text": "a text", "label": 1}
 _MOST_TOKENS = 512
-_MULTI_LABEL = "multi_label_classification"
+# As pandas and str() write a missing text.
+_MISSING, _WRITTEN = frozenset(("nan", "NaN", "<NA>", "None")), "text_written_as_a_missing_one"
 _TOP = 5
 # Words; short enough that a text of one is filled up to as many.
 _PADDED_TO = 8
@@ -66,7 +69,8 @@ class TextClassification(TextTask):
         metrics: names of metrics; none for the default ones.
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/text-classification.md):
-            weights, weights_key, weights_prefix, trust_checkpoint, text, text_pair, label, max_length, keep.
+            weights, weights_key, weights_prefix, trust_checkpoint, text, text_pair, label, quoting,
+            max_length, keep.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
@@ -90,17 +94,18 @@ class TextClassification(TextTask):
         given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
         asked = (given.text, given.text_pair, given.label)
+        of_table = TableOptions(given.keep, given.quoting)
 
         def read() -> Rows:
-            return read_rows(data, _choose(data, *asked), _EXAMPLE, given.keep)
+            return read_rows(data, _choose(data, *asked), _EXAMPLE, of_table)
 
-        key = ("texts", Path(data).absolute(), *asked, given.keep) if isinstance(data, str | Path) else None
+        key = ("texts", Path(data).absolute(), *asked, of_table) if isinstance(data, str | Path) else None
         self._rows: Rows = read() if key is None else (cache or DataCache()).once(key, read)
         pairs = 2 if given.text_pair or (given.text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]
         self._label = self._rows.columns[pairs]
         encoder, facts = load_tokenizer(self._model.folder, USE)
-        self._tokens = 1 + max(encoder.get_vocab().values())
+        self._vocabulary = encoder
         length = given.max_length or min(_MOST_TOKENS, facts.most_tokens or _MOST_TOKENS)
         special = encoder.num_special_tokens_to_add(pairs == 2)
         if length <= special:
@@ -110,7 +115,7 @@ class TextClassification(TextTask):
             )
         self._encoder = TextEncoder(encoder, facts, max_length=length)
         self._dataset = EncodedTexts(self._rows, self._columns, self._encoder)
-        self._metric_names = given.metric
+        self._quoting, self._metric_names = given.quoting, given.metric
         # How many classes the model tells apart, 1 for a regression; both are known when it is built.
         self._num_classes: int | None = None
         self._labels: Labels | None = None
@@ -139,13 +144,18 @@ class TextClassification(TextTask):
         return {**batch, "targets": self._targets[[sample["row"] for sample in samples]]}
 
     def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
-        check_vocabulary(self._model.folder, model, self._tokens)
-        if getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
+        known = known_tokens(self._model.folder, model, self._vocabulary)
+        self._encoder.facts = replace(self._encoder.facts, known=known)
+        config, pad = getattr(model, "config", None), self._encoder.facts.pad_id
+        refuse_problem_type(config, f"the model in {self._model.folder}")
+        try:
+            outputs = self._try_out(model, "a")
+        except UsageError as error:
+            if getattr(config, "pad_token_id", pad) is not None:
+                raise
             raise UsageError(
-                f"the config of the model in {self._model.folder} says {_MULTI_LABEL}: expected one class a "
-                "text. For any number of labels write a task, such as examples/multilabel.py."
-            )
-        outputs = self._try_out(model, "a")
+                f"{error}. Its config has no pad_token_id: set it to {pad}, as the tokenizer has it"
+            ) from error
         self._check_padding(outputs[1], self._try_out(model, "a " * _PADDED_TO)[1])
         try:
             self._try_out(model, "a " * self._encoder.max_length)
@@ -217,6 +227,12 @@ class TextClassification(TextTask):
         """The names of each text's class and of the predicted one; nothing where no class has a name."""
         return {} if self._labels is None else names_of(self._labels, rows)
 
+    def findings(self, count: int) -> dict[str, list[str]]:
+        """Texts that are written as a missing one is."""
+        missing = _MISSING.intersection
+        rows = zip(self._rows.ids[:count], self._rows.values, strict=False)
+        return {_WRITTEN: [name for name, row in rows if missing(row[: len(self._columns)])]}
+
     def show(self, row: Mapping[str, Any]) -> Any:
         values = self._rows.values[place_of(self._dataset, row)]
         texts = {name: str(text) for name, text in zip(self._columns, values, strict=False)}
@@ -229,6 +245,7 @@ class TextClassification(TextTask):
             "text": self._columns[0],
             "text_pair": self._columns[1] if len(self._columns) > 1 else None,
             "label": self._label,
+            "quoting": self._quoting,
             "max_length": self._encoder.max_length,
             "metric": [metric.name for metric in self.metrics()],
         }

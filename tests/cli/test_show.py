@@ -51,6 +51,15 @@ def test_one_class_by_its_name_and_its_number(runs: tuple[Path, Path]) -> None:
             typed(runs[0], "--class", name)
 
 
+def test_a_number_is_a_class_that_there_is(tmp_path: Path) -> None:
+    evaluate(SeededTask(1), tmp_path / "a")
+    table = table_of(tmp_path / "a")
+    largest = max(table.target.max(), table.prediction.max())
+    assert typed(tmp_path / "a", "--class", largest)
+    with pytest.raises(UsageError, match="has no such class"):
+        typed(tmp_path / "a", "--class", largest + 1)
+
+
 def test_figures_by_class(runs: tuple[Path, Path]) -> None:
     lines = typed(runs[0], "--per-class")
     assert lines[0].split()[:5] == ["class", "support", "recall", "precision", "f1"]

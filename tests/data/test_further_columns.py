@@ -22,7 +22,7 @@ from dualeval.data.labels import indices_of_classes
 from dualeval.data.language_rows import read_language_data
 from dualeval.data.masks import LabelRule, open_masked
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import Rows, column_of, open_table, read_rows
+from dualeval.data.table import Rows, TableOptions, column_of, open_table, read_rows
 from dualeval.data.token_groups import DocumentWindows, EncodedTexts
 from dualeval.errors import UsageError
 from dualeval.further_columns import FurtherColumns, KeptColumns, Texts
@@ -31,7 +31,7 @@ from tests.made_tokenizers import byte_level
 
 
 def kept_of(path: Path, keep: Sequence[str] = ()) -> KeptColumns:
-    table = open_table(path, lambda found: ("path",), {"path": "a.jpg"}, keep=keep)
+    table = open_table(path, lambda found: ("path",), {"path": "a.jpg"}, options=TableOptions(tuple(keep)))
     assert [name for _, name in table.rows] == ["a", "b", "c"]
     return table.further.kept()
 
@@ -235,7 +235,8 @@ def test_the_same_rows_of_every_table_and_from_python(tmp_path: Path, kind: str)
     texts = [row["text"] for row in ROWS]
     from_python = read_rows(ROWS, choose, EXAMPLE)
     path = written(tmp_path, kind)
-    found = read_rows(path, choose, EXAMPLE)
+    quoting = "standard" if kind == ".tsv" else None
+    found = read_rows(path, choose, EXAMPLE, TableOptions(quoting=quoting))
     assert contents(found) == contents(from_python) == (["7", "4", "9"], texts, texts)
     assert (found.of, found.source) == (str(path), str(path.absolute()))
     assert (from_python.of, from_python.source) == ("rows of a list", "list")

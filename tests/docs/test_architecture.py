@@ -208,6 +208,10 @@ def test_public_names() -> None:
     assert dualeval.__all__ == PUBLIC.split()
     for name in dualeval.__all__:
         assert getattr(dualeval, name) is not None
+    assert {*dir(dualeval)} == {*dualeval.__all__, "metrics", "tasks"}
+    code = "import dualeval, sys; print('torch' in sys.modules, dualeval.tasks.Task, dualeval.metrics.Mean)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False <class")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         dualeval.nothing  # noqa: B018 - the access is what is tested
 

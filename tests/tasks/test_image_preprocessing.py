@@ -199,7 +199,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "weights_prefix": None,
         "trust_checkpoint": False,
         "data": str(folder),
-        **dict.fromkeys(("split", "image_root", "path_column", "label_column")),
+        **dict.fromkeys(("split", "image_root", "path_column", "label_column", "quoting")),
         "data_fingerprint": "ends",
         "num_classes": 2,
         "class_map": None,

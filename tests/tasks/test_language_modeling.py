@@ -243,6 +243,21 @@ def test_answers_are_those_of_the_library(made: Made, tmp_path: Path, kind: str)
     assert len(set(table["generated"])) > 3
 
 
+@pytest.mark.parametrize("kind", ["Mamba", "RecurrentGemma"])
+def test_answers_of_models_without_keys_and_values(tmp_path: Path, kind: str) -> None:
+    """RecurrentGemma's ``generate`` itself begins a prompt of one token with the state of the one before."""
+    folder = save_causal(tmp_path / "model", kind, pad_token_id=1)
+    model, tokenizer = parts_of(folder)
+    asked = [{"prompt": text, "answer": "-"} for text in (RIVER[:20], "a", RIVER[9:29], "b", "cd")]
+    run(folder, write_lines(tmp_path / "p.jsonl", asked), tmp_path / "out", max_new_tokens=6, max_length=64)
+    for row, text in zip(asked, rows(tmp_path / "out")["generated"], strict=True):
+        tokens = tokenizer(row["prompt"])["input_ids"]
+        for _ in range(6):
+            with torch.inference_mode():
+                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        assert text == tokenizer.decode(tokens[-6:], skip_special_tokens=True)
+
+
 def following(tokenizer: Any, text: str) -> Fixed:
     """A model that says the same text after each of its characters: which are all different."""
     tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -436,6 +451,36 @@ def test_a_file_that_is_no_text(made: Made, tmp_path: Path) -> None:
     for name, said in (("a.txt", "a.txt is not UTF-8"), ("b.txt", "b.txt is empty: expected a text")):
         with pytest.raises(UsageError, match=re.escape(said)):
             run(made["gpt2"], tmp_path / name, None)
+
+
+@pytest.mark.parametrize("kind", ["texts", "choices", "prompts"])
+def test_a_token_that_the_model_does_not_know(made: Made, tmp_path: Path, kind: str) -> None:
+    """One that was added to the tokenizer alone matters where a text has it."""
+    folder = save_causal(tmp_path / "model")
+    wanted = run(folder, made[kind], None).metrics
+    tokenizer = parts_of(folder)[1]
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    assert run(folder, made[kind], None).metrics == wanted
+    rows: dict[str, Any] = {
+        "texts": [{"text": "a <new>"}],
+        "choices": [{**CHOICES, "choices": ["b", "<new>"]}],
+    }
+    data = write_lines(tmp_path / "new.jsonl", rows.get(kind, [{**PROMPT, "prompt": "<new> a"}]))
+    with pytest.raises(UsageError, match="has the token 264 of its tokenizer, and the model knows 264"):
+        run(folder, data, None)
+
+
+def test_a_choice_of_no_token(tmp_path: Path) -> None:
+    """Between context and choice stands a space, which is all that would count."""
+    from tokenizers import normalizers
+
+    folder = save_causal(tmp_path / "model")
+    tokenizer = parts_of(folder)[1]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UsageError, match=r"choice 0 is 0 tokens behind its context, .* leaves it out"):
+        run(folder, [{**CHOICES, "choices": ["~", "b"]}], None)
 
 
 def test_models_and_tokenizers_that_do_not_fit(made: Made, tmp_path: Path) -> None:

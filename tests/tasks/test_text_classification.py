@@ -121,7 +121,7 @@ def test_padding_changes_no_bits(model: Path, padding: int | None) -> None:
     wanted = TextClassification(model=model, data=rows)
     other = TextClassification(model=model, data=rows if padding else rows[::-1])
     if padding:
-        facts = other._encoder._facts
+        facts = other._encoder.facts
         object.__setattr__(facts, "pad_id", padding)
     found = []
     for task in (wanted, other):
@@ -323,13 +323,44 @@ def test_refusals(model: Path, options: dict[str, Any], said: str) -> None:
         run(**{"model": model, "data": texts.rows(4), **options})
 
 
+def gpt2(**changes: Any) -> Any:
+    library = questions.transformers()
+    small = {"vocab_size": 30522, "n_positions": MAX_LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    return library.GPT2ForSequenceClassification(library.GPT2Config(**small, num_labels=3, **changes)).eval()
+
+
+def test_what_a_config_has_to_say(model: Path) -> None:
+    """As the messages advise it."""
+    named = [{**row, "label": NAMES.index(row["label"])} for row in texts.rows(4)]
+    assert run(lambda: gpt2(pad_token_id=0), named, tokenizer=model).samples["evaluated"] == 4
+    stated = texts.classifier(problem_type="single_label_classification")
+    assert run(stated, texts.rows(4), tokenizer=model).samples["evaluated"] == 4
+
+
+def test_a_text_that_is_written_as_a_missing_one_and_an_added_token(model: Path, tmp_path: Path) -> None:
+    rows = texts.rows(4)
+    rows[2]["sentence"] = "nan"
+    result = run(model, rows)
+    assert "text written as a missing one: 1 samples (2), listed in result.json" in result.warnings
+    tokenizer = questions.transformers().AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["xyzzy"])
+    tokenizer.save_pretrained(tmp_path)
+    network = texts.classifier()
+    assert run(network, rows, tokenizer=tmp_path).metrics == result.metrics
+    rows[0]["sentence"] = "a xyzzy"
+    with pytest.raises(UsageError, match="a text has the token 30522 of its tokenizer"):
+        run(network, rows, tokenizer=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("network", "said"),
     [
         (lambda: Ignores(), "reads padding: the logits of a text differ by"),
         (lambda: Ignores("tokens"), "for 2 texts, expected logits of shape (2, classes)"),
         (lambda: Ignores("probabilities"), "returned None for 2 texts"),
-        (lambda: texts.classifier(problem_type="multi_label_classification"), "expected one class a text"),
+        (lambda: texts.classifier(problem_type="multi_label_classification"), "expected one class a sample"),
+        (lambda: texts.classifier(problem_type="regression"), "problem_type 'regression' and 3 outputs"),
+        (gpt2, "Its config has no pad_token_id: set it to 0, as the tokenizer has it"),
         (lambda: texts.classifier(vocab_size=100), "tells 30522 tokens apart, its model only 100"),
     ],
 )

@@ -21,6 +21,7 @@ from dualeval.models.transformers_folder import (
     load_pretrained,
     reading,
     refuse_foreign_kernels,
+    refuse_problem_type,
     task_of,
     transformers_for,
 )
@@ -109,7 +110,9 @@ class TransformersModel(ModelSource):
             return load_pretrained(kind, self._folder, self.trained_for)
 
     def _check_classes(self, num_classes: int | None) -> None:
-        own = int(self._read_config().num_labels)
+        config = self._read_config()
+        refuse_problem_type(config, f"--model {self.name}")
+        own = int(config.num_labels)
         if num_classes not in (None, own):
             raise OtherClasses(
                 f"the model {self.name} is for {own} classes ({CONFIG}), but {num_classes} were expected "
