@@ -29,8 +29,9 @@ _DRAWN = 10_000_000  # samples of a cell, at most
 
 
 def _falling(classes: int) -> Shares:
-    shares = 1 / np.arange(1, classes + 1)
-    return shares / shares.sum()
+    shares: Shares = 1 / np.arange(1, classes + 1)
+    total: float = shares.sum()
+    return np.divide(shares, total)
 
 
 def _prevailing(share: float) -> Callable[[int], Shares]:
