@@ -28,6 +28,8 @@ from dualeval.further_columns import NOT_NAMED, FurtherColumns, KeptColumns
 from dualeval.metrics import Metric, RowMetric, split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import NonfiniteWarning
+from dualeval.metrics.confusion import Confusion
+from dualeval.metrics.mistakes import pair_among
 from dualeval.options.choices import NO_COLUMN, columns_of_groups
 from dualeval.tasks import Dataset, Task
 from dualeval.wording import did_you_mean
@@ -38,6 +40,8 @@ _NO_METRICS = (
 )
 # The columns that predictions.parquet and the journal have by themselves.
 RESERVED = ("id", "index", EVALUATED)
+# Columns of tasks whose targets and predictions are one number a sample.
+_SCALAR = {"rank", "answer", "squared_error"}
 _AT_ONCE = 1 << 14
 
 
@@ -118,7 +122,10 @@ def evaluation_of(
     # What nobody reads again is not kept where nothing is written.
     wants_rows = options.out, cluster, options.reference, options.by or None
     keeps_all = any(each is not None for each in wants_rows)
-    of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
+    read = [name for metric in row_metrics for name in metric.columns]
+    # One number a sample, for a look at the result where no matrix has counted them.
+    if {*columns} & _SCALAR and not any(isinstance(metric, Confusion) for metric in metrics):
+        read += pair_among(columns)
     return Evaluation(
         task=task,
         dataset=dataset,
@@ -128,7 +135,7 @@ def evaluation_of(
         metrics=metrics,
         row_metrics=row_metrics,
         columns=columns,
-        kept=columns if keeps_all else of_rows,
+        kept=columns if keeps_all else tuple(dict.fromkeys(read)),
         data=data,
         cluster=cluster,
     )

@@ -20,7 +20,7 @@ from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.layout import what_they_said
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
-from dualeval.engine.folder.windows import RowsOfChunks, read_columns
+from dualeval.engine.folder.windows import PLAIN, RowsOfChunks, read_columns
 from dualeval.engine.loop import Loop, unwritable
 from dualeval.engine.machines import chunks_by_machine
 from dualeval.engine.measured import (
@@ -39,6 +39,7 @@ from dualeval.engine.proving import Proven, batches_of_predictions, comparable, 
 from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import MemoryWriter, NewRows, collect_rows
 from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import mistakes
 from dualeval.result import FIRST_SAMPLES, PREDICTIONS, Result, checksum_of
 from dualeval.tasks import Task
 from dualeval.wording import counted, first_of
@@ -304,6 +305,7 @@ class _Ended:
             homogeneous=len(machines) == 1,
         )
         own = [sentence for part in measured for sentence in part.warnings]
+        own += self._mistakes(rows, result.clusters.get("count", result.samples["evaluated"]))
         result = replace(result, warnings=[*result.warnings, *_warnings(result, [*own, *said])])
         new = NewRows(
             path=Path(result.folder or "the run"),
@@ -315,6 +317,15 @@ class _Ended:
         )
         result = self._with_slices(result, new)
         return self._opened.beside_reference(result, new.windows(), self._dataset, self._step)
+
+    def _mistakes(self, rows: Sequence[RowsOfChunks], samples: int) -> list[str]:
+        """What counts or rows say of common mistakes, with so many independent samples."""
+        if (said := mistakes.of_counts(self._ledger.parts(), samples)) is not None:
+            return said
+        known = {name: column for file in rows for name, column in file.columns.items()}
+        scalar = [name for name, column in known.items() if column.form == PLAIN and not column.row_shape]
+        names = mistakes.pair_among(scalar)
+        return [*mistakes.of_rows(self._columns(rows, names), samples)] if names else []
 
     def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
         """Columns of all evaluated samples, mapped from files where there is a folder."""
