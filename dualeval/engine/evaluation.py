@@ -42,6 +42,8 @@ _NO_METRICS = (
 RESERVED = ("id", "index", EVALUATED)
 # Columns of tasks whose targets and predictions are one number a sample.
 _SCALAR = {"rank", "answer", "squared_error"}
+# Samples whose targets and predictions are kept in memory for a look at the result: 50 MB.
+_LOOKED_AT = 1 << 22
 _AT_ONCE = 1 << 14
 
 
@@ -124,7 +126,8 @@ def evaluation_of(
     keeps_all = any(each is not None for each in wants_rows)
     read = [name for metric in row_metrics for name in metric.columns]
     # One number a sample, for a look at the result where no matrix has counted them.
-    if {*columns} & _SCALAR and not any(isinstance(metric, Confusion) for metric in metrics):
+    counted = any(isinstance(metric, Confusion) for metric in metrics)
+    if {*columns} & _SCALAR and not counted and plan.num_samples <= _LOOKED_AT:
         read += pair_among(columns)
     return Evaluation(
         task=task,
