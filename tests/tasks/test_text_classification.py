@@ -151,7 +151,9 @@ def test_the_result_says_what_was_evaluated(model: Path, tmp_path: Path) -> None
     data = texts.write(tmp_path / "rows.parquet", texts.rows(20, pairs=True))
     result = run(model, data, tmp_path / "out")
     assert result.description["texts"] == f"sentence1 and sentence2, at most {MAX_LENGTH} tokens"
-    assert result.description["labels"] == "label, names of the model's classes"
+    assert result.description["labels"] == (
+        "label, 3 names: negative, neutral, positive (names of the classes of the model)"
+    )
     said = {name: result.job[name] for name in ("text", "text_pair", "label", "max_length")}
     assert said == {"text": "sentence1", "text_pair": "sentence2", "label": "label", "max_length": MAX_LENGTH}
     assert result.labels["classes"] == list(NAMES)
@@ -244,16 +246,18 @@ def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: 
 @pytest.mark.parametrize(
     ("names", "data", "said"),
     [
-        (NAMES, labelled("positive", "mixed"), "list, row 1: the label (column 'label') is 'mixed'. The mod"),
-        (NAMES, labelled("1", "positive"), "row 0: the label (column 'label') is '1'. The model's classes:"),
+        (NAMES, labelled("positive", "mixed"), "row 1: 1 of 2 labels are no classes of the model, while the"),
+        (NAMES, labelled("1", "positive"), "row 0: 1 of 2 labels are no classes of the model, while the ot"),
         (NAMES, labelled(1, None), "row 1: the label (column 'label') is empty"),
-        (NAMES, labelled(1, 1.5), "row 1: the label (column 'label') is '1.5'"),
-        (NAMES, labelled(1, 3), "row 1: the label (column 'label') is 3, beyond the model's classes, 0 to 2"),
-        (NAMES, labelled(-1, -1), "GLUE's test sets have -1 for every label"),
+        (NAMES, labelled(1, 1.5), "row 1: the label (column 'label') is 1.5, expected"),
+        (NAMES, labelled(1, 3), "row 1: the label (column 'label') is 3, but the model in "),
+        (NAMES, labelled(0, -1), "row 1: the label (column 'label') is -1, expected a whole number from 0"),
+        (NAMES, labelled(1, [2]), "row 1: the label (column 'label') is [2] (list), expected a whole"),
+        (("LABEL_0", "LABEL_1"), labelled("001", "002"), "is '001', which is no class of the model. The"),
         (
             ("LABEL_0", "LABEL_1"),
             labelled("no", "yes"),
-            "The model's classes: 2, without names (its id2label has placeholders): 0 to 1. The data's: no",
+            "The model's classes: without names (its id2label has placeholders). The data's: no, yes. Give",
         ),
         (
             NAMES,
