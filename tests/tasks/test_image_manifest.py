@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
 
 from dualeval.data import labelled_images
@@ -18,6 +19,7 @@ from dualeval.data.image_files import FileNames
 from dualeval.data.labelled_images import ImageFolder, ManifestImages
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.table import SUFFIXES
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.own_code import own_code
 from dualeval.tasks.labels import FolderLabels
@@ -338,3 +340,46 @@ def test_a_manifest_and_its_folder_have_the_same_metrics(home: Path) -> None:
     table = one.predictions().to_pydict()
     assert table["id"] == [row["file"] for row in rows]
     assert table["target_name"] == table["prediction_name"] == [*PICTURES]
+
+
+FORMS = {
+    "leading zeros": ["001", "002", "003"],
+    "names": ["ant", "bee", "cow"],
+    "numbers": [0, 1, 2],
+    "whole floats": [0.0, 1.0, 2.0],
+    "bools": [False, True],
+    "numbers and names": ["1", "2", "ant"],
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_same_labels_have_the_same_digest_in_every_form(home: Path, kind: str) -> None:
+    labels = FORMS[kind]
+    names = [str(label).removesuffix(".0") for label in labels]
+    lay_out(home / "same", {name: place for place, name in enumerate(names)})
+    rows = [{"path": f"{name}/0.png", "label": label} for name, label in zip(names, labels, strict=True)]
+    forms = [home / "same", *(write(home / f"m{suffix}", rows) for suffix in SUFFIXES)]
+    found = [
+        evaluate(
+            task(each, image_root=None if each.is_dir() else home / "same", num_classes=len(labels)), None
+        )
+        for each in forms
+    ]
+    assert {each.metrics["top1"] for each in found} == {1}
+    assert len({each.metrics_digest for each in found}) == 1
+
+
+def test_numbers_that_count_from_one_are_noticed(home: Path) -> None:
+    """With a spare output all would be wrong, without a word."""
+    rows = [{"path": f"val/{name}/0.png", "label": index + 1} for name, index in PICTURES.items()]
+    path = write(home / "m.csv", rows)
+    result = evaluate(task(path, "reds:thousand"), home / "out")
+    assert result.metrics["top1"] == 0
+    assert "indices 1 to 3 (as names, like class folders, they are other" in result.description["labels"]
+    assert "--class-order name or number" in str(result)
+    with pytest.raises(
+        UsageError, match=r"line 4: the label .* is 3, but .* 3 classes \(labels 0 to 2\).*-order"
+    ):
+        task(path, "reds:three").build_model(torch.device("cpu"))
+    for order in ("name", "number"):
+        assert evaluate(task(path, "reds:three", class_order=order), None).metrics["top1"] == 1
