@@ -12,9 +12,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from dualeval.data.table import is_unicode
 from dualeval.errors import UsageError
-from dualeval.wording import counted, first_of, nearest
+from dualeval.wording import counted, first_of, is_unicode, nearest
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
@@ -246,9 +245,8 @@ class TableLabels:
                 if of_model and not _WHOLE.fullmatch(text):
                     raise UsageError(
                         f"{self._at(number)} is {text!r}, which is no class of the model. "
-                        f"{_both_lists(known, texts)} Give names or indices of the model's classes, or the "
-                        "column that has them; or say what the labels are with --class-map FILE or "
-                        "--class-order name."
+                        f"{_both_lists(known, texts)} Give names or indices of the model's classes, "
+                        "or --label COLUMN; or say which class each is: --class-map FILE, or --class-order name."
                     )
         first = dict(zip(reversed(texts), reversed(self._numbers), strict=True))
         # In the order of rows a model's own names have been since their identity was made.
@@ -408,12 +406,13 @@ def _by_known(
         )
     for folder, places in found.items():
         if len(places) > 1:
-            wnids = f" ({_listed([known.wnids[place] for place in places])})" if known.wnids else ""
-            alike = _listed([known.names[place] for place in places])
+            alike, wnids = (
+                _listed([names[place] for place in places if names]) for names in (known.names, known.wnids)
+            )
             raise UsageError(
                 f"{where(folder)}the {noun} {folder!r} may be any of the classes {_listed(places)} of "
-                f"{known.of}: {alike}. Name it by its wnid{wnids}, "
-                "or give --class-map FILE."
+                f"{known.of}: {alike}. {f'Name it by its wnid ({wnids}), or give' if wnids else 'Give'} "
+                "--class-map FILE."
             )
     classes = {folder: places[0] for folder, places in found.items()}
     for index, count in Counter(classes.values()).items():
