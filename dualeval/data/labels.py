@@ -245,8 +245,8 @@ class TableLabels:
                 if of_model and not _WHOLE.fullmatch(text):
                     raise UsageError(
                         f"{self._at(number)} is {text!r}, which is no class of the model. "
-                        f"{_both_lists(known, texts)} Give names or indices of the model's classes, "
-                        "or --label COLUMN; or say which class each is: --class-map FILE, or --class-order name."
+                        f"{_both_lists(known, texts)} Give names or indices of the model's classes, or "
+                        "--label COLUMN; or say which class each is: --class-map FILE, or --class-order name."
                     )
         first = dict(zip(reversed(texts), reversed(self._numbers), strict=True))
         # In the order of rows a model's own names have been since their identity was made.
@@ -306,7 +306,7 @@ class TableLabels:
 _USUAL_NONE = ("-1", "nan", "NaN", "NAN")
 _NONE = " Leave rows out that have no label."
 _AS_NAMES = " If the labels are names, give --class-order name or --class-map FILE."
-_OTHERWISE = "as names, like class folders, they are other classes: --class-order name"
+_OTHERWISE = "as names of class folders they are other classes: --class-order name"
 
 
 def _is_whole(label: tuple[int, str]) -> bool:

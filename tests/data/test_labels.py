@@ -272,7 +272,7 @@ def of_table(
 PLAIN = Asked()
 STARS = ("1", "2", "3")
 OF_MODEL = "(names of the classes of the model)"
-INDICES = "as names, like class folders, they are other classes: --class-order name"
+INDICES = "as names of class folders they are other classes: --class-order name"
 READ: list[tuple[list[Any], Asked, list[int], str]] = [
     (["001", "002", "010"], PLAIN, [0, 1, 2], "3 names: 001, 002, 010 (order of names)"),
     (["0", "1", "2"], PLAIN, [0, 1, 2], "indices 0 to 2"),

@@ -342,7 +342,7 @@ def test_a_manifest_and_its_folder_have_the_same_metrics(home: Path) -> None:
     assert table["target_name"] == table["prediction_name"] == [*PICTURES]
 
 
-FORMS = {
+FORMS: dict[str, list[Any]] = {
     "leading zeros": ["001", "002", "003"],
     "names": ["ant", "bee", "cow"],
     "numbers": [0, 1, 2],
@@ -375,7 +375,7 @@ def test_numbers_that_count_from_one_are_noticed(home: Path) -> None:
     path = write(home / "m.csv", rows)
     result = evaluate(task(path, "reds:thousand"), home / "out")
     assert result.metrics["top1"] == 0
-    assert "indices 1 to 3 (as names, like class folders, they are other" in result.description["labels"]
+    assert "indices 1 to 3 (as names of class folders they are other" in result.description["labels"]
     assert "--class-order name or number" in str(result)
     with pytest.raises(
         UsageError, match=r"line 4: the label .* is 3, but .* 3 classes \(labels 0 to 2\).*-order"

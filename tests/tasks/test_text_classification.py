@@ -327,19 +327,20 @@ def test_what_was_asked_for_says_which_class_a_label_is(
 ) -> None:
     rows = labelled("no", "yes", "no")
     (tmp_path / "map.json").write_text('{"no": 2, "yes": 0}')
-    options = {"class_map": tmp_path / "map.json", "metrics": ["loss"]}
+    options: dict[str, Any] = {"class_map": tmp_path / "map.json", "metrics": ["loss"]}
     found = run(model, rows, **options)
     assert found.metrics_digest == run(model, labelled(2, 0, 2), metrics=["loss"]).metrics_digest
     assert found.description["labels"] == "label, 2 names: yes, no (class map)"
     assert found.job["class_map"] == str(tmp_path / "map.json")
     assert found.fingerprint != run(model, labelled(2, 0, 2), metrics=["loss"]).fingerprint
     (tmp_path / "map.json").write_text('{"no": 2, "yes": null}')
-    for said, asked in {
+    refusals: dict[str, dict[str, Any]] = {
         "leaves labels out": options,
         "has 3 classes, but 2 were expected (from the data)": {"class_order": "name"},
         "no meaning for a regression": {"class_order": "name", "model": regression},
         "both say which class": {**options, "class_order": "name"},
-    }.items():
+    }
+    for said, asked in refusals.items():
         with pytest.raises(UsageError, match=re.escape(said)):
             run(**{"model": model, "data": rows, **asked})
 
