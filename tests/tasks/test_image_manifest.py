@@ -352,7 +352,11 @@ FORMS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMS)
+QUICK = ("leading zeros", "bools")
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in FORMS if kind not in QUICK]
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *LONG])
 def test_the_same_labels_have_the_same_digest_in_every_form(home: Path, kind: str) -> None:
     labels = FORMS[kind]
     names = [str(label).removesuffix(".0") for label in labels]
