@@ -47,6 +47,15 @@ def first_of(names: Sequence[object], most: int) -> str:
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written: JSON may escape half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def printable(text: str) -> str:
     """A text of strangers for a terminal: control characters, which could move its cursor, as ``\\x1b``."""
     if text.isprintable():

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
 from dualeval.data.image_files import FileNames, ImageFiles
-from dualeval.data.labels import KnownClasses, Labels, choose_labels, indices_of_classes
+from dualeval.data.labels import LEFT_OUT, Labeler, Labels, TableLabels, choose_labels
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, is_unicode, open_table
+from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 
@@ -93,26 +91,7 @@ PATH_COLUMNS = ("path", "image_path", "file_path", "filepath", "file_name", "fil
 _LABEL_COLUMNS = ("label", "class", "target", "y")
 # Of questions on texts, as SQuAD has them.
 _OF_QUESTIONS = {"question", "questions", "context", "answers"}
-_LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
-_WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
-_DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?nan", re.ASCII | re.IGNORECASE)
 _LOOKED_FOR = 1000
-_LEFT_OUT = -1
-
-
-class _Labeler(Protocol):
-    """Decides which class each label is."""
-
-    @property
-    def known(self) -> KnownClasses | None:
-        """The model's classes, where their names are known."""
-
-    @property
-    def takes_names(self) -> bool:
-        """Whether labels are names, also those that look like numbers: a class map or an order was given."""
-
-    def __call__(self, names: Sequence[str], noun: str) -> Labels:
-        """Decide for labels, sorted; ``noun`` is what one of them is called in messages."""
 
 
 class ManifestImages(WithColumns, ImageFiles):
@@ -123,7 +102,7 @@ class ManifestImages(WithColumns, ImageFiles):
         path: Path,
         preprocessing: Preprocessing,
         *,
-        label: _Labeler,
+        label: Labeler,
         image_root: Path | None = None,
         path_column: str | None = None,
         label_column: str | None = None,
@@ -138,11 +117,11 @@ class ManifestImages(WithColumns, ImageFiles):
             ("manifest", path.absolute(), path_column, label_column, options),
             lambda: _read(_opened(path, path_column, label_column, options)),
         )
-        labels, classes = _classes(read, label)
-        targets = classes[np.frombuffer(read.codes, np.int32)]
+        labels, classes = read.labels.decide(label)
+        targets = np.array(classes, np.int64)[np.frombuffer(read.codes, np.int32)]
         paths, self.kept = read.paths, read.kept
-        if (targets == _LEFT_OUT).any():
-            kept = np.flatnonzero(targets != _LEFT_OUT)
+        if (targets == LEFT_OUT).any():
+            kept = np.flatnonzero(targets != LEFT_OUT)
             if not len(kept):
                 raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
             paths, targets, self.kept = paths.select(kept), targets[kept], read.kept.select(kept)
@@ -193,23 +172,18 @@ def _opened(path: Path, path_column: str | None, label_column: str | None, optio
         )
 
     of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
-    table = open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, options=options)
-    if path.suffix.lower() in (".csv", ".tsv"):
-        return replace(table, rows=((number, name, label.strip()) for number, name, label in table.rows))
-    return table
+    return open_table(path, choose, {"path": "a.jpg", "label": 3}, of_texts, options=options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
     """What a manifest holds, in little room."""
 
-    of: Table
     # One a row.
     paths: FileNames
     # The place of each row's label among `labels`.
     codes: array[int]
-    # Those that there are, in the order of their first rows, with the numbers of these.
-    labels: dict[str | int, int]
+    labels: TableLabels
     # The columns that are kept for the rows of a run.
     kept: KeptColumns
 
@@ -217,20 +191,12 @@ class _Read:
 def _read(of: Table) -> _Read:
     """Read all rows."""
     paths, codes = FileNames(), array("i")
-    places: dict[str | int, int] = {}
-    first: dict[str | int, int] = {}
+    column = of.columns[1]
+    labels = TableLabels(of.where, column, of.class_names.get(column, ()))
     for number, path, label in of.rows:
-        kind = type(label)
-        if (kind is not str and kind is not int) or label == "":
-            raise _no_label(of, number, label)
+        place = labels.place(number, label)
         if type(path) is not str or not path or "\0" in path:
             raise _no_path(of, number, path)
-        place = places.get(label)
-        if place is None:
-            place = places[label] = len(places)
-            first[label] = number
-            if kind is str and not is_unicode(label):
-                raise _no_label(of, number, label)
         try:
             paths.append(path)
         except UnicodeEncodeError as error:
@@ -240,17 +206,7 @@ def _read(of: Table) -> _Read:
         raise UsageError(
             f"{of.path} holds no sample: found its headings alone, expected rows of path and label"
         )
-    return _Read(of=of, paths=paths, codes=codes, labels=first, kept=of.further.kept())
-
-
-def _no_label(of: Table, number: int, label: object) -> UsageError:
-    empty = label is None or label == ""
-    found = "is empty" if empty else f"is {label!r} ({type(label).__name__})"
-    hint = " Leave rows out that have no label." if empty else ""
-    return UsageError(
-        f"{of.where(number)}: the label {found}, expected a whole number from 0 or a class's name (column "
-        f"{of.columns[1]!r}).{hint}"
-    )
+    return _Read(paths=paths, codes=codes, labels=labels, kept=of.further.kept())
 
 
 def _no_path(of: Table, number: int, path: object) -> UsageError:
@@ -258,47 +214,6 @@ def _no_path(of: Table, number: int, path: object) -> UsageError:
     return UsageError(
         f"{of.where(number)}: the path {found}, expected that of a picture file (column {of.columns[0]!r})"
     )
-
-
-# -- labels ----------------------------------------------------------------------------------------------
-
-
-def _classes(read: _Read, label: _Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
-    """Which class each label of a manifest is."""
-    if label.takes_names:
-        return _named(read, label)
-    of = read.of
-    numbers = {text: int(text) for text in read.labels if isinstance(text, int) or _WHOLE.fullmatch(text)}
-    for text, number in read.labels.items():
-        if isinstance(text, str) and _DECIMAL.fullmatch(text):
-            raise UsageError(
-                f"{of.where(number)}: the label {text} is no whole number, expected the index of a class. "
-                "Write it without a decimal point (pandas adds one to all where one label is missing)."
-            )
-    if not numbers:
-        return _named(read, label)
-    if len(numbers) < len(read.labels):
-        text, number = next(item for item in read.labels.items() if item[0] not in numbers)
-        other, there = next(item for item in read.labels.items() if item[0] in numbers)
-        raise UsageError(
-            f"{of.where(number)}: the label {text!r} is a name, and {other!r} ({of.unit} {there}) is a "
-            "number: expected indices of classes, or names alone. Where all are names, give --class-map FILE "
-            "or --class-order name."
-        )
-    for text, index in numbers.items():
-        if not 0 <= index <= _LARGEST_INDEX:
-            raise UsageError(
-                f"{of.where(read.labels[text])}: the label {text} is no index of a class, expected 0 to "
-                f"{_LARGEST_INDEX:,}"
-            )
-    classes = np.array([numbers[text] for text in read.labels], np.int64)
-    return indices_of_classes((), label.known), classes
-
-
-def _named(read: _Read, label: _Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
-    texts = [str(text) for text in read.labels]
-    labels = label(sorted({*texts}), "label")
-    return labels, np.array([labels.classes.get(text, _LEFT_OUT) for text in texts], np.int64)
 
 
 def _check_once(path: Path, paths: FileNames) -> None:

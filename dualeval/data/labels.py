@@ -1,4 +1,4 @@
-"""Which class each folder or label of images is: by place, by a class map, or by names that classes have."""
+"""Which class each folder, or label of a table, is: by a class map, by names, by place, or by its number."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dualeval.errors import UsageError
-from dualeval.wording import counted, first_of, nearest
+from dualeval.wording import counted, first_of, is_unicode, nearest
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
 # Of what a message names.
 _listed = partial(first_of, most=5)
+_listed_whole = partial(first_of, most=20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,17 @@ class Labels:
     warnings: tuple[str, ...] = ()
     # What has a class, "folder" or "label".
     noun: str = "folder"
+    # Of a table's indices, in words: which there are, what else they may be, and where the largest is.
+    indices: str = ""
+    otherwise: str = ""
+    largest_at: str = ""
+
+    def __str__(self) -> str:
+        """Which names or indices there are, for people."""
+        if self.classes:
+            names = sorted(self.classes, key=self.classes.__getitem__)
+            return f"{counted(len(names), 'name')}: {_listed(names)} ({self.rule})"
+        return (self.indices or self.rule) + (f" ({self.otherwise})" if self.otherwise else "")
 
     @property
     def largest(self) -> int:
@@ -136,13 +148,14 @@ def choose_labels(
     order: str | None = None,
     known: KnownClasses | None = None,
     noun: str = "class folder",
+    where: Callable[[str], str] = lambda name: "",
 ) -> Labels:
-    """Decide which class each folder or label is."""
+    """Decide which class each folder or label is by its name; messages say ``where`` one is."""
     if class_map is not None:
         labels = _by_map(folders, class_map, known, noun)
     elif order == "number":
         labels = _by_number(folders, noun)
-    elif order is None and known is not None and (found := _by_known(folders, known, noun)) is not None:
+    elif order is None and known is not None and (found := _by_known(folders, known, noun, where)):
         labels = found
     else:
         labels = Labels(
@@ -153,6 +166,171 @@ def choose_labels(
             warnings=_numeric_warning(folders, noun) if order is None else (),
         )
     return replace(labels, noun=_short(noun))
+
+
+# -- labels of a table -----------------------------------------------------------------------------------
+
+LEFT_OUT = -1
+_LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
+_WHOLE = re.compile(r"0|[1-9][0-9]*", re.ASCII)
+_WHOLE_FLOAT = re.compile(r"(0|[1-9][0-9]*)\.0", re.ASCII)
+_BOOLS = {"false": "0", "true": "1"}
+# Numbers that are no indices; a name such as these has to be asked for.
+_OTHER_NUMBER = re.compile(
+    r"-[0-9]+|[+-]?([0-9]+\.[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(nan|inf)", re.ASCII | re.IGNORECASE
+)
+_KINDS = (str, int, bool, float, type(None))
+
+
+class Labeler(Protocol):
+    """What was asked for about labels, and the model's classes."""
+
+    @property
+    def known(self) -> KnownClasses | None:
+        """The model's classes, where their names are known."""
+
+    @property
+    def class_map(self) -> ClassMap | None:
+        """The class map that was asked for."""
+
+    @property
+    def order(self) -> str | None:
+        """The order that was asked for."""
+
+    def __call__(self, names: Sequence[str], noun: str, where: Callable[[str], str]) -> Labels:
+        """As ``choose_labels``."""
+
+
+class TableLabels:
+    """The labels of a table, each once, in the order of their first rows.
+
+    Messages say ``where`` a row is; ``class_names`` are those that the table has for its indices.
+    """
+
+    def __init__(self, where: Callable[[int], str], column: str, class_names: Sequence[str]) -> None:
+        self._row, self._column, self._class_names = where, f"(column {column!r})", class_names
+        # By kind and value, as True is 1 to a dict: the place, which is that of its first row's number, too.
+        self._places: dict[tuple[type, Any], int] = {}
+        self._numbers: list[int] = []
+
+    def place(self, number: int, value: Any) -> int:
+        """The place of a row's label among all."""
+        if type(value) not in _KINDS and getattr(value, "ndim", 1) == 0:
+            value = value.item()  # of NumPy or torch
+        if (kind := type(value)) not in _KINDS:
+            raise self._no_label(number, f"{value!r} ({kind.__name__})")
+        place = self._places.setdefault((kind, value), len(self._numbers))
+        if place == len(self._numbers):
+            self._numbers.append(number)
+        return place
+
+    def decide(self, label: Labeler, *, of_model: bool = False) -> tuple[Labels, list[int]]:
+        """The class of each label by its place, -1 for one that is left out.
+
+        With ``of_model`` names are the model's, where nothing else was asked for; else any, in their order.
+        """
+        known, by_name = label.known, label.class_map is not None or label.order is not None
+        names = label.class_map.classes if label.class_map else known.names if known else ()
+        values = [value for _, value in self._places]
+        texts = [self._text(*each, names) for each in zip(self._numbers, values, strict=True)]
+        if not by_name and not _named(texts, known):
+            texts = _as_whole(texts, bools=of_model)
+        are_whole = all(map(_WHOLE.fullmatch, texts))
+        if not by_name and (not _named(texts, known) or (are_whole and self._class_names)):
+            if are_whole:
+                return self._indices(texts, known, of_model=of_model)
+            for number, text in sorted(zip(self._numbers, texts, strict=True), key=_is_whole):
+                if _OTHER_NUMBER.fullmatch(text):
+                    raise self._no_label(number, text, _NONE if text in _USUAL_NONE else _AS_NAMES)
+                if of_model and not _WHOLE.fullmatch(text):
+                    raise UsageError(
+                        f"{self._at(number)} is {text!r}, which is no class of the model. "
+                        f"{_both_lists(known, texts)} Give names or indices of the model's classes, or "
+                        "--label COLUMN; or say which class each is: --class-map FILE, or --class-order name."
+                    )
+        first = dict(zip(reversed(texts), reversed(self._numbers), strict=True))
+        # In the order of rows a model's own names have been since their identity was made.
+        folders = list(dict.fromkeys(texts)) if of_model and not by_name else sorted(first)
+        labels = label(folders, "label", lambda text: f"{self._row(first[text])}: ")
+        return labels, [labels.classes.get(text, LEFT_OUT) for text in texts]
+
+    def _indices(
+        self, texts: Sequence[str], known: KnownClasses | None, *, of_model: bool
+    ) -> tuple[Labels, list[int]]:
+        classes = [int(text[:18]) for text in texts]  # one with more digits is too large in any case
+        low, high = min(classes), max(classes)
+        largest = self._numbers[classes.index(high)]
+        if high > _LARGEST_INDEX:
+            raise self._no_label(largest, f"{texts[classes.index(high)]}, beyond any index", _AS_NAMES)
+        own = [name.casefold() for name in (known.names if known else ())]
+        of_data = [name.casefold() for name in self._class_names]
+        # Names in other words, as those of ImageNet's classes, may mean the same for pictures.
+        if own and of_data and own != of_data and (of_model or sorted(own) == sorted(of_data)):
+            raise UsageError(
+                f"{self._row(self._numbers[0])}: the labels {self._column} are indices of other classes than "
+                f"the model's, or in another order. {_both_lists(known, self._class_names)} Give the labels "
+                "as the model's names; or, where the lists mean the same, as a plain column of integers."
+            )
+        by_name = [*map(int, sorted({*texts}))]
+        differ = by_name != [*range(len(by_name))]
+        labels = replace(
+            indices_of_classes((), known),
+            indices=f"index {low}" if low == high else f"indices {low} to {high}",
+            otherwise=_OTHERWISE + " or number" * (low > 0) if differ else "",
+            largest_at=f"{self._at(largest)} is {high}",
+        )
+        return labels, classes
+
+    def _at(self, number: int) -> str:
+        return f"{self._row(number)}: the label {self._column}"
+
+    def _text(self, number: int, value: Any, names: Iterable[str]) -> str:
+        """A label as text; a bool is the name that it has, or 1 or 0, and a whole float is a whole number."""
+        if isinstance(value, bool):
+            same = (name for name in names if name.casefold() == str(value).casefold())
+            return next(same, str(int(value)))
+        if value is None or value != value:
+            value = ""
+        text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+        if not text or not is_unicode(text):
+            raise self._no_label(number, f"{text!a}" if text else "empty", _NONE)
+        return text
+
+    def _no_label(self, number: int, found: str, hint: str = "") -> UsageError:
+        return UsageError(
+            f"{self._at(number)} is {found}, expected a whole number from 0 or a class's name.{hint}"
+        )
+
+
+# Of rows without a label: GLUE's test sets have -1.
+_USUAL_NONE = ("-1", "nan", "NaN", "NAN")
+_NONE = " Leave rows out that have no label."
+_AS_NAMES = " If the labels are names, give --class-order name or --class-map FILE."
+_OTHERWISE = "as names of class folders they are other classes: --class-order name"
+
+
+def _is_whole(label: tuple[int, str]) -> bool:
+    return bool(_WHOLE_FLOAT.fullmatch(label[1]))
+
+
+def _named(texts: Sequence[str], known: KnownClasses | None) -> bool:
+    """Whether any label has the name of a known class."""
+    return known is not None and any(known.find(text, exactly=False) for text in texts)
+
+
+def _as_whole(texts: list[str], *, bools: bool) -> list[str]:
+    """Whole floats, as pandas writes numbers where one is missing, as whole numbers; and bools."""
+    if all(map(_WHOLE_FLOAT.fullmatch, texts)):
+        return [text[:-2] for text in texts]
+    numbers = [_BOOLS.get(text.casefold(), "") for text in texts]
+    return numbers if bools and all(numbers) else texts
+
+
+def _both_lists(known: KnownClasses | None, found: Sequence[str]) -> str:
+    of_model = (
+        "without names (its id2label has placeholders)" if known is None else _listed_whole(known.names)
+    )
+    return f"The model's classes: {of_model}. The data's: {_listed_whole(found)}."
 
 
 # -- order -----------------------------------------------------------------------------------------------
@@ -208,7 +386,9 @@ def are_wnids(folders: Iterable[str], wnids: Sequence[str]) -> bool:
     return bool(found) and all(_WNID.fullmatch(name) and name in known for name in found)
 
 
-def _by_known(folders: Sequence[str], known: KnownClasses, noun: str) -> Labels | None:
+def _by_known(
+    folders: Sequence[str], known: KnownClasses, noun: str, where: Callable[[str], str]
+) -> Labels | None:
     """By the names of known classes; None where no folder has one."""
     exact = {folder: known.find(folder, exactly=True) for folder in folders}
     found = {folder: places or known.find(folder, exactly=False) for folder, places in exact.items()}
@@ -220,20 +400,23 @@ def _by_known(folders: Sequence[str], known: KnownClasses, noun: str) -> Labels 
     unknown = [folder for folder, places in found.items() if not places]
     if unknown:
         raise UsageError(
-            f"{len(unknown)} of {len(folders)} {noun}s are no classes of {known.of}, while the others "
-            f"are: {_listed(unknown)}.{known.nearest(unknown[0])} Rename them, or give --class-map FILE."
+            f"{where(unknown[0])}{len(unknown)} of {len(folders)} {noun}s are no classes of {known.of}, "
+            f"while the others are: {_listed(unknown)}.{known.nearest(unknown[0])} Rename them, or give "
+            "--class-map FILE."
         )
     for folder, places in found.items():
         if len(places) > 1:
-            wnids = f" ({_listed([known.wnids[place] for place in places])})" if known.wnids else ""
+            alike, wnids = (
+                _listed([names[place] for place in places if names]) for names in (known.names, known.wnids)
+            )
             raise UsageError(
-                f"the {noun} {folder!r} may be any of the classes {_listed(places)} of {known.of}: "
-                f"{_listed([known.names[place] for place in places])}. Name it by its wnid{wnids}, or give "
+                f"{where(folder)}the {noun} {folder!r} may be any of the classes {_listed(places)} of "
+                f"{known.of}: {alike}. {f'Name it by its wnid ({wnids}), or give' if wnids else 'Give'} "
                 "--class-map FILE."
             )
     classes = {folder: places[0] for folder, places in found.items()}
     for index, count in Counter(classes.values()).items():
-        if count > 1:
+        if count > 1 and noun != "label":
             same = [folder for folder in classes if classes[folder] == index]
             raise UsageError(
                 f"the {noun}s {_listed(same)} are all class {index} of {known.of}, {known.names[index]!r}. "

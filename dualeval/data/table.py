@@ -15,7 +15,7 @@ from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 from dualeval.further_columns import NO_COLUMNS, FurtherColumns, KeptColumns
 from dualeval.options.choices import STANDARD_QUOTES
-from dualeval.wording import first_of
+from dualeval.wording import first_of, is_unicode
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -73,15 +73,6 @@ class Table:
 def is_table(path: Path) -> bool:
     """Whether a path is that of a table, by its suffix."""
     return path.suffix.lower() in SUFFIXES and not path.is_dir()
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text can be written: JSON may escape half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def open_table(

@@ -21,7 +21,7 @@ from dualeval.models.weights import OtherClasses
 from dualeval.options.fields import of_python
 from dualeval.tasks import picture_task, place_of
 from dualeval.tasks.image_data import ASSETS, DataSource
-from dualeval.tasks.labels import FolderLabels, agreed_classes, hint_for, names_of
+from dualeval.tasks.labels import FolderLabels, agreed_classes, check_classes, hint_for, names_of
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
 
@@ -234,20 +234,15 @@ class ImageClassification(picture_task.PictureTask):
             raise no_logits(self._model_name, outputs, len(images))
         classes = outputs.shape[1]
         refuse_probabilities(f"the model {self._model_name}", outputs)
-        expected, labels = self._num_classes, self._dataset.labels
-        if expected is not None and classes != expected and not self._may_have_more_classes:
-            raise UsageError(
-                f"the model {self._model_name} has {classes} classes, but {expected} were expected "
-                "(from the data, or --num-classes). Give data and model of the same classes."
-                + hint_for(labels, classes)
-            )
-        largest = self._dataset.largest_target
-        if largest >= classes:
-            whose = "data has" if self._class_map is None else f"class map {self._class_map} gives"
-            raise UsageError(
-                f"the {whose} a label {largest}, but the model {self._model_name} has {classes} classes "
-                f"(labels 0 to {classes - 1}). Give data and model of the same classes."
-            )
+        check_classes(
+            self._dataset.labels,
+            f"the model {self._model_name}",
+            classes,
+            expected=None if self._may_have_more_classes else self._num_classes,
+            largest=self._dataset.largest_target,
+            class_map=self._class_map,
+            source="the data, or --num-classes",
+        )
         return classes
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -287,6 +282,7 @@ class ImageClassification(picture_task.PictureTask):
             "model": self._model.shown + self._model_detail,
             "weights": self._described_weights(),
             "data": self._data.described(),
+            **({} if self._data.is_small else {"labels": str(self._dataset.labels)}),
             "preprocessing": f"{size}{self._preprocessing.values} ({self._preprocessing.origin})",
         }
 

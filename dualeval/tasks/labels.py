@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.class_folders import imagenet_wnids
-from dualeval.data.labels import (
-    KnownClasses,
-    Labels,
-    are_wnids,
-    check_indices,
-    choose_labels,
-    indices_of_classes,
-    read_class_map,
-)
+from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
 from dualeval.data.table import Rows
 from dualeval.errors import UsageError
 from dualeval.models import published
@@ -46,20 +38,19 @@ class FolderLabels:
                     f"--class-map {class_map} and --class-order {order} both say which class a folder is. "
                     "Leave one out."
                 )
-        self._map = None if class_map is None else read_class_map(class_map)
-        self._order = order
+        self.class_map = None if class_map is None else read_class_map(class_map)
+        self.order = order
         self._num_classes = num_classes
         self.known = of_weights
 
-    @property
-    def takes_names(self) -> bool:
-        """Whether a class map or an order says what labels are: names, also those that look like numbers."""
-        return self._map is not None or self._order is not None
-
-    def __call__(self, names: Sequence[str], noun: str = "class folder") -> Labels:
-        """Decide for folders or labels."""
+    def __call__(
+        self, names: Sequence[str], noun: str = "class folder", where: Callable[[str], str] = lambda name: ""
+    ) -> Labels:
+        """Decide for the names of folders or labels."""
         known = self._classes_of(names)
-        return choose_labels(names, class_map=self._map, order=self._order, known=known, noun=noun)
+        return choose_labels(
+            names, class_map=self.class_map, order=self.order, known=known, noun=noun, where=where
+        )
 
     def _classes_of(self, folders: Sequence[str]) -> KnownClasses | None:
         """The weights' classes, or ImageNet's where the folders are named by its wnids."""
@@ -123,9 +114,35 @@ def names_of(labels: Labels, rows: Mapping[str, Any]) -> dict[str, list[str | No
     }
 
 
-_PLACEHOLDER = re.compile(r"LABEL_[0-9]+")
-_WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
+def check_classes(
+    labels: Labels,
+    model: str,
+    classes: int,
+    *,
+    expected: int | None,
+    largest: int,
+    class_map: Path | None,
+    source: str = "the data",
+) -> None:
+    """Check that a model has as many classes as are expected from a ``source``, and as the labels need."""
+    if expected is not None and classes != expected:
+        raise UsageError(
+            f"{model} has {classes} classes, but {expected} were expected (from {source}). Give "
+            f"data and model of the same classes.{hint_for(labels, classes)}"
+        )
+    if largest >= classes:
+        whose = "the data has" if class_map is None else f"the class map {class_map} gives"
+        label = labels.largest_at or f"{whose} a label {largest}"
+        names = f" Its classes: {first_of([*labels.names.values()], _NAMED_AT_MOST)}." if labels.names else ""
+        otherwise = f" {labels.otherwise.capitalize()}." if labels.otherwise else ""
+        raise UsageError(
+            f"{label}, but {model} has {classes} classes (labels "
+            f"0 to {classes - 1}). Give data and model of the same classes.{names}{otherwise}"
+        )
+
+
 _NAMED_AT_MOST = 20
+_PLACEHOLDER = re.compile(r"LABEL_[0-9]+")
 
 
 def names_of_classes(model: nn.Module, count: int) -> tuple[str, ...]:
@@ -134,46 +151,6 @@ def names_of_classes(model: nn.Module, count: int) -> tuple[str, ...]:
     names = tuple(str(found.get(index, "LABEL_0")) for index in range(count))
     unknown = all(map(_PLACEHOLDER.fullmatch, names)) or len({*names}) < count
     return () if unknown else names
-
-
-def class_targets(rows: Rows, column: str, names: Sequence[str], count: int) -> tuple[Labels, Tensor]:
-    """The class of each row, int64 (rows,): labels are names of the model's classes, or their indices."""
-    first: dict[str, int] = {}
-    labels = [_text_of(value) for value in rows.column(column)]
-    for place, label in enumerate(labels):
-        first.setdefault(label, place)
-    said = rows.class_names.get(column, ())
-    both = _both_lists(names, count, said or list(first))
-    of_model = KnownClasses(of="the model", names=tuple(names))
-    # Where the data names the classes, a number is an index, also where a name is a number ("1" star).
-    known = {label: -1 if said and _WHOLE.fullmatch(label) else _index(of_model, label) for label in first}
-    if min(known.values()) >= 0:
-        rule = "names of the model's classes"
-        by_index = dict(enumerate(names))
-        named = Labels(rule=rule, classes=known, names=by_index, num_classes=count, noun="label")
-        return named, torch.tensor([known[label] for label in labels])
-    are_names = max(known.values()) >= 0
-    for label, place in first.items():
-        if known[label] < 0 if are_names else not _WHOLE.fullmatch(label):
-            what = f"{label!r}" if label else "empty"
-            raise UsageError(
-                f"{rows.where(place)}: the label (column {column!r}) is {what}. {both} Give "
-                f"{'names or ' if names else ''}indices of the model's classes, or --label NAME."
-            )
-    for label, place in first.items():
-        if not 0 <= int(label) < count:
-            hint = " GLUE's test sets have -1 for every label: theirs are not published." * (label == "-1")
-            raise UsageError(
-                f"{rows.where(place)}: the label (column {column!r}) is {label}, beyond the model's classes, "
-                f"0 to {count - 1}. {both}{hint}"
-            )
-    if names and said and list(map(str.casefold, said)) != list(map(str.casefold, names)):
-        raise UsageError(
-            f"{rows.of}: the labels (column {column!r}) are indices of other classes than the model's, or in "
-            f"another order. {both} Give the labels as the model's names; or, where the lists mean the "
-            "same, as a plain column of integers."
-        )
-    return indices_of_classes(names), torch.tensor([int(label) for label in labels])
 
 
 def number_targets(rows: Rows, column: str) -> Tensor:
@@ -191,22 +168,3 @@ def number_targets(rows: Rows, column: str) -> Tensor:
             )
         found.append(number)
     return torch.tensor(found, dtype=torch.float64)
-
-
-def _index(of_model: KnownClasses, label: str) -> int:
-    """The class of this name, in large or small letters where it is the only one; -1 for none."""
-    found = of_model.find(label, exactly=True) or of_model.find(label, exactly=False)
-    return found[0] if len(found) == 1 else -1
-
-
-def _text_of(value: object) -> str:
-    """A label as text: yes and no of Python are 1 and 0."""
-    if value is None:
-        return ""
-    return str(int(value)) if isinstance(value, bool) else str(value).strip()
-
-
-def _both_lists(names: Sequence[str], count: int, found: Sequence[str]) -> str:
-    unnamed = f"{count}, without names (its id2label has placeholders): 0 to {count - 1}"
-    of_model, of_data = (first_of(each, _NAMED_AT_MOST) for each in (names, found))
-    return f"The model's classes: {of_model or unnamed}. The data's: {of_data}."

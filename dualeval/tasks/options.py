@@ -182,13 +182,13 @@ class ImageClassificationOptions(PictureOptions):
     num_classes: int | None = option(
         None, "Number of classes, if data and weights do not define it.", group=_DATA, least=1
     )
-    class_map: Path | None = option(None, "Class index of each folder: a JSON file.", group=_DATA)
+    class_map: Path | None = option(None, "Class index of each folder or label: a JSON file.", group=_DATA)
     class_order: str | None = option(
         None,
-        "Order of class folders: number puts 2 before 10.",
+        "Order of folders or labels: number puts 2 before 10.",
         group=_DATA,
         choices=CLASS_ORDERS,
-        shown="known names, else name",
+        shown="known names first",
         metavar="name|number",
     )
     data_fingerprint: str = option(
@@ -233,7 +233,7 @@ class ImageClassificationOptions(PictureOptions):
 
 
 def _same(name: str) -> Any:
-    """A field of another task on pictures that is that of image classification."""
+    """A field of another task that is that of image classification."""
     found = next(each for each in fields(ImageClassificationOptions) if each.name == name)
     return field(default=found.default, metadata=found.metadata)
 
@@ -365,6 +365,8 @@ class TextClassificationOptions(TextOptions):
         None, "Column of the labels.", group=_DATA, metavar="COLUMN", shown="label, ..."
     )
     quoting: str | None = _same("quoting")
+    class_map: Path | None = _same("class_map")  # noqa: RUF009 (a field)
+    class_order: str | None = _same("class_order")
     max_length: int | None = option(
         None,
         "Maximum tokens of a text or pair; longer ones are cut.",

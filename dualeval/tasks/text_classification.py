@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
-from dualeval.data.labels import Labels
+from dualeval.data.labels import LEFT_OUT, KnownClasses, Labels, TableLabels
 from dualeval.data.table import Choose, PythonRows, Rows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
@@ -30,7 +30,7 @@ from dualeval.models.text_models import Use, known_tokens, load_tokenizer, short
 from dualeval.models.transformers_folder import refuse_problem_type
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
-from dualeval.tasks.labels import class_targets, names_of, names_of_classes, number_targets
+from dualeval.tasks.labels import FolderLabels, check_classes, names_of, names_of_classes, number_targets
 from dualeval.tasks.options import TextClassificationOptions
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.scored_answers import chosen
@@ -70,7 +70,7 @@ class TextClassification(TextTask):
         cache: what other tasks of the run have read of their data.
         options: the others of ``dualeval run``, by the same names (docs/text-classification.md):
             weights, weights_key, weights_prefix, trust_checkpoint, text, text_pair, label, quoting,
-            max_length, keep.
+            class_map, class_order, max_length, keep.
 
     Raises:
         UsageError: options, model, tokenizer and data do not fit together.
@@ -93,6 +93,11 @@ class TextClassification(TextTask):
     ) -> None:
         given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
+        self._class_map = None if given.class_map is None else Path(given.class_map)
+        self._class_order = given.class_order
+        self._labeler = FolderLabels(
+            class_map=self._class_map, order=given.class_order, num_classes=None, of_weights=None
+        )
         asked = (given.text, given.text_pair, given.label)
         of_table = TableOptions(given.keep, given.quoting)
 
@@ -164,11 +169,33 @@ class TextClassification(TextTask):
         refuse_probabilities(f"the model {self._model.description()['model']}", outputs)
         self._num_classes = count = outputs.shape[1]
         if count == 1:
+            if self._class_map is not None or self._class_order is not None:
+                raise UsageError(
+                    "--class-map and --class-order have no meaning for a regression: leave them out"
+                )
             self._targets = number_targets(self._rows, self._label)
         else:
-            names = names_of_classes(model, count)
-            self._labels, self._targets = class_targets(self._rows, self._label, names, count)
+            self._labels, self._targets = self._classes_of_rows(names_of_classes(model, count), count)
         return model
+
+    def _classes_of_rows(self, names: Sequence[str], count: int) -> tuple[Labels, Tensor]:
+        """What the labels are, and the class of each row, int64 (rows,)."""
+        rows, column = self._rows, self._label
+        found = TableLabels(rows.where, column, rows.class_names.get(column, ()))
+        places = [found.place(row, value) for row, value in enumerate(rows.column(column))]
+        self._labeler.known = KnownClasses(of="the model", names=tuple(names)) if names else None
+        labels, classes = found.decide(self._labeler, of_model=True)
+        if LEFT_OUT in classes:
+            raise UsageError(f"--class-map {self._class_map} leaves labels out: leave out their rows instead")
+        check_classes(
+            labels,
+            f"the model in {self._model.folder}",
+            count,
+            expected=labels.num_classes,
+            largest=max(classes),
+            class_map=self._class_map,
+        )
+        return labels, torch.tensor(classes)[places]
 
     def _check_padding(self, alone: Tensor, filled: Tensor) -> None:
         """Refuse a model that reads what fills a text up: its logits would be those of its company."""
@@ -246,17 +273,19 @@ class TextClassification(TextTask):
             "text_pair": self._columns[1] if len(self._columns) > 1 else None,
             "label": self._label,
             "quoting": self._quoting,
+            "class_map": None if self._class_map is None else str(self._class_map.absolute()),
+            "class_order": self._class_order,
             "max_length": self._encoder.max_length,
             "metric": [metric.name for metric in self.metrics()],
         }
 
     def description(self) -> dict[str, str]:
-        rule = "numbers, as a regression" if self._labels is None else self._labels.rule
+        labels = "numbers, as a regression" if self._labels is None else self._labels
         return {
             **self._model.description(),
             "data": self._rows.of,
             "texts": f"{' and '.join(self._columns)}, at most {self._encoder.max_length} tokens",
-            "labels": f"{self._label}, {rule}",
+            "labels": f"{self._label}, {labels}",
         }
 
     def fingerprint(self) -> dict[str, Any]:

@@ -160,9 +160,9 @@ def manifest(tmp_path: Path) -> Path:
 class Two:
     """Labels x and z; y is left out."""
 
-    known, takes_names = None, True
+    known, class_map, order = None, None, "name"
 
-    def __call__(self, names: Sequence[str], noun: str) -> Any:
+    def __call__(self, names: Sequence[str], noun: str, where: Any) -> Any:
         found = indices_of_classes()
         object.__setattr__(found, "classes", {"x": 0, "z": 1})
         return found

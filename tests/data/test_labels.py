@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dualeval.data.class_folders import imagenet_wnids
-from dualeval.data.labels import ClassMap, KnownClasses, Labels, are_wnids, choose_labels, read_class_map
+from dualeval.data.labels import (
+    ClassMap,
+    KnownClasses,
+    Labels,
+    TableLabels,
+    are_wnids,
+    choose_labels,
+    read_class_map,
+)
 from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.vision_library import torchvision
@@ -229,3 +240,82 @@ def test_folders_that_are_refused(folders: str, options: dict[str, Any], said: s
     with pytest.raises(UsageError) as caught:
         choose_labels(folders.split(), **options)
     assert said in str(caught.value)
+
+
+# -- labels of a table -----------------------------------------------------------------------------------
+
+
+class Asked:
+    """What was asked for about labels, and the model's classes."""
+
+    def __init__(self, *names: str, order: str | None = None, **classes: int) -> None:
+        self.known = KnownClasses(of="the model", names=names) if names else None
+        self.order = order
+        self.class_map = ClassMap(path=Path("m.json"), classes={**classes}) if classes else None
+
+    def __call__(self, names: Sequence[str], noun: str, where: Callable[[str], str]) -> Labels:
+        return choose_labels(
+            names, class_map=self.class_map, order=self.order, known=self.known, noun=noun, where=where
+        )
+
+
+def of_table(
+    values: Sequence[Any], asked: Asked, class_names: Sequence[str] = (), *, of_model: bool = False
+) -> tuple[Labels, list[int]]:
+    """What labels are, and the class of each row."""
+    table = TableLabels(lambda number: f"t.csv, line {number}", "label", class_names)
+    places = [table.place(number, value) for number, value in enumerate(values, 2)]
+    labels, classes = table.decide(asked, of_model=of_model)
+    return labels, [classes[place] for place in places]
+
+
+PLAIN = Asked()
+STARS = ("1", "2", "3")
+OF_MODEL = "(names of the classes of the model)"
+INDICES = "as names of class folders they are other classes: --class-order name"
+READ: list[tuple[list[Any], Asked, list[int], str]] = [
+    (["001", "002", "010"], PLAIN, [0, 1, 2], "3 names: 001, 002, 010 (order of names)"),
+    (["0", "1", "2"], PLAIN, [0, 1, 2], "indices 0 to 2"),
+    ([" 1", 0, np.int64(1), torch.tensor(0)], PLAIN, [1, 0, 1, 0], "indices 0 to 1"),
+    (["2", "1", "01"], PLAIN, [2, 1, 0], "3 names: 01, 1, 2 (order of names)"),
+    (["1", "2", "cat"], PLAIN, [0, 1, 2], "3 names: 1, 2, cat (order of names)"),
+    (["1", "3"], PLAIN, [1, 3], f"indices 1 to 3 ({INDICES} or number)"),
+    ([*map(str, range(11))], PLAIN, [*range(11)], f"indices 0 to 10 ({INDICES})"),
+    ([5], PLAIN, [5], f"index 5 ({INDICES} or number)"),
+    (["1", "3"], Asked(order="name"), [0, 1], "2 names: 1, 3 (order of names)"),
+    (["9", "10"], Asked(order="number"), [0, 1], "2 names: 9, 10 (order of numbers)"),
+    (["1.0", "0.0"], PLAIN, [1, 0], "indices 0 to 1"),
+    ([1.0, 0], PLAIN, [1, 0], "indices 0 to 1"),
+    ([True, False], PLAIN, [1, 0], "indices 0 to 1"),
+    ([np.bool_(True), False], Asked("no", "yes"), [1, 0], "indices 0 to 1"),
+    ([True, False], Asked("TRUE", "False"), [0, 1], f"2 names: TRUE, False {OF_MODEL}"),
+    ([True, "maybe"], Asked(true=4, maybe=2), [4, 2], "2 names: maybe, true (class map)"),
+    ([1, "3"], Asked(*STARS), [0, 2], f"2 names: 1, 3 {OF_MODEL}"),
+    (["1.0", "3.0"], Asked(*STARS), [0, 2], f"2 names: 1, 3 {OF_MODEL}"),
+    (["3.5", "-1"], Asked("-1", "3.5"), [1, 0], f"2 names: -1, 3.5 {OF_MODEL}"),
+    (["3.5", "-1"], Asked(order="name"), [1, 0], "2 names: -1, 3.5 (order of names)"),
+    (["Cat", "cat", "DOG"], Asked("dog", "cat"), [1, 1, 0], f"3 names: DOG, Cat, cat {OF_MODEL}"),
+]
+
+
+@pytest.mark.parametrize(("values", "asked", "classes", "said"), READ)
+def test_a_label_is_a_name_or_an_index(
+    values: list[Any], asked: Asked, classes: list[int], said: str
+) -> None:
+    labels, found = of_table(values, asked)
+    assert found == classes
+    assert str(labels) == said
+
+
+def test_names_that_the_table_has_for_its_indices() -> None:
+    assert of_table([1, 2], Asked(*STARS), STARS)[1] == [1, 2]
+    other = ("tench, Tinca tinca", "goldfish")
+    assert of_table([1], Asked("tench", "goldfish"), other)[1] == [1]
+    for names, of_model in ((("goldfish", "tench"), False), (other, True)):
+        with pytest.raises(UsageError, match="are indices of other classes than the model's, or in another"):
+            of_table([1], Asked("tench", "goldfish"), names, of_model=of_model)
+
+
+def test_bools_as_texts_of_a_model_without_such_names() -> None:
+    assert of_table(["TRUE", "False"], PLAIN, of_model=True)[1] == [1, 0]
+    assert of_table(["True", "False"], PLAIN)[1] == [1, 0], "as class folders"

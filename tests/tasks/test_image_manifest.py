@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
 
 from dualeval.data import labelled_images
@@ -18,6 +19,7 @@ from dualeval.data.image_files import FileNames
 from dualeval.data.labelled_images import ImageFolder, ManifestImages
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.table import SUFFIXES
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.own_code import own_code
 from dualeval.tasks.labels import FolderLabels
@@ -125,9 +127,9 @@ def test_a_name_in_other_letters_is_never_taken_before_the_usual_one(home: Path)
 
 def test_labels_and_columns_that_python_or_parquet_cannot_hold(home: Path) -> None:
     said = refused(text(home, f"path,label\nval/ant/0.png,{'9' * 5000}\nval/bee/0.png,1\n"))
-    assert "is a name, and '1' (line 3) is a number" in said
+    assert "999, beyond any index, expected a whole number from 0 or a class's name. If the labels" in said
     said = refused(text(home, '{"path": "val/ant/0.png", "label": "\\ud800"}\n', "m.jsonl"))
-    assert "line 1: the label is '\\ud800'" in said
+    assert "line 1: the label (column 'label') is '\\ud800'" in said
     said = refused(text(home, '{"path": "a", "label": ' + "[" * 100_000 + "}\n", "m.jsonl"))
     assert "line 1 is not JSON" in said
     columns = [pyarrow.array([value]) for value in ("val/ant/0.png", 0, 1)]
@@ -176,7 +178,7 @@ def test_quoted_cells_and_lines(home: Path) -> None:
     assert data.__getitems__([0])[0][1] == 2
     # The lines are counted as an editor counts them.
     path = text(home, 'path,note,label\n"a, ""b""\nc.png","x\ny",2\nz.png,,\n')
-    assert "line 5: the label is empty" in refused(path)
+    assert "line 5: the label (column 'label') is empty" in refused(path)
 
 
 # -- labels ----------------------------------------------------------------------------------------------
@@ -229,18 +231,22 @@ WRONG = {
     "headings alone": ("path,label\n", "holds no sample"),
     "two columns of one name": ("path,label,label\na,1,2\n", "has two columns 'label'"),
     "a cell too many": ("path,label\na,1\nb,c,2\n", "line 3 has 3 columns, expected 2"),
-    "empty label": ("path,label\na,1\nb,\n", "line 3: the label is empty"),
+    "empty label": ("path,label\na,1\nb,\n", "line 3: the label (column 'label') is empty"),
     "empty path": ("path,label\na,1\n,2\n", "line 3: the path is empty"),
     "zero byte": ("path,label\na\0b,1\n", "line 2: the path is 'a\\x00b'"),
     "address": ("path,label\ns3://bucket/a.jpg,1\n", "none of 1 files is there"),
     "a path twice": ("path,label\na,1\nb,1\na,2\n", "lists 'a' more than once"),
-    "mixed": (
-        "path,label\na,1\nb,2\nc,cat\n",
-        "line 4: the label 'cat' is a name, and '1' (line 2) is a number",
+    "negative": (
+        "path,label\na,1\nb,-1\n",
+        "is -1, expected a whole number from 0 or a class's name. Leave rows out",
     ),
-    "negative": ("path,label\na,1\nb,-1\n", "line 3: the label -1 is no index of a class"),
-    "too large": ("path,label\na,9999999999\n", "line 2: the label 9999999999 is no index of a class"),
-    "decimal": ("path,label\na,1.0\n", "line 2: the label 1.0 is no whole number"),
+    "too large": (
+        "path,label\na,9999999999\n",
+        "line 2: the label (column 'label') is 9999999999, beyond any",
+    ),
+    "decimal": ("path,label\na,1.5\nb,1.0\n", "line 2: the label (column 'label') is 1.5, expected"),
+    "a decimal among numbers": ("path,label\na,1\nb,2.0\n", "line 3: the label (column 'label') is 2.0, exp"),
+    "nan": ("path,label\na,1.0\nb,nan\n", "line 3: the label (column 'label') is nan, expected"),
     "open quote": ('path,label\n"a,1\n', "is not CSV"),
 }
 
@@ -259,9 +265,9 @@ WRONG_JSON = {
     "a list": ("[1, 2]\n", "line 1 holds a list, expected an object"),
     "empty": ("\n", "is empty: expected lines such as"),
     "a key is missing": ('{"path": "a", "label": 1}\n\n{"path": "b"}\n', "line 3 has no 'label'"),
-    "a bool": ('{"path": "a", "label": true}\n', "line 1: the label is True (bool)"),
-    "a decimal": ('{"path": "a", "label": 1.0}\n', "line 1: the label is 1.0 (float)"),
-    "null": ('{"path": "a", "label": null}\n', "line 1: the label is empty"),
+    "a list as label": ('{"path": "a", "label": [1]}\n', "line 1: the label (column 'label') is [1] (list)"),
+    "a decimal": ('{"path": "a", "label": 1.5}\n', "line 1: the label (column 'label') is 1.5, expected"),
+    "null": ('{"path": "a", "label": null}\n', "line 1: the label (column 'label') is empty"),
     "path null": ('{"path": null, "label": 1}\n', "line 1: the path is empty"),
     "path a number": ('{"path": 3, "label": 1}\n', "line 1: the path is 3"),
     "no name of a file": ('{"path": "\\ud800", "label": 1}\n', "line 1: the path is '\\ud800'"),
@@ -334,3 +340,50 @@ def test_a_manifest_and_its_folder_have_the_same_metrics(home: Path) -> None:
     table = one.predictions().to_pydict()
     assert table["id"] == [row["file"] for row in rows]
     assert table["target_name"] == table["prediction_name"] == [*PICTURES]
+
+
+FORMS: dict[str, list[Any]] = {
+    "leading zeros": ["001", "002", "003"],
+    "names": ["ant", "bee", "cow"],
+    "numbers": [0, 1, 2],
+    "whole floats": [0.0, 1.0, 2.0],
+    "bools": [False, True],
+    "numbers and names": ["1", "2", "ant"],
+}
+
+
+QUICK = ("leading zeros", "bools")
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in FORMS if kind not in QUICK]
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *LONG])
+def test_the_same_labels_have_the_same_digest_in_every_form(home: Path, kind: str) -> None:
+    labels = FORMS[kind]
+    names = [str(label).removesuffix(".0") for label in labels]
+    lay_out(home / "same", {name: place for place, name in enumerate(names)})
+    rows = [{"path": f"{name}/0.png", "label": label} for name, label in zip(names, labels, strict=True)]
+    forms = [home / "same", *(write(home / f"m{suffix}", rows) for suffix in SUFFIXES)]
+    found = [
+        evaluate(
+            task(each, image_root=None if each.is_dir() else home / "same", num_classes=len(labels)), None
+        )
+        for each in forms
+    ]
+    assert {each.metrics["top1"] for each in found} == {1}
+    assert len({each.metrics_digest for each in found}) == 1
+
+
+def test_numbers_that_count_from_one_are_noticed(home: Path) -> None:
+    """With a spare output all would be wrong, without a word."""
+    rows = [{"path": f"val/{name}/0.png", "label": index + 1} for name, index in PICTURES.items()]
+    path = write(home / "m.csv", rows)
+    result = evaluate(task(path, "reds:thousand"), home / "out")
+    assert result.metrics["top1"] == 0
+    assert "indices 1 to 3 (as names of class folders they are other" in result.description["labels"]
+    assert "--class-order name or number" in str(result)
+    with pytest.raises(
+        UsageError, match=r"line 4: the label .* is 3, but .* 3 classes \(labels 0 to 2\).*-order"
+    ):
+        task(path, "reds:three").build_model(torch.device("cpu"))
+    for order in ("name", "number"):
+        assert evaluate(task(path, "reds:three", class_order=order), None).metrics["top1"] == 1

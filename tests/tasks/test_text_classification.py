@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import scipy.stats
@@ -14,6 +15,7 @@ import torch
 from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 
+from dualeval.data.table import SUFFIXES
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.result import JOB
@@ -151,7 +153,9 @@ def test_the_result_says_what_was_evaluated(model: Path, tmp_path: Path) -> None
     data = texts.write(tmp_path / "rows.parquet", texts.rows(20, pairs=True))
     result = run(model, data, tmp_path / "out")
     assert result.description["texts"] == f"sentence1 and sentence2, at most {MAX_LENGTH} tokens"
-    assert result.description["labels"] == "label, names of the model's classes"
+    assert result.description["labels"] == (
+        "label, 3 names: negative, neutral, positive (names of the classes of the model)"
+    )
     said = {name: result.job[name] for name in ("text", "text_pair", "label", "max_length")}
     assert said == {"text": "sentence1", "text_pair": "sentence2", "label": "label", "max_length": MAX_LENGTH}
     assert result.labels["classes"] == list(NAMES)
@@ -244,16 +248,18 @@ def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: 
 @pytest.mark.parametrize(
     ("names", "data", "said"),
     [
-        (NAMES, labelled("positive", "mixed"), "list, row 1: the label (column 'label') is 'mixed'. The mod"),
-        (NAMES, labelled("1", "positive"), "row 0: the label (column 'label') is '1'. The model's classes:"),
+        (NAMES, labelled("positive", "mixed"), "row 1: 1 of 2 labels are no classes of the model, while the"),
+        (NAMES, labelled("1", "positive"), "row 0: 1 of 2 labels are no classes of the model, while the ot"),
         (NAMES, labelled(1, None), "row 1: the label (column 'label') is empty"),
-        (NAMES, labelled(1, 1.5), "row 1: the label (column 'label') is '1.5'"),
-        (NAMES, labelled(1, 3), "row 1: the label (column 'label') is 3, beyond the model's classes, 0 to 2"),
-        (NAMES, labelled(-1, -1), "GLUE's test sets have -1 for every label"),
+        (NAMES, labelled(1, 1.5), "row 1: the label (column 'label') is 1.5, expected"),
+        (NAMES, labelled(1, 3), "row 1: the label (column 'label') is 3, but the model in "),
+        (NAMES, labelled(0, -1), "row 1: the label (column 'label') is -1, expected a whole number from 0"),
+        (NAMES, labelled(1, [2]), "row 1: the label (column 'label') is [2] (list), expected a whole"),
+        (("LABEL_0", "LABEL_1"), labelled("001", "002"), "is '001', which is no class of the model. The"),
         (
             ("LABEL_0", "LABEL_1"),
             labelled("no", "yes"),
-            "The model's classes: 2, without names (its id2label has placeholders): 0 to 1. The data's: no",
+            "The model's classes: without names (its id2label has placeholders). The data's: no, yes. Give",
         ),
         (
             NAMES,
@@ -268,6 +274,75 @@ def test_labels_that_are_no_classes(model: Path, names: tuple[str, ...], data: A
     task = TextClassification(model=texts.classifier(names), tokenizer=model, data=data)
     with pytest.raises(UsageError, match=re.escape(said)):
         task.build_model(torch.device("cpu"))
+
+
+UNNAMED = ("LABEL_0", "LABEL_1", "LABEL_2")
+# Names of the model's classes, labels, and the classes that they are.
+FORMS: dict[str, tuple[tuple[str, ...], list[Any], list[int]]] = {
+    "bools of a model with these names": (("True", "False"), [True, False, False], [0, 1, 1]),
+    "bools of another": (UNNAMED[:2], [True, False, False], [1, 0, 0]),
+    "numbers": (("a", "b", "c"), [2, 0, 1], [2, 0, 1]),
+    "whole floats": (("a", "b", "c"), [2.0, 0.0, 1.0], [2, 0, 1]),
+    "names": (("x", "X", "y"), ["y", "x", "y"], [2, 0, 2]),
+    "names of numbers": (("1", "2", "3"), [3, 1, 1], [2, 0, 0]),
+    "--class-order name": (UNNAMED, ["003", "001", "002"], [2, 0, 1]),
+    "--class-order number": (UNNAMED, [3, 1, 2], [2, 0, 1]),
+}
+
+
+@pytest.fixture(params=FORMS)
+def forms(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, Any], list[Any], list[int]]:
+    """Options of a task, its data in every form, and the classes of its rows."""
+    kind = str(request.param)
+    names, labels, classes = FORMS[kind]
+    rows = labelled(*labels)
+    of_library = datasets.Dataset.from_list(rows)
+    data = [rows, of_library, *(texts.write(tmp_path / f"t{suffix}", rows) for suffix in SUFFIXES)]
+    if kind == "numbers":
+        data.append(of_library.cast_column("label", datasets.ClassLabel(names=[*names])))
+    order = kind.removeprefix("--class-order ")
+    return {"model": texts.classifier(names), "class_order": None if order == kind else order}, data, classes
+
+
+def test_the_same_labels_are_the_same_classes_in_every_form(model: Path, forms: Any) -> None:
+    options, data, classes = forms
+    for each in data:
+        task = TextClassification(tokenizer=model, data=each, **options)
+        task.build_model(torch.device("cpu"))
+        batch = task.collate(task.dataset().__getitems__(range(len(classes))))
+        assert batch["targets"].tolist() == classes
+
+
+@pytest.mark.long
+def test_the_same_labels_have_the_same_digest_in_every_form(model: Path, forms: Any) -> None:
+    options, data, classes = forms
+    found = [run(data=each, tokenizer=model, metrics=["loss"], **options) for each in data]
+    unnamed = texts.classifier(UNNAMED[: options["model"].config.num_labels])
+    plain = run(unnamed, labelled(*classes), tokenizer=model, metrics=["loss"])
+    assert {each.metrics_digest for each in found} == {plain.metrics_digest}
+
+
+def test_what_was_asked_for_says_which_class_a_label_is(
+    model: Path, tmp_path: Path, regression: Path
+) -> None:
+    rows = labelled("no", "yes", "no")
+    (tmp_path / "map.json").write_text('{"no": 2, "yes": 0}')
+    options: dict[str, Any] = {"class_map": tmp_path / "map.json", "metrics": ["loss"]}
+    found = run(model, rows, **options)
+    assert found.metrics_digest == run(model, labelled(2, 0, 2), metrics=["loss"]).metrics_digest
+    assert found.description["labels"] == "label, 2 names: yes, no (class map)"
+    assert found.job["class_map"] == str(tmp_path / "map.json")
+    assert found.fingerprint != run(model, labelled(2, 0, 2), metrics=["loss"]).fingerprint
+    (tmp_path / "map.json").write_text('{"no": 2, "yes": null}')
+    refusals: dict[str, dict[str, Any]] = {
+        "leaves labels out": options,
+        "has 3 classes, but 2 were expected (from the data)": {"class_order": "name"},
+        "no meaning for a regression": {"class_order": "name", "model": regression},
+        "both say which class": {**options, "class_order": "name"},
+    }
+    for said, asked in refusals.items():
+        with pytest.raises(UsageError, match=re.escape(said)):
+            run(**{"model": model, "data": rows, **asked})
 
 
 # -- refusals ------------------------------------------------------------------------------------------
