@@ -289,7 +289,7 @@ def test_a_segformer(home: Path, tmp_path: Path) -> None:
     write_segformer(tmp_path / "reducing", reduce=True)
     reducing = task(home, model=f"hf:{tmp_path / 'reducing'}", preprocessing=None)
     reducing.build_model(CPU)
-    [(_, labels)] = reducing.dataset().__getitems__([0])
+    [(_, labels, _)] = reducing.dataset().__getitems__([0])
     stored = np.array(Image.open(home / "masks/000.png")).astype(int)
     assert (labels.numpy() == np.where((stored == 0) | (stored == IGNORED), -1, stored - 1)).all()
     assert "labels less 1 (0 ignored)" in reducing.description()["compared"]
