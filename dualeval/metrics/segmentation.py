@@ -101,7 +101,7 @@ class PixelCheck:
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the pictures' counts."""
-        ledger += torch.cat([columns[name].reshape(len(columns[name]), -1).sum(0) for name in self.columns])
+        ledger += torch.cat([columns[name].sum(0).reshape(-1) for name in self.columns])
 
     def compute(self, ledger: Tensor) -> Measured:
         """No values; the warnings."""
