@@ -54,6 +54,11 @@ class LabelRule:
     # How many there are; known once the model is made, before anything is read.
     classes: int = _LARGEST
 
+    @property
+    def values_text(self) -> str:
+        """The class of each label, as it is typed."""
+        return _typed(self.values)
+
     def class_of(self, label: int) -> int:
         """``NO_LABEL`` for one that does not count, ``_NO_CLASS`` for one that is no class."""
         # A stored -1 is a label like others: it counts unless it is named.
@@ -84,19 +89,18 @@ class LabelRule:
         beyond = [label for label, number in every.items() if number == _NO_CLASS]
         said = f"{counted(len(pixels), 'pixel')} with the label {_listed(found)}, expected "
         if self.values:
-            added = mask_values_text({**self.values, **dict.fromkeys(beyond, NO_LABEL)})
+            added = _typed({**self.values, **dict.fromkeys(beyond, NO_LABEL)})
             return f"{said}those of --mask-values. Name all, none for what does not count: {added}"
         counting = [label for label, number in every.items() if number != NO_LABEL]
         pairs = {label: place if place < self.classes else NO_LABEL for place, label in enumerate(counting)}
         return (
             f"{said}{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or "
-            f"say which class each label is, as in --mask-values {mask_values_text(pairs)}, or, if these "
+            f"say which class each label is, as in --mask-values {_typed(pairs)}, or, if these "
             f"pixels do not count, --ignore-index {','.join(map(str, [*self.ignore, *beyond]))}"
         )
 
 
-def mask_values_text(values: Mapping[int, int]) -> str:
-    """The class of each label, as it is typed."""
+def _typed(values: Mapping[int, int]) -> str:
     return ",".join(f"{label}={'none' if to == NO_LABEL else to}" for label, to in sorted(values.items()))
 
 
@@ -159,11 +163,9 @@ class MaskedPictures(WithColumns):
             mask = self._mask(index)
             picture, mask, turned = _as_shown(picture, mask)
             labels = mask.numbers()
-            (width, height), (own_width, own_height) = picture.image.size, mask.image.size
-            if (width, height) != (own_width, own_height):
-                raise ValueError(
-                    f"it has {own_width} x {own_height} pixels, and its picture {width} x {height}"
-                )
+            if mask.image.size != picture.image.size:
+                own, its = ("{} x {}".format(*each.image.size) for each in (mask, picture))
+                raise ValueError(f"it has {own} pixels, and its picture {its}")
             classes = self.rule.of(labels, lambda: self.first_labels)
         except (OSError, ValueError) as error:
             row = f" ({self.table} {self.numbers[index]})" if self.table else ""

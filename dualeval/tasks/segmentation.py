@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from dualeval.data.cache import DataCache
-from dualeval.data.masks import (
-    NO_LABEL,
-    LabelRule,
-    MaskedPictures,
-    mask_values_text,
-    open_masked,
-    read_mask_values,
-)
+from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
@@ -229,8 +222,8 @@ class Segmentation(PictureTask):
             flat = logits.flatten(1)
             nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
         columns = dict(zip(COUNTS, counts.unbind(1), strict=True))
-        own = {"ignored_pixels": ignored, "turned": batch["turned"]}
-        return {**columns, **own, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
+        columns |= {"ignored_pixels": ignored, "turned": batch["turned"]}
+        return {**columns, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
 
     def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
         """Add each picture's own scores."""
@@ -260,7 +253,7 @@ class Segmentation(PictureTask):
             "num_classes": self._num_classes,
             "ignore_index": [*self._rule.ignore],
             "reduce_labels": "yes" if self._rule.reduce else "no",
-            **({"mask_values": mask_values_text(self._rule.values)} if self._rule.values else {}),
+            **({"mask_values": self._rule.values_text} if self._rule.values else {}),
             "class_names": [*self._class_names] or None,
             "data_fingerprint": self._given.data_fingerprint,
         }
@@ -281,9 +274,7 @@ class Segmentation(PictureTask):
     def description(self) -> dict[str, str]:
         ignored = "".join(f", {label} ignored" for label in self._rule.ignore)
         reduced = ", labels less 1 (0 ignored)" if self._rule.reduce else ""
-        values = (
-            f", classes by mask values {mask_values_text(self._rule.values)}" if self._rule.values else ""
-        )
+        values = f", mask values {self._rule.values_text}" if self._rule.values else ""
         masks = "" if self._given.masks is None else f", masks {self._given.masks}"
         return {
             "model": self._model.shown,

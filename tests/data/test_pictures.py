@@ -8,7 +8,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import numpy as np
@@ -173,7 +173,8 @@ def tiff(
     packed: bool = False,
 ) -> bytes:
     """A TIFF of one strip a plane, with tags that Pillow does not write."""
-    order, channels = ">" if big else "<", 1 if values.ndim == 2 else values.shape[2]
+    order: Literal["<", ">"] = ">" if big else "<"
+    channels = 1 if values.ndim == 2 else values.shape[2]
     parts = [values] if planes == 1 else [*np.moveaxis(values, 2, 0)]
     data = [each.astype(each.dtype.newbyteorder(order)).tobytes() for each in parts]
     if bits == 12:

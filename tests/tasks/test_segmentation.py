@@ -508,7 +508,7 @@ def test_a_foreground_of_255_is_never_guessed(binary: Path, tmp_path: Path) -> N
         found = evaluate(own, None) if values == tmp_path / "map.json" else own.build_model(CPU)
         assert isinstance(found, nn.Module) or found.metrics_digest == wanted.metrics_digest
         assert own.fingerprint()["mask_values"] == own.options()["mask_values"] == "0=0,7=none,255=1"
-        assert "classes by mask values 0=0,7=none,255=1" in own.description()["compared"]
+        assert "2 classes, mask values 0=0,7=none,255=1" in own.description()["compared"]
     assert "--ignore-index 255." in str(caught.value)
     ignored = evaluate(of_two(binary, ignore_index=255), None)
     assert "no mask has a pixel of 1 of 2 classes, and " in " ".join(ignored.warnings)
@@ -605,7 +605,7 @@ def test_pictures_that_exif_turns(
     for name, pair, kept in (("own", (picture, shown[1]), exifs), ("upright", shown, None)):
         for folder, image, number in (("img", pair[0], turn), ("masks", pair[1], of_mask)):
             (tmp_path / name / folder).mkdir(parents=True)
-            image.save(tmp_path / name / folder / "a.png", **({"exif": kept[number]} if kept else {}))
+            image.save(tmp_path / name / folder / "a.png", exif=kept[number] if kept else b"")
         samples += task(tmp_path / name).dataset().__getitems__([0])
     assert [turned for *_, turned in samples] == [warns, False]
     assert torch.equal(samples[0][0], samples[1][0])
