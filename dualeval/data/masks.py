@@ -38,6 +38,7 @@ _LOOKED_FOR = 1000
 _LOOKED_INTO = 64
 _LARGEST = 2**15 - 1  # classes are int16
 _TABLE = 2**16
+_MOST_TYPED = 40
 _OVERLAY = 140  # of 255: how much of a mask's colour covers the picture
 
 
@@ -71,15 +72,16 @@ class LabelRule:
 
     def of(self, labels: npt.NDArray[Any], others: Callable[[], Iterable[int]] = list) -> Tensor:
         """The class of each pixel, int16; ``others`` are labels of other masks, for what an error advises."""
-        labels = labels.astype(np.int64)
-        first, last = int(labels.min()), int(labels.max())
+        first, last = min(0, int(labels.min())), int(labels.max())
+        places = labels.astype(np.int64)
         if last - first < _TABLE:
-            stored, places = np.arange(first, last + 1), labels - first
+            stored, places = np.arange(first, last + 1), places - first if first else places
         else:
-            stored, places = np.unique(labels, return_inverse=True)
-        classes = np.array([*map(self.class_of, stored.tolist())], np.int16)[places.reshape(labels.shape)]
-        if (beyond := classes == _NO_CLASS).any():
-            raise ValueError(self._without_class(labels[beyond], others()))
+            stored, places = np.unique(places, return_inverse=True)
+        table = np.array([*map(self.class_of, stored.tolist())], np.int16)
+        classes = table.take(places.reshape(labels.shape), mode="clip")  # "raise" takes longer
+        if classes.min() == _NO_CLASS:
+            raise ValueError(self._without_class(labels[classes == _NO_CLASS], others()))
         return torch.from_numpy(classes)
 
     def _without_class(self, pixels: npt.NDArray[Any], others: Iterable[int]) -> str:
@@ -91,6 +93,9 @@ class LabelRule:
         if self.values:
             added = _typed({**self.values, **dict.fromkeys(beyond, NO_LABEL)})
             return f"{said}those of --mask-values. Name all, none for what does not count: {added}"
+        if len(beyond) > _MOST_TYPED:
+            labels = f"{said}{self.classes} classes. It has {len(beyond)} such labels, as blurred masks have"
+            return f"{labels}: write masks anew without resizing or loss, or give --mask-values FILE.json"
         counting = [label for label, number in every.items() if number != NO_LABEL]
         pairs = {label: place if place < self.classes else NO_LABEL for place, label in enumerate(counting)}
         return (

@@ -286,9 +286,10 @@ class StoredPicture:
         elif mode in ("LA", "RGB", "RGBA") and self.bits <= 8 and _is_grey(values, mode):
             return values[..., 0]
         elif mode in ("1", "L", "I", "I;16", "I;16B", "P"):
+            is_signed = mode == "L" and self.kind == _SIGNED
             if mode == "L" and self.bits < 8:  # Pillow has spread them over 0 to 255
                 return values // (255 // ((1 << self.bits) - 1))
-            return values.view(np.int8) if mode == "L" and self.kind == _SIGNED else values
+            return values.astype({"1": np.uint8, "L": np.int8}[mode]) if mode == "1" or is_signed else values
         else:
             found = (
                 f"its pixels are colours (mode {mode})" if mode != "F" else "its pixels are floating-point"

@@ -467,6 +467,14 @@ def test_a_label_that_is_no_class_is_ignored(tmp_path: Path) -> None:
     assert found.options()["ignore_index"] == []
 
 
+def test_a_blurred_mask_is_named() -> None:
+    stored = np.arange(250, dtype=np.uint8)[None]
+    with pytest.raises(
+        ValueError, match=r"248 such labels, as blurred masks have: .*--mask-values FILE.json$"
+    ):
+        LabelRule(ignore=(255,), reduce=False, classes=2).of(stored)
+
+
 def test_minus_one_is_a_label() -> None:
     """In masks of 32 bits: it counts unless it is named, as others do."""
     stored = np.array([[0, 2, -1]], np.int32)
