@@ -251,11 +251,12 @@ class StoredPicture:
 
     @property
     def orientation(self) -> int:
-        """EXIF's, 1 to 8; of a TIFF always 1, as Pillow turns it."""
+        """EXIF's, 2 to 8, where it turns the picture, or 1; of a TIFF 1, as Pillow turns that."""
         try:
-            return int(self.image.getexif().get(ExifTags.Base.Orientation, 1))
+            found = self.image.getexif().get(ExifTags.Base.Orientation)
         except Exception:  # noqa: BLE001 - Pillow raises all kinds; a damaged EXIF turns nothing
             return 1
+        return found if found in range(2, 9) else 1
 
     def upright(self) -> StoredPicture:
         """The same, turned as programs show it."""

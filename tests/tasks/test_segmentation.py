@@ -591,6 +591,7 @@ TURNED = [
     ((24, 16), 6, 1, "stored", False),
     ((20, 20), 6, 6, "stored", False),
     ((20, 20), 1, 1, "stored", False),
+    ((20, 20), 0, 1, "stored", False),
 ]
 
 
