@@ -256,7 +256,7 @@ class StoredPicture:
             found = self.image.getexif().get(ExifTags.Base.Orientation)
         except Exception:  # noqa: BLE001 - Pillow raises all kinds; a damaged EXIF turns nothing
             return 1
-        return found if found in range(2, 9) else 1
+        return found if isinstance(found, int) and found in range(2, 9) else 1
 
     def upright(self) -> StoredPicture:
         """The same, turned as programs show it."""
