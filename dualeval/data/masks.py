@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from dualeval.data.cache import DataCache
@@ -20,22 +23,22 @@ from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
 from dualeval.data.image_files import FileNames, ImageFiles
 from dualeval.data.labelled_images import PATH_COLUMNS
 from dualeval.data.labels import indices_of_classes
-from dualeval.data.pictures import prepare, read_pixels, size_of
+from dualeval.data.pictures import StoredPicture, prepare, read_picture, size_of
 from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table import AS_USUAL, TableOptions, column_of, is_table, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.wording import counted, first_of
 
-NO_LABEL = -1
+NO_LABEL, _NO_CLASS = -1, -2
 MASK_COLUMNS = ("mask", "mask_path", "annotation", "segmentation", "label", "target")
-# Without loss: a JPEG's pixels are no numbers of classes.
-_FORMATS = ("PNG", "TIFF", "BMP")
 _SUFFIXES = (".png", ".tif", ".tiff", ".bmp")
-_MODES = ("P", "L", "1", "I", "I;16")
 _listed = partial(first_of, most=3)
 _LOOKED_FOR = 1000
-_LARGEST = 2**15 - 1  # labels are int16
+_LOOKED_INTO = 64
+_LARGEST = 2**15 - 1  # classes are int16
+_TABLE = 2**16
+_MOST_TYPED = 40
 _OVERLAY = 140  # of 255: how much of a mask's colour covers the picture
 
 
@@ -47,47 +50,85 @@ class LabelRule:
     ignore: tuple[int, ...]
     # Label 0 is no class, and 1 is class 0.
     reduce: bool
+    # The class of each label, NO_LABEL for one that does not count; empty where labels are classes.
+    values: Mapping[int, int] = field(default_factory=dict)
     # How many there are; known once the model is made, before anything is read.
     classes: int = _LARGEST
 
-    def of(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-        """The class of each pixel, ``NO_LABEL`` for those that do not count."""
-        numbers = values.astype(np.int32) - self.reduce
+    @property
+    def values_text(self) -> str:
+        """The class of each label, as it is typed."""
+        return _typed(self.values)
+
+    def class_of(self, label: int) -> int:
+        """``NO_LABEL`` for one that does not count, ``_NO_CLASS`` for one that is no class."""
         # A stored -1 is a label like others: it counts unless it is named.
-        left_out = values == 0 if self.reduce else np.zeros(values.shape, bool)
-        for label in self.ignore:
-            left_out |= values == label
-        beyond = ~left_out & ((numbers < 0) | (numbers >= self.classes))
-        if beyond.any():
-            found = np.unique(values[beyond]).tolist()
-            ignored = ",".join(map(str, [*self.ignore, found[0]]))
-            raise ValueError(
-                f"{counted(int(beyond.sum()), 'pixel')} with the label {_listed(found)}, expected "
-                f"{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or, "
-                f"if these pixels do not count, --ignore-index {ignored}"
-            )
-        return np.where(left_out, NO_LABEL, numbers).astype(np.int16)
+        if label in self.ignore or (self.reduce and label == 0):
+            return NO_LABEL
+        if self.values:
+            return self.values.get(label, _NO_CLASS)
+        number = label - self.reduce
+        return number if 0 <= number < self.classes else _NO_CLASS
+
+    def of(self, labels: npt.NDArray[Any], others: Callable[[], Iterable[int]] = list) -> Tensor:
+        """The class of each pixel, int16; ``others`` are labels of other masks, for what an error advises."""
+        first, last = min(0, int(labels.min())), int(labels.max())
+        places = labels.astype(np.int64)
+        if last - first < _TABLE:
+            stored, places = np.arange(first, last + 1), places - first if first else places
+        else:
+            stored, places = np.unique(places, return_inverse=True)
+        table = np.array([*map(self.class_of, stored.tolist())], np.int16)
+        classes = table.take(places.reshape(labels.shape), mode="clip")  # "raise" takes longer
+        if classes.min() == _NO_CLASS:
+            raise ValueError(self._without_class(labels[classes == _NO_CLASS], others()))
+        return torch.from_numpy(classes)
+
+    def _without_class(self, pixels: npt.NDArray[Any], others: Iterable[int]) -> str:
+        """What is said of labels that are no class, and what to type: also for those of other masks."""
+        found = np.unique(pixels).tolist()
+        every = {label: self.class_of(label) for label in sorted({*found, *others})}
+        beyond = [label for label, number in every.items() if number == _NO_CLASS]
+        said = f"{counted(len(pixels), 'pixel')} with the label {_listed(found)}, expected "
+        if self.values:
+            added = _typed({**self.values, **dict.fromkeys(beyond, NO_LABEL)})
+            return f"{said}those of --mask-values. Name all, none for what does not count: {added}"
+        if len(beyond) > _MOST_TYPED:
+            labels = f"{said}{self.classes} classes. It has {len(beyond)} such labels, as blurred masks have"
+            return f"{labels}: write masks anew without resizing or loss, or give --mask-values FILE.json"
+        counting = [label for label, number in every.items() if number != NO_LABEL]
+        pairs = {label: place if place < self.classes else NO_LABEL for place, label in enumerate(counting)}
+        return (
+            f"{said}{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or "
+            f"say which class each label is, as in --mask-values {_typed(pairs)}, or, if these "
+            f"pixels do not count, --ignore-index {','.join(map(str, [*self.ignore, *beyond]))}"
+        )
 
 
-def read_labels(file: IO[bytes]) -> npt.NDArray[Any]:
-    """The numbers of a mask's pixels, (height, width)."""
+def _typed(values: Mapping[int, int]) -> str:
+    return ",".join(f"{label}={'none' if to == NO_LABEL else to}" for label, to in sorted(values.items()))
+
+
+def read_mask_values(given: str | Path | Mapping[Any, Any]) -> dict[int, int]:
+    """What ``--mask-values`` gives: the class of each label, ``NO_LABEL`` for one that does not count."""
     try:
-        image = Image.open(file, formats=_FORMATS)
-    except UnidentifiedImageError as error:
-        raise OSError(
-            f"no mask: expected one of {', '.join(_FORMATS)}, with a class's number a pixel"
+        if isinstance(given, Mapping):
+            pairs: Any = given.items()
+        elif "=" in str(given):
+            pairs = [part.split("=") for part in str(given).split(",")]
+        else:
+            pairs = json.loads(Path(given).read_text("utf-8-sig"), object_pairs_hook=list)
+        # By their texts: int() would take 1.5 and true, too.
+        texts = [(str(label), str(to).strip()) for label, to in pairs]
+        found = {int(label): NO_LABEL if to.lower() == "none" else int(to) for label, to in texts}
+        if not 0 < len(found) == len(texts) or any(to.startswith("-") for _, to in texts):
+            raise ValueError("a label is there twice, or a class is below 0")
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"--mask-values {given}: {text_of(error)}. Expected the class of each label, as 0=0,255=1,7=none "
+            '(none: it does not count), or a JSON file: {"0": 0, "255": 1, "7": null}'
         ) from error
-    with image:
-        scaled = any("L;" in str(tile[3]) for tile in image.tile)
-        if image.mode not in _MODES or scaled:
-            mode = f"{image.mode} of less than 8 bits" if scaled else image.mode
-            raise ValueError(
-                f"its pixels are colours (mode {mode}), expected numbers of classes (mode P or L). Write it "
-                "anew with a number for each colour: "
-                "PIL.Image.fromarray(numbers.astype('uint8')).save('mask.png'); where red, green and blue "
-                "are all that number: image.getchannel(0).save('mask.png')"
-            )
-        return np.asarray(image)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,32 +156,50 @@ class MaskedPictures(WithColumns):
         """The picture's path, below its folder or as it stands in the manifest."""
         return self.pictures.id(index)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The picture (channels, height, width), and the classes of its own pixels, int16 (height, width)."""
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
+        """The picture (channels, height, width), the classes of its own pixels, int16 (height, width), and
+        whether EXIF has turned one of them alone."""
         return [self._read(index) for index in indices]
 
-    def _read(self, index: int) -> tuple[Tensor, Tensor]:
+    def _read(self, index: int) -> tuple[Tensor, Tensor, bool]:
         with self.pictures.opened(index) as file:
-            width, height = size_of(file)
-            picture = read_pixels(file, self.pictures.preprocessing)
+            picture = read_picture(file)
         try:
-            with self.masks.opened(index) as file:
-                labels = read_labels(file)
-            if labels.shape != (height, width):
-                raise ValueError(
-                    f"it has {labels.shape[1]} x {labels.shape[0]} pixels, and its picture {width} x {height}"
-                )
-            return picture, torch.from_numpy(self.rule.of(labels))
+            mask = self._mask(index)
+            picture, mask, turned = _as_shown(picture, mask)
+            labels = mask.numbers()
+            if mask.image.size != picture.image.size:
+                own, its = ("{} x {}".format(*each.image.size) for each in (mask, picture))
+                raise ValueError(f"it has {own} pixels, and its picture {its}")
+            classes = self.rule.of(labels, lambda: self.first_labels)
         except (OSError, ValueError) as error:
             row = f" ({self.table} {self.numbers[index]})" if self.table else ""
             said = "there is no such file" if isinstance(error, FileNotFoundError) else text_of(error)
             raise ValueError(f"its mask {self.masks.path(index)}{row}: {said}") from error
+        return prepare(picture.eight_bits(), self.pictures.preprocessing), classes, turned
+
+    def _mask(self, index: int) -> StoredPicture:
+        with self.masks.opened(index) as file:
+            return read_picture(file)
+
+    @cached_property
+    def first_labels(self) -> set[int]:
+        """The labels in the first masks that can be read."""
+        return {*chain.from_iterable(self.labels_of_first())}
+
+    def labels_of_first(self) -> Iterator[list[int]]:
+        """Of each of the first masks that can be read its labels."""
+        for index in range(min(_LOOKED_INTO, len(self))):
+            found: list[int] = []
+            with suppress(OSError, ValueError):  # the loop names it
+                found = np.unique(self._mask(index).numbers()).tolist()
+            yield found
 
     def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
         """The picture, and the picture with the mask over it, a colour for each class, for people."""
-        found = self.pictures.picture(index).convert("RGB")
-        with self.masks.opened(index) as file:
-            classes = self.rule.of(read_labels(file))
+        with self.pictures.opened(index) as file:
+            picture, mask, _ = _as_shown(read_picture(file), self._mask(index))
+        found, classes = picture.eight_bits().convert("RGB"), self.rule.of(mask.numbers()).numpy()
         # The golden angle apart: neighbours among the classes have colours that differ.
         hues = np.asarray(classes, np.float64) * 0.618034 % 1
         colours = np.stack([hues * 255, np.full(hues.shape, 200), np.full(hues.shape, 235)], axis=-1)
@@ -148,7 +207,7 @@ class MaskedPictures(WithColumns):
         share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(found.size)
         return found, Image.composite(drawn, found, share)
 
-    def placeholder(self, index: int) -> tuple[Tensor, Tensor]:
+    def placeholder(self, index: int) -> tuple[Tensor, Tensor, bool]:
         """A black picture of the size that the one at ``index`` has, of which no pixel counts.
 
         Where the size is not known the picture is empty: none of its batch is computed with it.
@@ -158,8 +217,8 @@ class MaskedPictures(WithColumns):
                 width, height = size_of(file)
             picture = prepare(Image.new("RGB", (width, height)), self.pictures.preprocessing)
         except (OSError, ValueError):
-            return torch.zeros(0, 0, 0, dtype=torch.uint8), torch.zeros(0, 0, dtype=torch.int16)
-        return picture, torch.full((height, width), NO_LABEL, dtype=torch.int16)
+            return torch.zeros(0, 0, 0, dtype=torch.uint8), torch.zeros(0, 0, dtype=torch.int16), False
+        return picture, torch.full((height, width), NO_LABEL, dtype=torch.int16), False
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> MaskedPictures:
         """Some of the samples, in this order."""
@@ -181,6 +240,15 @@ class MaskedPictures(WithColumns):
     def content_fingerprint(self, samples: range) -> str:
         """sha256, in hex, over what is in these pictures and masks."""
         return _joined(self.pictures.content_fingerprint(samples), self.masks.content_fingerprint(samples))
+
+
+def _as_shown(picture: StoredPicture, mask: StoredPicture) -> tuple[StoredPicture, StoredPicture, bool]:
+    """Both as programs show them, where EXIF turns one alone; as they are stored where only that fits."""
+    if picture.orientation != mask.orientation:
+        shown = picture.upright(), mask.upright()
+        if shown[0].image.size == shown[1].image.size:
+            return *shown, True
+    return picture, mask, False
 
 
 def _joined(*hashes: str) -> str:

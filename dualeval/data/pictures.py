@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO
+from dataclasses import dataclass, replace
+from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 # Pillow would import all of its plugins for these two.
-from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, WebPImagePlugin
+from PIL import TiffImagePlugin as tiff
 from PIL.Image import Resampling
 from torch import Tensor, from_numpy
 
 from dualeval.data.contents import HEAD, what_it_holds
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, Uncropped
-from dualeval.errors import UsageError
+from dualeval.errors import UsageError, text_of, with_type
 
 # How far each filter reaches, in pixels of the larger of both pictures.
 _REACH = {Resampling.BILINEAR: 1, Resampling.BICUBIC: 2, Resampling.LANCZOS: 3}
@@ -159,7 +163,7 @@ def _two_passes(
 
 # Pillow goes by a file's content, whatever its name is, and some of its other formats start programs (EPS)
 # or hold no picture of their own (PDF, WMF). A GIF under the name of a JPEG is common in collected pictures.
-FORMATS = ("JPEG", "PNG", "BMP", "PPM", "GIF", TiffImagePlugin.TiffImageFile.format, "WEBP")
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "GIF", tiff.TiffImageFile.format, "WEBP")
 assert WebPImagePlugin.WebPImageFile.format in FORMATS
 # By a picture's number of channels.
 _MODES = {1: "L", 3: "RGB"}
@@ -170,20 +174,19 @@ def read_pixels(file: IO[bytes], wanted: Normalisation) -> Tensor:
 
     The first frame of an animation or the first page of a TIFF is taken. The rotation in EXIF is left alone.
     """
-    with _opened(file) as image, _whole_pictures_only():
-        return prepare(image, wanted)
+    return prepare(read_picture(file).eight_bits(), wanted)
 
 
 def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
-    """Bring a picture to the wanted channels and size, uint8; or give it in RGB to the user's function.
+    """Bring a picture of 8 bits to the wanted channels and size, uint8; or give it to the user's function.
 
     Without a wanted size it keeps its own. Normalisation is done elsewhere.
     """
     if isinstance(wanted, Uncropped):
         wanted = whole(image.size, wanted)
     if isinstance(wanted, Preprocessing):
-        return _cut_out(_with_channels(_eight_bits(image), wanted.channels), wanted)
-    colours = _with_channels(_eight_bits(image), 3)
+        return _cut_out(_with_channels(image, wanted.channels), wanted)
+    colours = _with_channels(image, 3)
     if not isinstance(wanted, OwnPreprocessing):
         return from_numpy(np.array(colours)).permute(2, 0, 1).contiguous()
     found = wanted.function(colours)
@@ -198,10 +201,8 @@ def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
 
 def picture_in(file: IO[bytes]) -> Image.Image:
     """A picture as it stands in its file, in grey or RGB of 8 bits."""
-    with _opened(file) as image, _whole_pictures_only():
-        found = _eight_bits(image)
-        found.load()
-        return found.copy() if found.mode == "L" else _with_channels(found, 3)
+    found = read_picture(file).eight_bits()
+    return found if found.mode == "L" else _with_channels(found, 3)
 
 
 def picture_of(pixels: Tensor) -> Image.Image:
@@ -213,30 +214,7 @@ def picture_of(pixels: Tensor) -> Image.Image:
 def size_of(file: IO[bytes]) -> tuple[int, int]:
     """Width and height of a picture, of which no more than its head is read."""
     with _opened(file) as image:
-        size = image.size
-    file.seek(0)
-    return size
-
-
-def _opened(file: IO[bytes]) -> Image.Image:
-    try:
-        return Image.open(file, formats=FORMATS)
-    except UnidentifiedImageError as error:
-        file.seek(0)
-        if (other := what_it_holds(file.read(HEAD))) is not None:
-            raise OSError(f"the file {other}") from error
-        raise OSError(f"the file is no picture: expected one of {', '.join(FORMATS)}") from error
-
-
-@contextmanager
-def _whole_pictures_only() -> Iterator[None]:
-    """Refuse truncated pictures, also where a model's module has told Pillow to fill them up with grey."""
-    before = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = before
+        return image.size
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:
@@ -249,11 +227,136 @@ def _with_channels(image: Image.Image, channels: int) -> Image.Image:
     return image if channels == 3 else image.convert(_MODES[channels])
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """The image with 8 bits a channel: of 16 grey bits the higher ones, where Pillow would clip at 255."""
-    # Of PGM, and of PNG in older Pillow, the mode says 32 bits; the values are those of 16.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of 32 bits (mode {image.mode}) have no known range, expected 8 or 16 bits")
-    return image
+# -- what is in a file -----------------------------------------------------------------------------------
+
+# What TIFF's tag SampleFormat says of pixels.
+_UNSIGNED, _SIGNED, _FLOATING = 1, 2, 3
+# Of other formats, and of TIFFs compressed like them, pixels are not the numbers that somebody wrote.
+_EXACT = ("PNG", "TIFF", "BMP", "GIF")
+_LOSSY = ("jpeg", "tiff_jpeg", "webp")
+_ANEW = "Write it anew: PIL.Image.fromarray(numbers.astype('uint8')).save('mask.png')"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPicture:
+    """A decoded picture, and what its file's tags say of the numbers in it."""
+
+    image: Image.Image
+    # Of a channel, in the file.
+    bits: int
+    kind: int
+    # 0 stands for white; of 1 and 8 bits Pillow has turned the numbers round.
+    white_is_zero: bool
+    is_exact: bool
+
+    @property
+    def orientation(self) -> int:
+        """EXIF's, 2 to 8, where it turns the picture, or 1; of a TIFF 1, as Pillow turns that."""
+        try:
+            found = self.image.getexif().get(ExifTags.Base.Orientation)
+        except Exception:  # noqa: BLE001 - Pillow raises all kinds; a damaged EXIF turns nothing
+            return 1
+        return found if isinstance(found, int) and found in range(2, 9) else 1
+
+    def upright(self) -> StoredPicture:
+        """The same, turned as programs show it."""
+        return self if self.orientation == 1 else replace(self, image=ImageOps.exif_transpose(self.image))
+
+    def eight_bits(self) -> Image.Image:
+        """The picture with 8 bits a channel: of more grey bits the higher ones; Pillow would clip at 255."""
+        mode = self.image.mode
+        # In older Pillow, and of PGM, the mode says 32 bits where there are 16.
+        is_wide = mode.startswith("I;16") or (mode == "I" and self.bits == 16)
+        if self.kind != _UNSIGNED or (mode in ("I", "F") and not is_wide):
+            kind = {_SIGNED: "signed ", _FLOATING: "floating-point "}.get(self.kind, "")
+            raise ValueError(f"{kind}pixels of {self.bits} bits have no known range, expected 8 or 16 bits")
+        if not is_wide:
+            return self.image
+        values = np.asarray(self.image).astype(np.int32)
+        if self.white_is_zero:
+            values = (1 << self.bits) - 1 - values
+        return Image.fromarray((values >> (self.bits - 8)).astype(np.uint8))
+
+    def numbers(self) -> npt.NDArray[Any]:
+        """What is stored of each pixel of a mask, (height, width): the number of a class, no brightness."""
+        mode, values = self.image.mode, np.asarray(self.image)
+        if not self.is_exact:
+            found = f"a {self.image.format}, whose pixels are approximate"
+        elif self.white_is_zero and self.bits > 1:
+            found = "a TIFF whose tags say that 0 is white: its numbers may be turned round"
+        elif mode in ("LA", "RGB", "RGBA") and self.bits <= 8 and _is_grey(values, mode):
+            return values[..., 0]
+        elif mode in ("1", "L", "I", "I;16", "I;16B", "P"):
+            is_signed = mode == "L" and self.kind == _SIGNED
+            if mode == "L" and self.bits < 8:  # Pillow has spread them over 0 to 255
+                return values // (255 // ((1 << self.bits) - 1))
+            return values.astype({"1": np.uint8, "L": np.int8}[mode]) if mode == "1" or is_signed else values
+        else:
+            found = (
+                f"its pixels are colours (mode {mode})" if mode != "F" else "its pixels are floating-point"
+            )
+        raise ValueError(f"{found}, expected {', '.join(_EXACT)} with the number of a class a pixel. {_ANEW}")
+
+
+def _is_grey(values: npt.NDArray[Any], mode: str) -> bool:
+    """Whether all colours are equal, and nothing is transparent."""
+    colours, opaque = (values[..., :-1], values[..., -1] == 255) if mode.endswith("A") else (values, np.True_)
+    return bool(opaque.all() and (colours == colours[..., :1]).all())
+
+
+def read_picture(file: IO[bytes]) -> StoredPicture:
+    """Decode a picture; its first page or frame, where it has several."""
+    with _opened(file) as image:
+        tags = getattr(image, "tag_v2", {})
+        # Of the first strip, tile or layer how it is compressed, and what its bytes are.
+        tiles = getattr(image, "tile", ())
+        codec, args = map(str, tiles[0][::3] if tiles else ("", ""))
+        told = re.search(r"[LIFBA];(\d+)", args)
+        bits = int(told[1]) if told else {"I": 16, "1": 1}.get(image.mode, 8)
+        if tags:
+            bits = max(tags.get(tiff.BITSPERSAMPLE, (1,)))
+            if tiff.PHOTOMETRIC_INTERPRETATION not in tags:
+                raise ValueError("its tags do not say whether 0 is black (PhotometricInterpretation)")
+            # Pillow 13 takes half of the bytes of the ones, and those of the others in the wrong order.
+            is_planar = codec == "raw" and tags.get(tiff.PLANAR_CONFIGURATION) == 2 and bits > 8
+            if is_planar or (codec == "libtiff" and "BS'" in args):
+                raise ValueError(f"a TIFF of {bits} bits, planar or signed and big-endian, is not read")
+        image.load()
+        return StoredPicture(
+            image=image,
+            bits=bits,
+            kind=max(tags.get(tiff.SAMPLEFORMAT, (_FLOATING if image.mode == "F" else _UNSIGNED,))),
+            white_is_zero=tags.get(tiff.PHOTOMETRIC_INTERPRETATION) == 0,
+            is_exact=image.format in _EXACT and not (tags and image.info.get("compression") in _LOSSY),
+        )
+
+
+@contextmanager
+def _opened(file: IO[bytes]) -> Iterator[Image.Image]:
+    """A picture whose head is read; whatever Pillow raises becomes an OSError or ValueError that says why."""
+    before = ImageFile.LOAD_TRUNCATED_IMAGES
+    # Also where a model's module has told Pillow to fill up with grey what is missing.
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            yield image
+    except UnidentifiedImageError as error:
+        file.seek(0)
+        head = file.read(HEAD)
+        if (other := what_it_holds(head)) is not None:
+            raise OSError(f"the file {other}") from error
+        if kind := next((name for name in FORMATS if (Image.OPEN[name][1] or bool)(head[:16])), None):
+            raise OSError(f"a {kind} of a kind that Pillow does not read: write it anew as PNG") from error
+        raise OSError(f"the file is no picture: expected one of {', '.join(FORMATS)}") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise OSError(
+            f"{text_of(error)} If it is what it should be, let Pillow read larger ones: "
+            "PIL.Image.MAX_IMAGE_PIXELS = None in your script, or in the file of --model or --preprocessing"
+        ) from error
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        # SyntaxError, EOFError, struct.error, zlib.error, KeyError, ...: whatever its decoders come to.
+        raise OSError(f"it is damaged ({with_type(error)})") from error
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before

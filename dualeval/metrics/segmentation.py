@@ -16,6 +16,7 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.confusion import of_classes
 from dualeval.metrics.means import Mean, Ratio
 from dualeval.metrics.metric import FRACTION, Measured, Metric
+from dualeval.wording import counted, listed
 
 COUNTS = ("intersection", "target_pixels", "predicted_pixels")
 
@@ -84,6 +85,43 @@ class Overlap:
         return of_classes(f"mean_{self.key}", f"{self.key}_per_class", each)
 
 
+class PixelCheck:
+    """No value of the model, but warnings: where a class never occurs, and where EXIF turns pictures alone.
+
+    Ledger: pixels of each class, ignored pixels, turned pictures.
+    """
+
+    name = "pixel_check"
+    columns = ("target_pixels", "ignored_pixels", "turned")
+    # It speaks of one run's masks: of a class the rows have the counts.
+    keeps_rows = False
+
+    def __init__(self, num_classes: int) -> None:
+        self.size = num_classes + 2
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the pictures' counts."""
+        ledger += torch.cat([columns[name].sum(0).reshape(-1) for name in self.columns])
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """No values; the warnings."""
+        *targets, ignored, turned = ledger.tolist()
+        absent = [str(number) for number, pixels in enumerate(targets) if not pixels]
+        said = []
+        if absent and ignored:
+            said.append(
+                f"no mask has a pixel of {listed(absent)} of {len(targets)} classes, and {ignored:,} of "
+                f"{ignored + sum(targets):,} pixels were ignored. If they are among these, say with "
+                "--mask-values or --ignore-index which labels count"
+            )
+        if turned:
+            said.append(
+                f"EXIF turns {counted(turned, 'picture')} and not the mask, or the other way round: compared "
+                "as programs show them. If masks are of the pictures as stored, remove the tag Orientation"
+            )
+        return Measured(values={}, warnings=tuple(said))
+
+
 def segmentation_metrics(num_classes: int) -> list[Metric]:
     """All metrics of segmentation; mean accuracy as in Long et al., CVPR 2015, section 5."""
     return [
@@ -93,4 +131,5 @@ def segmentation_metrics(num_classes: int) -> list[Metric]:
         Overlap(num_classes, "dice", 2, (0, 1, 1)),
         Mean("picture_iou", weight="is_labelled", unit=FRACTION, higher_is_better=True),
         NonfiniteLogits(),
+        PixelCheck(num_classes),
     ]

@@ -134,7 +134,8 @@ class OptionField:
         if self.is_repeated:
             return (text,)
         kinds = _kinds(self.kind)
-        if _is_optional(self.kind) and str not in kinds and text.lower() == "none":
+        is_none = text.lower() == "none" and not any("none" in typing.get_args(kind) for kind in kinds)
+        if _is_optional(self.kind) and str not in kinds and is_none:
             return None
         if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
             check_choice(said, text, [str(value) for value in typing.get_args(kinds[0])])
@@ -368,7 +369,7 @@ def _expected(kind: Any) -> str:
         if origin is tuple and items[-1] is not Ellipsis:
             return f"{len(items)} values with commas between"
         return _EXAMPLES.get(items[0], "values with commas between")
-    return _EXPECTED.get(kind, "one of its words")
+    return _EXPECTED.get(kind) or ", ".join(map(str, typing.get_args(kind)))
 
 
 def _metavar(hint: Any) -> str:

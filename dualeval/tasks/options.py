@@ -260,6 +260,7 @@ class SegmentationOptions(PictureOptions):
             "dice": "Dice coefficient of each class, which is its F1, and the mean",
             "picture_iou": "mean IoU of each picture alone, averaged over pictures",
             "nonfinite_logits": "how many pictures have a NaN or an infinity among their logits",
+            "pixel_check": "warnings of classes that never occur, and of turned pictures; always included",
         }
 
     model: str = option(
@@ -277,8 +278,20 @@ class SegmentationOptions(PictureOptions):
     num_classes: int | None = option(
         None, "Number of classes, if the model does not tell.", group=_DATA, least=2
     )
-    ignore_index: tuple[int, ...] | None = option(
-        None, "Labels of pixels that do not count.", group=_DATA, shown="255"
+    ignore_index: tuple[int, ...] | Literal["none"] | None = option(
+        None,
+        "Labels of pixels that do not count, or none.",
+        group=_DATA,
+        shown="255",
+        fits=lambda value: value in (None, "none") or isinstance(value, tuple),
+        expected="whole numbers with commas between, or none",
+    )
+    mask_values: str | None = option(
+        None,
+        "Class of each label: 0=0,255=1,7=none, or a JSON file.",
+        group=_DATA,
+        is_path=lambda text: "=" not in text,
+        shown="the label",
     )
     reduce_labels: Literal["yes", "no"] | None = option(
         None, "Label 0 does not count, 1 is class 0.", group=_DATA, shown="the model's, else no"

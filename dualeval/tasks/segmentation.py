@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from dualeval.data.cache import DataCache
-from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked
+from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
 from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.segmentation import COUNTS, counts_of, picture_scores, segmentation_metrics
+from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
 from dualeval.options.fields import of_python
 from dualeval.tasks import place_of
@@ -39,6 +39,7 @@ class Segmentation(PictureTask):
             arguments that returns one.
         data: a folder of pictures, or a manifest.
         masks: the folder of their masks.
+        mask_values: the class of each label in masks, None for one that does not count; a file, or a text.
         class_names: a file, or the names.
         preprocessing: a name, a function of a PIL image, or a mapping of mean, std and perhaps resize,
             interpolation and channels.
@@ -68,6 +69,7 @@ class Segmentation(PictureTask):
         model: str | nn.Module | Callable[[], nn.Module],
         data: str | Path,
         masks: str | Path | None = None,
+        mask_values: str | Path | Mapping[int, int | None] | None = None,
         class_names: str | Path | Sequence[str] | None = None,
         preprocessing: Any = None,
         metrics: Sequence[str] = (),
@@ -86,10 +88,20 @@ class Segmentation(PictureTask):
         self._num_classes = asked.num_classes
         pixels = {name: getattr(asked, name) for name in _PIXELS if getattr(asked, name) is not None}
         self._preprocessing = choose_uncropped(source, self._source, asked.num_classes, preprocessing, pixels)
-        reduces = isinstance(source, TransformersSegmenter) and source.reduces_labels()
+        values = {} if mask_values is None else read_mask_values(mask_values)
+        ignored = (() if values else _IGNORED) if asked.ignore_index is None else asked.ignore_index
+        ignored = () if ignored == "none" else ignored
+        if values and (ignored or asked.reduce_labels == "yes"):
+            other = "--ignore-index" if ignored else "--reduce-labels yes"
+            raise UsageError(
+                f"--mask-values and {other} both say what a label is. Leave {other} out: in --mask-values "
+                "7=none does not count."
+            )
+        reduces = not values and isinstance(source, TransformersSegmenter) and source.reduces_labels()
         self._rule = LabelRule(
-            ignore=_IGNORED if asked.ignore_index is None else asked.ignore_index,
+            ignore=ignored,
             reduce=reduces if asked.reduce_labels is None else asked.reduce_labels == "yes",
+            values=values,
         )
         self._dataset = open_masked(
             asked.data,
@@ -109,21 +121,22 @@ class Segmentation(PictureTask):
     def dataset(self) -> MaskedPictures:
         return self._dataset
 
-    def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    def collate(self, samples: Sequence[tuple[Tensor, Tensor, bool]]) -> dict[str, Any]:
         """Group pictures by their sizes and those of their masks, in the order in which sizes come.
 
         A batch always has the same samples, so its groups have, too: no bit depends on who computes them.
         """
         groups: dict[Any, list[int]] = {}
-        for place, (picture, labels) in enumerate(samples):
+        for place, (picture, labels, _) in enumerate(samples):
             if picture.numel():
                 groups.setdefault((picture.shape, picture.dtype, labels.shape), []).append(place)
         joined = []
         for places in groups.values():
-            pictures, masks = zip(*(samples[place] for place in places), strict=True)
+            pictures, masks, _ = zip(*(samples[place] for place in places), strict=True)
             images, labels = torch.stack(pictures), torch.stack(masks)
             joined.append({"images": images, "labels": labels, "places": torch.tensor(places)})
-        return {"size": len(samples), "groups": joined}
+        turned = torch.tensor([turned for *_, turned in samples])
+        return {"size": len(samples), "groups": joined, "turned": turned}
 
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
         return build(self._source, self._num_classes, self._loading)
@@ -154,9 +167,30 @@ class Segmentation(PictureTask):
         if names and len(names) != found:
             raise UsageError(f"{begin}, and --class-names gives {len(names)}: expected one a class")
         self._num_classes = self._rule.classes = found
-        largest = found - 1 + self._rule.reduce  # the label of the last class
-        if largest >= min(_IGNORED) and self._given.ignore_index is None:
-            self._rule.ignore = ()
+        rule, asked = self._rule, self._given.ignore_index
+        if (last := max(rule.values.values(), default=0)) >= found:
+            raise UsageError(
+                f"{begin}, and --mask-values has the class {last}, expected at most {found - 1}. A label "
+                "that does not count is 7=none there, in a file null."
+            )
+        if asked is None and found - 1 + rule.reduce >= min(_IGNORED):  # it is the label of a class
+            rule.ignore = ()
+        elif asked is None and found == 2 and rule.ignore:
+            self._refuse_ignored_foreground(begin)
+
+    def _refuse_ignored_foreground(self, begin: str) -> None:
+        """Refuse masks of 0 and 255, of which 255 may be a class or none."""
+        seen: set[int] = set()
+        for labels in self._dataset.labels_of_first():
+            seen.update(labels)
+            if not seen <= {0, *_IGNORED}:
+                return
+        if seen & {*_IGNORED}:
+            raise UsageError(
+                f"the masks have no label but 0 and 255, and {begin}: 255 may be class 1, or no class. If it "
+                "is class 1 (the foreground), type --mask-values 0=0,255=1; if its pixels do not count, "
+                "--ignore-index 255."
+            )
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
         """The logits of each group, (pictures, classes, height, width)."""
@@ -180,14 +214,17 @@ class Segmentation(PictureTask):
         assert self._num_classes is not None, "build_model comes first"
         device, classes = outputs[0].device, self._num_classes
         counts = torch.zeros(batch["size"], 3, classes, dtype=torch.int64, device=device)
+        ignored = torch.zeros(batch["size"], dtype=torch.int64, device=device)
         nonfinite = torch.zeros(batch["size"], 2, dtype=torch.bool, device=device)
         for logits, group in zip(outputs, batch["groups"], strict=True):
             each = zip(logits, group["labels"], strict=True)
             found = [counts_of(labels, _predicted(own, labels.shape), classes) for own, labels in each]
             counts[group["places"]] = torch.stack(found)
+            ignored[group["places"]] = (group["labels"] == NO_LABEL).flatten(1).sum(1)
             flat = logits.flatten(1)
             nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
         columns = dict(zip(COUNTS, counts.unbind(1), strict=True))
+        columns |= {"ignored_pixels": ignored, "turned": batch["turned"]}
         return {**columns, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
 
     def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
@@ -195,7 +232,8 @@ class Segmentation(PictureTask):
         return {**columns, **picture_scores(*(columns[name] for name in COUNTS))}
 
     def metrics(self) -> list[Metric | RowMetric]:
-        return stored_metrics({"num_classes": self._num_classes}, self._metric_names)
+        names = self._metric_names and (*self._metric_names, PixelCheck.name)
+        return stored_metrics({"num_classes": self._num_classes}, names)
 
     def show(self, row: Mapping[str, Any]) -> Any:
         """The picture, and beside it the picture under its mask; the predicted one is not kept."""
@@ -217,6 +255,7 @@ class Segmentation(PictureTask):
             "num_classes": self._num_classes,
             "ignore_index": [*self._rule.ignore],
             "reduce_labels": "yes" if self._rule.reduce else "no",
+            **({"mask_values": self._rule.values_text} if self._rule.values else {}),
             "class_names": [*self._class_names] or None,
             "data_fingerprint": self._given.data_fingerprint,
         }
@@ -238,6 +277,7 @@ class Segmentation(PictureTask):
     def description(self) -> dict[str, str]:
         ignored = "".join(f", {label} ignored" for label in self._rule.ignore)
         reduced = ", labels less 1 (0 ignored)" if self._rule.reduce else ""
+        values = f", mask values {self._rule.values_text}" if self._rule.values else ""
         masks = "" if self._given.masks is None else f", masks {self._given.masks}"
         return {
             "model": self._model.shown,
@@ -245,7 +285,7 @@ class Segmentation(PictureTask):
             "data": f"{self._given.data}{masks}",
             "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
             "compared": "at each mask's own size, logits by bilinear interpolation (align_corners=False); "
-            f"{self._num_classes} classes{ignored}{reduced}",
+            f"{self._num_classes} classes{values}{ignored}{reduced}",
         }
 
     def fingerprint(self) -> dict[str, Any]:

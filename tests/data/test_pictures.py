@@ -6,10 +6,13 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import Mock
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image, ImageFile
@@ -17,8 +20,8 @@ from PIL.Image import Resampling
 from torch import Tensor
 
 from dualeval.data import pictures
-from dualeval.data.pictures import FORMATS, read_pixels, resized_part
-from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
+from dualeval.data.pictures import FORMATS, read_picture, read_pixels, resized_part
+from dualeval.data.preprocessing import INTERPOLATIONS, Normalisation, Preprocessing
 from tests.data.test_image_folder import SMALL, noise, only, reference, save
 
 GREY = Preprocessing(resize=20, crop=16, channels=1, mean=(0.5,), std=(0.5,))
@@ -154,6 +157,202 @@ def test_of_sixteen_bits_the_higher_eight_count(tmp_path: Path, name: str, chann
         # Of a colour PPM Pillow rounds.
         rounded = round(value / 257) if (name, channels) == ("i.ppm", 3) else value >> 8
         assert found == rounded
+
+
+# -- what the tags of a file say -------------------------------------------------------------------------
+
+
+def tiff(
+    values: npt.NDArray[Any],
+    photometric: int | None = 1,
+    *,
+    bits: int | None = None,
+    big: bool = False,
+    kind: int = 1,
+    planes: int = 1,
+    packed: bool = False,
+) -> bytes:
+    """A TIFF of one strip a plane, with tags that Pillow does not write."""
+    order: Literal["<", ">"] = ">" if big else "<"
+    channels = 1 if values.ndim == 2 else values.shape[2]
+    parts = [values] if planes == 1 else [*np.moveaxis(values, 2, 0)]
+    data = [each.astype(each.dtype.newbyteorder(order)).tobytes() for each in parts]
+    if bits == 12:
+        data = [b"".join(_of_twelve_bits(row) for row in values)]
+    data = [zlib.compress(each) if packed else each for each in data]
+    height, width = values.shape[:2]
+    tags = {
+        256: [width],
+        257: [height],
+        258: [bits or values.itemsize * 8] * channels,
+        259: [8 if packed else 1],
+    }
+    tags |= {} if photometric is None else {262: [photometric]}
+    starts = [8 + sum(map(len, data[:place])) for place in range(len(data))]
+    tags |= {273: starts, 277: [channels], 278: [height], 279: [*map(len, data)], 284: [planes]}
+    tags |= {339: [kind] * channels}
+    body, entries = b"".join(data), b""
+    for tag, numbers in tags.items():
+        value = struct.pack(f"{order}{len(numbers)}I", *numbers)
+        if len(value) > 4:
+            body, value = body + value, struct.pack(f"{order}I", 8 + len(body))
+        entries += struct.pack(f"{order}HHI", tag, 4, len(numbers)) + value
+    head = struct.pack(f"{order}2sHI", b"MM" if big else b"II", 42, 8 + len(body))
+    return head + body + struct.pack(f"{order}H", len(tags)) + entries + bytes(4)
+
+
+def _of_twelve_bits(row: npt.NDArray[Any]) -> bytes:
+    bits = "".join(f"{value:012b}" for value in row.tolist())
+    bits += "0" * (-len(bits) % 8)
+    return int(bits, 2).to_bytes(len(bits) // 8, "big")
+
+
+def stored(form: str) -> Callable[[npt.NDArray[Any]], bytes]:
+    """A writer of Pillow's."""
+
+    def write(values: npt.NDArray[Any]) -> bytes:
+        Image.fromarray(values).save(buffer := io.BytesIO(), form)
+        return buffer.getvalue()
+
+    return write
+
+
+GREY_PICTURE = noise(13, 9, 1)[:, :, 0]
+SIXTEEN = GREY_PICTURE.astype(np.uint16) * 257
+TWELVE = SIXTEEN >> 4
+SAME_GREY: dict[str, bytes] = {
+    "8 bits": tiff(GREY_PICTURE),
+    "8 bits, white is zero": tiff(255 - GREY_PICTURE, 0),
+    "12 bits": tiff(TWELVE, bits=12),
+    "12 bits, compressed": tiff(TWELVE, bits=12, packed=True),
+    "16 bits": tiff(SIXTEEN),
+    "16 bits, big-endian": tiff(SIXTEEN, big=True),
+    "16 bits, big-endian, compressed": tiff(SIXTEEN, big=True, packed=True),
+    "16 bits, white is zero": tiff(65535 - SIXTEEN, 0),
+    "16 bits, white is zero, compressed": tiff(65535 - SIXTEEN, 0, packed=True),
+    "PNG of 16 bits": stored("PNG")(SIXTEEN),
+    "PGM of 16 bits": b"P5 13 9 65535\n" + SIXTEEN.astype(">u2").tobytes(),
+    "PGM of 12 bits": b"P5 13 9 4095\n" + TWELVE.astype(">u2").tobytes(),
+    "three planes of 8 bits": tiff(GREY_PICTURE[..., None].repeat(3, 2), 2, planes=2),
+    "three planes of 16 bits, compressed": tiff(SIXTEEN[..., None].repeat(3, 2), 2, planes=2, packed=True),
+}
+
+
+@pytest.mark.parametrize("content", SAME_GREY.values(), ids=SAME_GREY)
+def test_one_grey_picture_is_the_same_in_all_forms(content: bytes) -> None:
+    wanted = read_pixels(io.BytesIO(stored("PNG")(GREY_PICTURE)), Normalisation())
+    assert torch.equal(read_pixels(io.BytesIO(content), Normalisation()), wanted)
+
+
+SIGNED = SIXTEEN.astype(np.int16)
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "signed 8 bits": (tiff(GREY_PICTURE, kind=2), "signed pixels of 8 bits"),
+    "signed 16 bits": (tiff(SIGNED, kind=2), "signed pixels of 16 bits"),
+    "32 bits": (tiff(SIXTEEN.astype(np.uint32)), "pixels of 32 bits have no known range"),
+    "floats": (tiff(SIXTEEN.astype(np.float32), kind=3), "floating-point pixels of 32 bits"),
+    "a PFM": (b"Pf 13 9 -1.0\n" + SIXTEEN.astype("<f4").tobytes(), "floating-point pixels of 32 bits"),
+    "no photometric": (tiff(GREY_PICTURE, None), r"whether 0 is black \(PhotometricInterpretation\)"),
+    "planes of 16 bits": (tiff(SIXTEEN[..., None].repeat(3, 2), 2, planes=2), "a TIFF of 16 bits, planar"),
+    "big-endian, signed": (tiff(SIGNED, kind=2, big=True, packed=True), "signed and big-endian, is not read"),
+    "not read by Pillow": (tiff(SIXTEEN, 0, big=True), "a TIFF of a kind that Pillow does not read"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), REFUSED.values(), ids=REFUSED)
+def test_pixels_of_which_nobody_knows_are_refused_by_name(content: bytes, said: str) -> None:
+    with pytest.raises((OSError, ValueError), match=said):
+        read_pixels(io.BytesIO(content), Normalisation())
+
+
+LABELS = np.array([[0, 1, 2], [2, 3, 0]], np.uint8)
+COLOURED = np.stack([LABELS] * 3, 2)
+
+
+MASKS: dict[str, bytes] = {
+    "PNG": stored("PNG")(LABELS),
+    "BMP": stored("BMP")(LABELS),
+    "GIF": stored("GIF")(LABELS),
+    "16 bits": stored("PNG")(LABELS.astype(np.uint16)),
+    "16 bits, big-endian": tiff(LABELS.astype(np.uint16), big=True, packed=True),
+    "12 bits": tiff(LABELS.astype(np.uint16), bits=12),
+    "signed 8 bits": tiff(LABELS, kind=2),
+    "signed 32 bits, big-endian": tiff(LABELS.astype(np.int32), kind=2, big=True),
+    "equal colours": stored("PNG")(COLOURED),
+    "equal colours, opaque": stored("PNG")(np.dstack([COLOURED, np.full_like(LABELS, 255)])),
+    "grey, opaque": stored("PNG")(np.dstack([LABELS, np.full_like(LABELS, 255)])),
+}
+NO_MASKS: dict[str, tuple[bytes, str]] = {
+    "a JPEG": (stored("JPEG")(LABELS), "a JPEG, whose pixels are approximate"),
+    "white is zero": (tiff(LABELS, 0), "say that 0 is white"),
+    "16 bits, white is zero": (tiff(LABELS.astype(np.uint16), 0), "say that 0 is white"),
+    "floats": (tiff(LABELS.astype(np.float32), kind=3), "its pixels are floating-point"),
+    "colours": (stored("PNG")(noise(3, 2)), r"its pixels are colours \(mode RGB\)"),
+    "transparent": (stored("PNG")(np.dstack([LABELS, LABELS])), r"its pixels are colours \(mode LA\)"),
+    # Of these Pillow keeps the higher 8 bits: all would be 0.
+    "colours of 16 bits": (tiff(COLOURED.astype(np.uint16), 2), r"its pixels are colours \(mode RGB\)"),
+}
+
+
+@pytest.mark.parametrize("content", MASKS.values(), ids=MASKS)
+def test_one_mask_has_the_same_numbers_in_all_forms(content: bytes) -> None:
+    found = read_picture(io.BytesIO(content)).numbers()
+    assert found.tolist() == LABELS.tolist()
+
+
+def test_numbers_of_few_bits_and_below_zero(tmp_path: Path) -> None:
+    """Pillow spreads grey of 2 and 4 bits over 0 to 255; of a signed -1 it makes 255."""
+    for bits, row in ((2, b""), (4, b"#")):
+        write_png(tmp_path / "a.png", (4, 2), bits, row)
+        with (tmp_path / "a.png").open("rb") as file:
+            assert read_picture(file).numbers().tolist() == [[0, 1, 2, 3]] * 2
+    found = read_picture(io.BytesIO(stored("PNG")(LABELS > 1))).numbers()
+    assert f"{found.dtype} {found.tolist()}" == "uint8 [[0, 0, 1], [1, 1, 0]]"
+    below = np.full((2, 2), 255, np.uint8)
+    assert read_picture(io.BytesIO(tiff(below, kind=2))).numbers().tolist() == [[-1, -1]] * 2
+
+
+@pytest.mark.parametrize(("content", "said"), NO_MASKS.values(), ids=NO_MASKS)
+def test_masks_that_are_none(content: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said}.*Write it anew: PIL.Image"):
+        read_picture(io.BytesIO(content)).numbers()
+
+
+def test_too_large_a_picture_says_how_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow's warning from a limit on, and its error from twice that on."""
+    for most in (GREY_PICTURE.size // 2 - 1, GREY_PICTURE.size - 1):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most)
+        with warnings.catch_warnings(), pytest.raises(OSError, match=r"PIL.Image.MAX_IMAGE_PIXELS = None"):
+            warnings.simplefilter("error")
+            read_pixels(io.BytesIO(SAME_GREY["8 bits"]), Normalisation())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    read_pixels(io.BytesIO(SAME_GREY["8 bits"]), Normalisation())
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "BMP", "GIF", "JPEG", "WEBP", "PPM"])
+def test_damaged_pictures_are_errors_of_two_kinds(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Pillow raises: an OSError or a ValueError, which say why."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    whole, draw = stored(form)(GREY_PICTURE), np.random.default_rng(0)
+    read = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(150):
+            bytes_ = np.frombuffer(whole, np.uint8).copy()
+            bytes_[draw.integers(0, len(whole), 4)] = draw.integers(0, 256, 4)
+            try:
+                read_pixels(io.BytesIO(bytes_.tobytes()), Normalisation())
+                read += 1
+            except (OSError, ValueError) as error:
+                assert str(error)
+    assert read < 150
+
+
+def test_what_else_pillow_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = stored("BMP")(GREY_PICTURE)
+    for kind in (SyntaxError, EOFError, struct.error, zlib.error, KeyError):
+        monkeypatch.setattr(ImageFile.ImageFile, "load", Mock(side_effect=kind("here")))
+        with pytest.raises(OSError, match=rf"it is damaged \({kind.__name__}"):
+            read_pixels(io.BytesIO(content), Normalisation())
 
 
 # -- parts of resized pictures ---------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from torch.nn.functional import interpolate
 from dualeval.data.masks import LabelRule
 from dualeval.data.preprocessing import Uncropped
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics.segmentation import counts_of, segmentation_metrics
+from dualeval.metrics.segmentation import PixelCheck, counts_of, segmentation_metrics
 from dualeval.models.sources.processors import uncropped_of
+from dualeval.options.fields import fields_of
+from dualeval.tasks.options import SegmentationOptions
 from dualeval.tasks.segmentation import Segmentation
 from dualeval.vision_library import torchvision
 from tests import masked_pictures as made
-from tests.data.test_pictures import write_png
 from tests.engine.test_evaluator import evaluate, rows
 from tests.masked_pictures import CLASSES, IGNORED, Exact
 from tests.measuring import measure
@@ -236,7 +237,7 @@ def test_the_published_preprocessing(home: Path) -> None:
 def test_a_resized_picture_has_torchvisions_pixels(home: Path) -> None:
     resize = torchvision().transforms.Resize(11, antialias=True)
     samples = task(home, resize=11).dataset().__getitems__(range(3))
-    for number, (pixels, labels) in enumerate(samples):
+    for number, (pixels, labels, _) in enumerate(samples):
         picture = Image.open(home / f"img/00{number}.png")
         assert torch.equal(pixels, torchvision().transforms.functional.pil_to_tensor(resize(picture)))
         assert labels.shape == (picture.height, picture.width)
@@ -289,7 +290,7 @@ def test_a_segformer(home: Path, tmp_path: Path) -> None:
     write_segformer(tmp_path / "reducing", reduce=True)
     reducing = task(home, model=f"hf:{tmp_path / 'reducing'}", preprocessing=None)
     reducing.build_model(CPU)
-    [(_, labels)] = reducing.dataset().__getitems__([0])
+    [(_, labels, _)] = reducing.dataset().__getitems__([0])
     stored = np.array(Image.open(home / "masks/000.png")).astype(int)
     assert (labels.numpy() == np.where((stored == 0) | (stored == IGNORED), -1, stored - 1)).all()
     assert "labels less 1 (0 ignored)" in reducing.description()["compared"]
@@ -372,13 +373,6 @@ def _beyond(mask: Path) -> None:
     made.write_mask(mask, labels)
 
 
-def _of_four_bits(mask: Path) -> None:
-    """Grey of less than 8 bits, which Pillow spreads over 0 to 255; it writes none itself."""
-    with Image.open(mask) as image:
-        size = image.size
-    write_png(mask, size, 4, bytes(size[0] // 2))
-
-
 def _picture_of(mask: Path) -> Path:
     return mask.parent.parent / "img" / mask.name
 
@@ -394,14 +388,23 @@ BAD: list[tuple[str, Callable[[Path], object], list[str]]] = [
     (
         "in colours",
         lambda mask: Image.open(mask).convert("RGB").save(mask),
-        ["its pixels are colours (mode RGB)", "image.getchannel(0)"],
+        ["its pixels are colours (mode RGB)", "PIL.Image.fromarray"],
     ),
     (
         "as JPEG",
         lambda mask: Image.open(mask).convert("L").save(mask, format="JPEG"),
-        ["no mask: expected one of PNG, TIFF, BMP"],
+        ["a JPEG, whose pixels are approximate, expected PNG, TIFF, BMP"],
     ),
-    ("of four bits", _of_four_bits, ["less than 8 bits"]),
+    (
+        "too large",
+        lambda mask: Image.new("1", (600, 400)).save(_picture_of(mask)),
+        ["MAX_IMAGE_PIXELS = None"],
+    ),
+    (
+        "a mask too large",
+        lambda mask: Image.new("1", (600, 400)).save(mask),
+        ["its mask", "MAX_IMAGE_PIXELS"],
+    ),
     # Its head is whole: its size is known.
     (
         "a picture cut short",
@@ -413,8 +416,11 @@ BAD: list[tuple[str, Callable[[Path], object], list[str]]] = [
 
 
 @pytest.mark.parametrize(("spoil", "said"), [case[1:] for case in BAD], ids=[name for name, *_ in BAD])
-def test_a_bad_sample(tmp_path: Path, spoil: Callable[[Path], object], said: list[str]) -> None:
+def test_a_bad_sample(
+    tmp_path: Path, spoil: Callable[[Path], object], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Named with its file; skipped, the other pictures of its batch keep their numbers."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
     made.write_pictures(tmp_path, count=7)
     evaluate(task(tmp_path), tmp_path / "whole", batch_size=7)
     spoil(tmp_path / "masks/002.png")
@@ -461,6 +467,14 @@ def test_a_label_that_is_no_class_is_ignored(tmp_path: Path) -> None:
     assert found.options()["ignore_index"] == []
 
 
+def test_a_blurred_mask_is_named() -> None:
+    stored = np.arange(250, dtype=np.uint8)[None]
+    with pytest.raises(
+        ValueError, match=r"248 such labels, as blurred masks have: .*--mask-values FILE.json$"
+    ):
+        LabelRule(ignore=(255,), reduce=False, classes=2).of(stored)
+
+
 def test_minus_one_is_a_label() -> None:
     """In masks of 32 bits: it counts unless it is named, as others do."""
     stored = np.array([[0, 2, -1]], np.int32)
@@ -468,6 +482,148 @@ def test_minus_one_is_a_label() -> None:
         LabelRule(ignore=(255,), reduce=False, classes=5).of(stored)
     assert LabelRule(ignore=(255, -1), reduce=False, classes=5).of(stored).tolist() == [[0, 2, -1]]
     assert LabelRule(ignore=(255, -1), reduce=True, classes=5).of(stored).tolist() == [[-1, 1, -1]]
+
+
+# -- what labels stand for -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``img``, and the same masks of 0 and 1 in ``masks`` and of 0 and 255 in ``m255``."""
+    folder = tmp_path_factory.mktemp("binary")
+    for name in made.write_pictures(folder, count=4, classes=2):
+        path = folder / f"masks/{name}.png"
+        labels = np.array(Image.open(path)) % 2
+        for below, most in (("masks", 1), ("m255", 255)):
+            (folder / below).mkdir(exist_ok=True)
+            Image.fromarray((labels * most).astype(np.uint8)).save(folder / below / f"{name}.png")
+    return folder
+
+
+def of_two(binary: Path, **changes: Any) -> Segmentation:
+    return task(binary, **{"model": Exact(2), "masks": binary / "m255", **changes})
+
+
+def test_a_foreground_of_255_is_never_guessed(binary: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        evaluate(of_two(binary), None)
+    assert "has 2 classes: 255 may be class 1, or no class" in str(caught.value)
+    wanted = evaluate(of_two(binary, masks=binary / "masks"), None)
+    assert "--mask-values 0=0,255=1;" in str(caught.value)
+    (tmp_path / "map.json").write_text('{"0": 0, "255": 1, "7": null}')
+    for values in ("0=0,255=1,7=none", tmp_path / "map.json", {0: 0, 255: 1, 7: None}):
+        own = of_two(binary, mask_values=values)
+        found = evaluate(own, None) if values == tmp_path / "map.json" else own.build_model(CPU)
+        assert isinstance(found, nn.Module) or found.metrics_digest == wanted.metrics_digest
+        assert own.fingerprint()["mask_values"] == own.options()["mask_values"] == "0=0,7=none,255=1"
+        assert "2 classes, mask values 0=0,7=none,255=1" in own.description()["compared"]
+    assert "--ignore-index 255." in str(caught.value)
+    ignored = evaluate(of_two(binary, ignore_index=255), None)
+    assert "no mask has a pixel of 1 of 2 classes, and " in " ".join(ignored.warnings)
+    assert "no mask has" not in " ".join(wanted.warnings)
+
+
+def test_255_is_ignored_where_a_mask_has_another_class_too(home: Path, tmp_path: Path) -> None:
+    """So it is of the embedded pictures; and nothing is, where nobody wants it."""
+    made.write_pictures(tmp_path, count=2, classes=2)
+    result = evaluate(of_two(tmp_path, masks=tmp_path / "masks"), None)
+    assert "no mask has" not in " ".join(result.warnings)
+    assert result.job["ignore_index"] == [255]
+    for nothing in ("none", (), -1):
+        found = task(home, ignore_index=nothing)
+        found.build_model(CPU)
+        with pytest.raises(ValueError, match=r"with the label 255, expected 0 to 4"):
+            found.dataset().__getitems__([0])
+    [field] = [each for each in fields_of(SegmentationOptions) if each.name == "ignore_index"]
+    assert [field.parse(text, "") for text in ("none", "255,3", "-1")] == ["none", (255, 3), (-1,)]
+    with pytest.raises(UsageError, match="or none"):
+        field.parse("nothing", "--ignore-index")
+
+
+def test_advice_on_labels_holds_for_all_masks(binary: Path, tmp_path: Path) -> None:
+    """The first has 7 and 8 alone: what is advised there names the 11 of others, too."""
+    (tmp_path / "masks").mkdir()
+    for number, path in enumerate(sorted((binary / "masks").iterdir())):
+        labels = np.array([7, 11 if number else 8], np.uint8)[np.array(Image.open(path))]
+        Image.fromarray(labels).save(tmp_path / "masks" / path.name)
+
+    def read(**changes: Any) -> None:
+        found = of_two(binary, masks=tmp_path / "masks", model=Exact(3), **changes)
+        found.build_model(CPU)
+        found.dataset().__getitems__(range(4))
+
+    advice = r"--mask-values 7=0,8=1,11=2, or, .*--ignore-index 255,7,8,11$"
+    with pytest.raises(ValueError, match=advice):
+        read()
+    read(mask_values="7=0,8=1,11=2")
+    read(ignore_index=(255, 7, 8, 11))
+    with pytest.raises(ValueError, match=r"none for what does not count: 7=0,8=none,11=none$"):
+        read(mask_values="7=0")
+    read(mask_values="7=0,8=none,11=none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mask_values": "0=0,0=1"}, "a label is there twice"),
+        ({"mask_values": "0=0,255=-1"}, "a class is below 0"),
+        ({"mask_values": "0=0,255"}, "Expected the class of each label, as 0=0,255=1,7=none"),
+        ({"mask_values": {0: 1.5}}, "Expected the class of each label"),
+        ({"mask_values": {0: True}}, "Expected the class of each label"),
+        ({"mask_values": "missing.json"}, "No such file.*or a JSON file"),
+        ({"mask_values": "0=0,1=5"}, "has 5 classes, and --mask-values has the class 5, expected at most 4"),
+        ({"mask_values": "0=0", "ignore_index": 255}, "Leave --ignore-index out"),
+        ({"mask_values": "0=0", "reduce_labels": "yes"}, "Leave --reduce-labels yes out"),
+        ({"ignore_index": "nothing"}, "--ignore-index 'nothing': expected whole numbers"),
+    ],
+)
+def test_mask_values_that_are_refused(home: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        task(home, **changes).build_model(CPU)
+
+
+# Width and height as stored, EXIF's turn of the picture, of the mask, and how the mask is stored.
+TURNED = [
+    ((20, 20), 6, 1, "shown", True),
+    ((20, 20), 3, 1, "shown", True),
+    ((24, 16), 6, 1, "shown", True),
+    # Only as they are stored they have one size, or nothing is turned alone.
+    ((24, 16), 6, 1, "stored", False),
+    ((20, 20), 6, 6, "stored", False),
+    ((20, 20), 1, 1, "stored", False),
+    ((20, 20), 0, 1, "stored", False),
+]
+
+
+@pytest.mark.parametrize(("size", "turn", "of_mask", "stored", "warns"), TURNED)
+def test_pictures_that_exif_turns(
+    tmp_path: Path, size: tuple[int, int], turn: int, of_mask: int, stored: str, warns: bool
+) -> None:
+    """Compared as programs show them, with a warning; the numbers are those of upright files."""
+    draw = np.random.default_rng(0)
+    picture = Image.fromarray(draw.integers(0, 256, (size[1], size[0], 3), np.uint8))
+    mask = Image.fromarray(draw.integers(0, CLASSES, (size[1], size[0]), np.uint8))
+    exifs = {number: Image.Exif() for number in (turn, of_mask)}
+    for number, exif in exifs.items():
+        exif[0x0112] = number
+    method = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_270}.get(turn)
+    shown = [
+        each if method is None or stored == "stored" else each.transpose(method) for each in (picture, mask)
+    ]
+    samples = []
+    for name, pair, kept in (("own", (picture, shown[1]), exifs), ("upright", shown, None)):
+        for folder, image, number in (("img", pair[0], turn), ("masks", pair[1], of_mask)):
+            (tmp_path / name / folder).mkdir(parents=True)
+            image.save(tmp_path / name / folder / "a.png", exif=kept[number] if kept else b"")
+        samples += task(tmp_path / name).dataset().__getitems__([0])
+    assert [turned for *_, turned in samples] == [warns, False]
+    assert torch.equal(samples[0][0], samples[1][0])
+    assert torch.equal(samples[0][1], samples[1][1])
+    found, over = task(tmp_path / "own").dataset().picture(0)
+    assert found.size == over.size == shown[0].size
+    columns = {"target_pixels": torch.tensor([[1, 2]]), "ignored_pixels": torch.tensor([3])}
+    measured = measure(PixelCheck(2), {**columns, "turned": torch.tensor([warns])})
+    assert [text[:26] for text in measured.warnings] == ["EXIF turns 1 picture and n"] * warns
 
 
 def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:
