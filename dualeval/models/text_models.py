@@ -180,13 +180,13 @@ class TextModel:
         said = f"{folder} holds no model for {use.name}"
         with reading(folder, said), torch.random.fork_rng(devices=[]):
             if weights is None:
-                model, self.loaded = load_pretrained(kind, folder, use.name)
-                return model.eval()
+                made, self.loaded = load_pretrained(kind, folder, use.name)
+                return made.eval()
             seed = seed_of(weights)
             torch.manual_seed(0 if seed is None else seed)
             config = transformers_for(use.name).AutoConfig.from_pretrained(folder, **LOCAL)
             refuse_foreign_kernels(config_of(folder), folder)
-            model = kind.from_config(config, trust_remote_code=False)
+            model: nn.Module = kind.from_config(config, trust_remote_code=False)
             add_generation_config(model, folder)
         model = model.float().eval()
         if seed is None:

@@ -235,7 +235,7 @@ def test_what_no_tensor_shows_is_asked_for_and_heads_are_those_of_the_file(
     for said in (True, False):
         given = {"transform_input": said}
         built = classifiers.build(name, str(tmp_path / "w.pt"), 2, arguments=given)
-        assert built.transform_input is said
+        assert built.transform_input == said
         assert [*built.state_dict()] == [*state]
     assert [*classifiers.build(name, str(tmp_path / "bare.pt"), 2, arguments=given).state_dict()] == [*bare]
     given["aux_logits"] = False
