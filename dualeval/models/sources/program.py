@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.contents import what_weights_are
+from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.torch_files import SCRIPT, check_records, program_in
 from dualeval.models.model_errors import first_line
@@ -164,7 +164,7 @@ def _kind_of(path: Path) -> str:
         )
     if (kind := program_in(path)) is not None:
         return kind
-    what = what_weights_are(path) or (
+    what = what_it_is(path) or (
         "is neither a TorchScript archive (torch.jit.save) nor a torch.export program (torch.export.save). "
         "If it holds tensors, name the model, and give it with --weights"
     )
