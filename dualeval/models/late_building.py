@@ -26,7 +26,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.checkpoints.late import InMemory, LateTensor
 from dualeval.models.model_errors import first_line
-from dualeval.models.weights import are_equal, load_state_dict
+from dualeval.models.weights import are_equal, load_state_dict, warnings_of
 from dualeval.wording import listed
 
 _DEVICE = Tensor.device.__get__
@@ -78,7 +78,9 @@ def late_model(
         if not isinstance(model, nn.Module):
             raise UsageError(f"late_model: make() returned a {type(model).__name__}, expected an nn.Module")
         found = read_state_dict(Path(weights), key, trust=trust)
-        load_state_dict(model, found, prefix=prefix, source=f"the weights {weights}")
+        loaded = load_state_dict(model, found, prefix=prefix, source=f"the weights {weights}")
+        for said in warnings_of(loaded):
+            warnings.warn(said, stacklevel=2)
         return model.eval()
 
     return late_or_whole(build, lambda said: warnings.warn(said, stacklevel=3))

@@ -19,7 +19,7 @@ from dualeval.wording import nearest
 # torch.hub's rule: the first characters of the file's sha256 stand in its name, as in resnet50-0676ba61.pth.
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")
 _PIECE_BYTES = 1 << 20
-_TRANSFORM_INPUT = ("googlenet", "inception_v3")
+TRANSFORM_INPUT = ("googlenet", "inception_v3")
 
 
 def torchvision_names() -> list[str]:
@@ -154,7 +154,7 @@ def download(model: str, weights: str) -> None:
 
 def constructor_arguments(model: str, entry: Any) -> dict[str, Any]:
     """What torchvision's own constructor changes where it is given these weights."""
-    if model in _TRANSFORM_INPUT:
+    if model in TRANSFORM_INPUT:
         return {"transform_input": True}
     if model.startswith("vit_"):
         return {"image_size": entry.meta["min_size"][0]}

@@ -19,9 +19,6 @@ from dualeval.models.sources.vision import TorchvisionModel
 from dualeval.models.transformers_folder import CONFIG
 from dualeval.wording import nearest
 
-# It helps in training alone; published weights have it, and a network without it gives the same ``out``.
-_AUXILIARY = "aux_classifier."
-
 
 class TorchvisionSegmenter(TorchvisionModel):
     """A network of ``torchvision.models.segmentation``."""
@@ -32,12 +29,6 @@ class TorchvisionSegmenter(TorchvisionModel):
     def needed_arguments(self) -> dict[str, Any]:
         # Without it torchvision fetches a backbone.
         return {"weights_backbone": None}
-
-    def rename(self, tensors: dict[str, Any], model: nn.Module) -> None:
-        """Leave out the tensors of an auxiliary head that the model does not have."""
-        if not any(name.startswith(_AUXILIARY) for name in model.state_dict()):
-            for name in [name for name in tensors if _AUXILIARY in name]:
-                del tensors[name]
 
 
 class TransformersSegmenter(TransformersModel):

@@ -22,10 +22,12 @@ from dualeval.models.sources.factory import ModuleModel
 from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,
+    add_generation_config,
     check_library,
     config_of,
     load_pretrained,
     reading,
+    refuse_adapter,
     refuse_foreign_kernels,
     transformers_for,
 )
@@ -55,6 +57,7 @@ class Use:
 def check_folder(folder: Path, use: Use) -> None:
     """Check that transformers is there, and that a folder looks like one that it has written."""
     check_library(use.name)
+    refuse_adapter(folder)
     if not (folder / CONFIG).is_file():
         plain = str(folder).removeprefix("hf:")
         if (Path(plain) / CONFIG).is_file():
@@ -177,12 +180,14 @@ class TextModel:
         said = f"{folder} holds no model for {use.name}"
         with reading(folder, said), torch.random.fork_rng(devices=[]):
             if weights is None:
-                return load_pretrained(kind, folder, use.name).eval()
+                made, self.loaded = load_pretrained(kind, folder, use.name)
+                return made.eval()
             seed = seed_of(weights)
             torch.manual_seed(0 if seed is None else seed)
             config = transformers_for(use.name).AutoConfig.from_pretrained(folder, **LOCAL)
             refuse_foreign_kernels(config_of(folder), folder)
             model: nn.Module = kind.from_config(config, trust_remote_code=False)
+            add_generation_config(model, folder)
         model = model.float().eval()
         if seed is None:
             found = read_state_dict(Path(weights), self._key, trust=self.trust)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from torch import nn
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints import read_state_dict, unread_beside
 from dualeval.models.late_building import NotLate, is_building
 from dualeval.models.model_errors import first_line
-from dualeval.models.weights import load_into
+from dualeval.models.weights import LoadedWeights, load_into, numbered
 from dualeval.vision_library import torchvision
 from dualeval.wording import counted, listed
 
@@ -78,11 +79,24 @@ def task_of(folder: Path) -> str:
     return "" if typed is None else f" For this model type: --task {typed.format(folder)}."
 
 
-def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
+def refuse_adapter(folder: Path) -> None:
+    """Check that a folder holds no adapter, which the library reads only where peft is installed."""
+    if (folder / _ADAPTER).exists():
+        raise UsageError(
+            f"the folder {folder} holds an adapter of peft ({_ADAPTER}), which is not read. Merge it: "
+            f"peft.PeftModel.from_pretrained(MODEL, {str(folder)!r}).merge_and_unload().save_pretrained("
+            "'OUT'), where MODEL is the model without it; save the tokenizer into OUT, and give OUT. To "
+            "evaluate the folder's own model, move the files adapter_* out of it."
+        )
+
+
+def load_pretrained(kind: Any, folder: Path, trained_for: str) -> tuple[nn.Module, LoadedWeights]:
     """A model in float32 with the weights of its folder, all of which must be there."""
     refuse_foreign_kernels(config_of(folder), folder)
+    saved = next((folder / name for name in _SAVED if (folder / name).is_file()), None)
     if is_building():
-        return _load_by_name(kind, folder)
+        model, left_out = _load_by_name(kind, folder, saved)
+        return model, _loaded(model, folder, saved, left_out)
     # Tensors of another shape are refused below, by their names.
     model, report = kind.from_pretrained(
         folder, output_loading_info=True, ignore_mismatched_sizes=True, **LOCAL
@@ -100,16 +114,36 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
         )
     # A checkpoint in half precision is computed with as --precision says.
     made: nn.Module = model.float()
-    return made
+    return made, _loaded(made, folder, saved, sorted(report["unexpected_keys"]))
 
 
-def _load_by_name(kind: Any, folder: Path) -> nn.Module:
+def _loaded(model: nn.Module, folder: Path, saved: Path | None, left_out: Sequence[str]) -> LoadedWeights:
+    """What was taken from a folder; refused where what was not is of layers as the model has them."""
+    ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ["(?!)"])
+    left_out = [name for name in left_out if not re.search(ignored, name)]
+    layers = {numbered(name) for name in model.state_dict()}
+    if more := [name for name in left_out if numbered(name) in layers]:
+        raise UsageError(
+            f"the weights in {folder} are of a larger model than its {CONFIG} says: {len(more)} tensors are "
+            f"not in it: {listed(more, 3)}. Copy {CONFIG} and weights of one model."
+        )
+    unread = () if saved is None else unread_beside(saved)
+    return LoadedWeights(file=str(folder), key="", prefix="", left_out=tuple(left_out), unread=unread)
+
+
+def add_generation_config(model: Any, folder: Path) -> None:
+    """Give a model what from_pretrained gives it: which tokens end an answer may be said there alone."""
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        kind = type(model.generation_config)
+        model.generation_config = kind.from_pretrained(folder, local_files_only=True)
+
+
+def _load_by_name(kind: Any, folder: Path, saved: Path | None) -> tuple[nn.Module, list[str]]:
     """What ``load_pretrained`` gives, but each tensor is read from its file when it is used."""
     found = config_of(folder)
     if found.get("quantization_config") is not None:
         raise NotLate("it is quantized")
-    saved = next((folder / name for name in _SAVED if (folder / name).is_file()), None)
-    if saved is None or (folder / _ADAPTER).exists():
+    if saved is None:
         raise NotLate(f"its folder holds none of {', '.join(_SAVED)} alone")
     try:
         state = read_state_dict(saved)
@@ -120,20 +154,22 @@ def _load_by_name(kind: Any, folder: Path) -> nn.Module:
     model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     model.config.name_or_path = str(folder)
     model = model.float()
-    tensors = _named_as_in(model, state.tensors)
+    tensors, left_out = _named_as_in(model, state.tensors)
+    add_generation_config(model, folder)
     try:
         load_into(model, tensors, f"the weights in {folder}")
     except UsageError as error:
         raise NotLate(f"the names in its files are not those of the model ({error})") from error
     assert isinstance(model, nn.Module)
-    return model
+    return model, left_out
 
 
-def _named_as_in(model: Any, found: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """The tensors of a file that a model takes, by the names that the library gives them."""
+def _named_as_in(model: Any, found: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
+    """The tensors of a file that a model takes, by the names that the library gives them; names of others."""
     own = model.state_dict()
     if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before transformers 5
-        return OrderedDict((name, value) for name, value in found.items() if name in own)
+        left_out = [name for name in found if name not in own]
+        return OrderedDict((name, value) for name, value in found.items() if name in own), left_out
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -147,6 +183,7 @@ def _named_as_in(model: Any, found: Mapping[str, Any]) -> OrderedDict[str, Any]:
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
     renamed: OrderedDict[str, Any] = OrderedDict()
+    left_out = []
     for name in sorted(found, key=dot_natural_key):
         new, converted = rename_source_key(name, renamings, converters, prefix, own)
         if new not in own and name in own:
@@ -155,10 +192,12 @@ def _named_as_in(model: Any, found: Mapping[str, Any]) -> OrderedDict[str, Any]:
             raise NotLate(f"the transformers library computes {new} from the tensors of its files")
         if new in own:
             renamed[new] = found[name]
+        else:
+            left_out.append(new)
     # What from_pretrained leaves in the model beside its tensors.
     model._weight_conversions = [entry for entry in mapping if entry.was_used()]
     model.set_use_kernels(False, None)
-    return renamed
+    return renamed, left_out
 
 
 def _one_dtype(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> torch.dtype:

@@ -6,24 +6,32 @@ as an embedding that is also the weight of the output, the file may have one.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import StateDict
+from dualeval.models.checkpoints import StateDict, saved_in, unread_beside
 from dualeval.models.checkpoints.finding import is_read
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.weights_name import is_published_name
-from dualeval.wording import first_of, listed
+from dualeval.wording import counted, first_of, listed
 
 # Which are converted to each other. Not the eighth-size ones: these go with scales, as integers do.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OTHER_WEIGHTS = " Give the weights of this --model."
+_LARGER = " They are of a larger network: give its --model, or save the weights without what it has more."
+# Names that say in which form weights were saved, and what to do with it.
+_FORMS = {
+    r"_mask$": " The model is pruned: call torch.nn.utils.prune.remove(module, 'weight') first, then save.",
+    r"\.lora_": " They are an adapter's: call merge_and_unload() of peft's model, and save what it returns.",
+}
 _RANDOM = "random:"
 _LARGEST_SEED = 2**64 - 1
 # How torch's layers, and its weight_norm and parametrizations, name what has a row for each output.
@@ -55,6 +63,10 @@ class LoadedWeights:
     prefix: str
     # Names of tensors in the state_dict that were not taken.
     left_out: tuple[str, ...]
+    # Files in a folder that look like weights, and were not read.
+    unread: tuple[str, ...] = ()
+    # What a reader of the numbers should know of tensors that were left out.
+    warning: str | None = None
 
 
 class OtherClasses(UsageError):
@@ -79,12 +91,19 @@ def place_in_file(loaded: LoadedWeights | None) -> str:
 
 def notes_of(loaded: LoadedWeights | None) -> list[str]:
     """What people should know of how a file was read: nothing where it was taken as it is."""
-    if loaded is None or not (loaded.key or loaded.prefix or loaded.left_out):
+    if loaded is None:
         return []
     where = f"the state_dict under {loaded.key!r} of {loaded.file}" if loaded.key else loaded.file
     removed = f", prefix {loaded.prefix!r} removed" if loaded.prefix else ""
     left_out = f", {len(loaded.left_out)} left out: {listed(loaded.left_out)}" if loaded.left_out else ""
-    return [f"weights: {where}{removed}{left_out}"]
+    how = f"weights: {where}{removed}{left_out}" if loaded.key or removed or left_out else ""
+    unread = f"weights: not read in {loaded.file}: {listed(loaded.unread)}" if loaded.unread else ""
+    return [*filter(None, [how, unread])]
+
+
+def warnings_of(loaded: LoadedWeights | None) -> list[str]:
+    """What a reader of the numbers should know of how a file was read."""
+    return [] if loaded is None or loaded.warning is None else [loaded.warning]
 
 
 def refuse_choice_without_file(weights: str | None, key: str | None, prefix: str | None, trust: bool) -> None:
@@ -106,7 +125,16 @@ def load_state_dict(
     own = model.state_dict().keys()
     tensors = found.tensors
     taken = _unwrap_for(tensors, own) if prefix is None else _take_prefix(tensors, prefix, source)
-    loaded = LoadedWeights(file=str(found.path), key=found.key, prefix=taken.prefix, left_out=taken.left_out)
+    taken, beside = _without_rest(_unwrap_within(taken, own), model) if prefix != "" else (taken, [])
+    fitting = _prefixes_that_fit(tensors, own) or _prefixes_that_fit(_renamed(tensors, _PLAIN), own)
+    loaded = LoadedWeights(
+        file=str(found.path),
+        key=found.key,
+        prefix=taken.prefix,
+        left_out=taken.left_out,
+        unread=unread_beside(saved_in(found.path)) if found.path.is_dir() else (),
+        warning=_warning(source, beside, [each for each in fitting if each != taken.prefix]),
+    )
     chosen = [
         *([f"under {loaded.key!r}"] if loaded.key else []),
         *([f"without the prefix {loaded.prefix!r}"] if loaded.prefix else []),
@@ -114,11 +142,20 @@ def load_state_dict(
     try:
         load_into(model, taken.tensors, f"{source} ({', '.join(chosen)})" if chosen else source)
     except UsageError as error:
-        fitting = _prefixes_that_fit(tensors, own)
         if not fitting or taken.prefix in fitting:
             raise
         raise UsageError(f"{str(error).removesuffix(_OTHER_WEIGHTS)} {_advice(fitting)}") from error
     return loaded
+
+
+def _warning(source: str, beside: list[str], fitting: list[str]) -> str | None:
+    """What to say of tensors beside those of the model, and what to type to take others."""
+    if not beside:
+        return None
+    tops = dict.fromkeys(re.sub(r"(?<=\.).*", "*", name) for name in beside)
+    typed = " or ".join(f"--weights-prefix {prefix}" for prefix in fitting)
+    mend = f"To evaluate these, type {typed}" if typed else "Check that --model is what was trained"
+    return f"{source} hold {counted(len(beside), 'tensor')} that the model lacks: {listed(tops)}. {mend}"
 
 
 def _advice(fitting: list[str]) -> str:
@@ -130,7 +167,7 @@ def _advice(fitting: list[str]) -> str:
     return (
         f"The names that begin with one of {len(fitting)} prefixes are those of the model: "
         f"{listed(map(repr, fitting))}. They can give different results. Say which are "
-        f"meant, such as --weights-prefix {fitting[0]}."
+        f"meant: --weights-prefix {fitting[0]} takes the first."
     )
 
 
@@ -234,9 +271,12 @@ def _misfit(
     said = str(error).strip() or type(error).__name__
     parts = [f"{len(names)} {what}: {listed(names)}" for what, names in differing.items() if names]
     found = "; ".join(parts) or said.splitlines()[-1].strip()
-    advice = " Integers in place of weights are quantized ones: save them as floats." if kinds else ""
+    advice = _LARGER if unexpected and not (missing or shapes or kinds) else _OTHER_WEIGHTS
+    if kinds:
+        advice = " Integers in place of weights are quantized ones: save them as floats."
+    of_form = (mend for form, mend in _FORMS.items() if any(re.search(form, name) for name in unexpected))
     return UsageError(
-        f"{source} do not fit the model {type(model).__name__}: {found}.{advice or _OTHER_WEIGHTS}"
+        f"{source} do not fit the model {type(model).__name__}: {found}.{next(of_form, advice)}"
     )
 
 
@@ -262,8 +302,13 @@ def _class_counts(
 
 # DataParallel, DistributedDataParallel, AveragedModel; torch.compile; the attribute of most LightningModules.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")
-# What AveragedModel keeps beside "module.*": how many models were averaged.
-_AVERAGED = ("module.", "n_averaged")
+# What torch.compile, FSDP and activation checkpointing put into the names of the modules that they wrap.
+_WITHIN = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_PLAIN = partial(_WITHIN.sub, "")
+_WITHOUT_PARALLEL = partial(re.compile(r"(?<=\.)module\.").sub, "")
+_Tensors = OrderedDict[str, Tensor]
+# They decide no number: of averaged models (torch's, mmengine's), of batch norms, of thop.
+_COUNTER = re.compile(r"(n_averaged|steps|(.+\.)?(num_batches_tracked|total_ops|total_params))$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +346,7 @@ def _without_outermost(stage: _Unwrapped) -> _Unwrapped | None:
     for prefix in _WRAPPER_PREFIXES:
         inside = [name for name in stage.tensors if name.startswith(prefix)]
         outside = [name for name in stage.tensors if not name.startswith(prefix)]
-        if inside and all((prefix, name) == _AVERAGED for name in outside):
+        if inside and all(_COUNTER.match(name) for name in outside):
             return _Unwrapped(
                 tensors=_without(stage.tensors, prefix),
                 prefix=stage.prefix + prefix,
@@ -339,22 +384,66 @@ def _prefixes_that_fit(tensors: Mapping[str, Tensor], own: Collection[str]) -> l
     return [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
 
 
-def _without(tensors: OrderedDict[str, Tensor], prefix: str) -> OrderedDict[str, Tensor]:
+def _without(tensors: _Tensors, prefix: str) -> _Tensors:
     """The tensors whose names begin with a prefix, without it; the versions of their modules likewise."""
-    inside = OrderedDict(
-        (name[len(prefix) :], tensor)
-        for name, tensor in tensors.items()
-        if name.startswith(prefix) and name != prefix
+    return _renamed(
+        tensors, lambda name: name[len(prefix) :] if name.startswith(prefix) and name != prefix else None
     )
+
+
+def _renamed(tensors: _Tensors, rename: Callable[[str], str | None]) -> _Tensors:
+    """Tensors and versions of modules by other names, or None; as they are if two would have one name."""
+    named = {name: new for name in tensors if (new := rename(name)) is not None}
+    if len(set(named.values())) < len(named):
+        return tensors
+    made = OrderedDict((new, tensors[name]) for name, new in named.items())
     metadata = getattr(tensors, "_metadata", None)
     if isinstance(metadata, Mapping):
-        # A module's name has no dot at its end: the outermost one's is the prefix without it.
-        inside._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (name[len(prefix) :], version)
+        # A module is renamed as a tensor in it would be.
+        made._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (new.rpartition(".")[0], version)
             for name, version in metadata.items()
-            if f"{name}.".startswith(prefix)
+            if (new := rename(f"{name}.x" if name else "x")) is not None
         )
-    return inside
+    return made
+
+
+def _unwrap_within(stage: _Unwrapped, own: Collection[str]) -> _Unwrapped:
+    """Remove what wrappers of some modules put into names; ``module.`` where that makes all names fit."""
+    if any(_WITHIN.search(name) for name in own):
+        return stage
+    tensors = _renamed(stage.tensors, _PLAIN)
+    parallel = _renamed(tensors, _WITHOUT_PARALLEL)
+    fits = not {*own} <= tensors.keys() and {*own} <= parallel.keys()
+    return replace(stage, tensors=parallel if fits else tensors)
+
+
+def _without_rest(stage: _Unwrapped, model: nn.Module) -> tuple[_Unwrapped, list[str]]:
+    """Leave out counters, and what lies beside all that a model needs: under other top-level names.
+
+    Not under one that differs from the model's in a number: a deeper network has layer5 beside layer4. Nor
+    a tensor without a module, but for mmcv's averages: it can be a token that a model begins with.
+    """
+    own = model.state_dict().keys()
+    there = {name for names in _tied(model) if any(each in stage.tensors for each in names) for name in names}
+    if own - stage.tensors.keys() - there:
+        return stage, []
+    tops = {numbered(name.partition(".")[0]) for name in own}
+    rest = [name for name in stage.tensors if name not in own]
+    beside = [
+        name
+        for name in rest
+        if ("." in name and numbered(name.partition(".")[0]) not in tops) or name.startswith("ema_")
+    ]
+    counters = [name for name in rest if name not in beside and _COUNTER.match(name)]
+    out = {*counters, *beside}
+    tensors = _renamed(stage.tensors, lambda name: None if name in out else name)
+    return replace(stage, tensors=tensors, left_out=(*stage.left_out, *counters)), beside
+
+
+def numbered(name: str) -> str:
+    """What the names of modules that are counted have in common."""
+    return re.sub(r"\d+", "#", name)
 
 
 # -- several names of one tensor -----------------------------------------------------------------------

@@ -214,7 +214,7 @@ class ImageClassification(picture_task.PictureTask):
         return [*super().notes(), *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
-        return [*filter(None, [self._preprocessing.warning]), *self._dataset.warnings()]
+        return [*super().data_warnings(), *self._dataset.warnings()]
 
     def labels_used(self) -> dict[str, Any]:
         assert self._num_classes is not None, "build_model comes first"

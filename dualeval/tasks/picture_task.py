@@ -21,6 +21,7 @@ from dualeval.models.weights import (
     options_of,
     place_in_file,
     refuse_choice_without_file,
+    warnings_of,
 )
 from dualeval.own_code import own_module
 from dualeval.tasks import Task
@@ -357,6 +358,9 @@ class PictureTask(Task):
 
     def notes(self) -> list[str]:
         return [*self._model.notes(), *notes_of(self.loaded_weights), *self._late_notes]
+
+    def data_warnings(self) -> list[str]:
+        return [*filter(None, [self._preprocessing.warning]), *warnings_of(self.loaded_weights)]
 
     def sources(self) -> list[Any]:
         wanted = self._preprocessing.values

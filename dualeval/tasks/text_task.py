@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dualeval.models.text_models import TextModel, Use
-from dualeval.models.weights import LoadedWeights
+from dualeval.models.weights import LoadedWeights, warnings_of
 from dualeval.tasks import Task
 from dualeval.tasks.options import TextOptions
 
@@ -54,6 +54,9 @@ class TextTask(Task):
 
     def notes(self) -> list[str]:
         return self._model.notes()
+
+    def data_warnings(self) -> list[str]:
+        return warnings_of(self.loaded_weights)
 
     def sources(self) -> list[Any]:
         return self._model.sources()

@@ -213,6 +213,35 @@ def test_old_names_in_densenets_files(tmp_path: Path) -> None:
     assert is_equal(classifiers.build("densenet121", str(tmp_path / "w.pth"), 2), wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("googlenet", ("aux1.", "aux2.")),
+        pytest.param("inception_v3", ("AuxLogits.",), marks=pytest.mark.long),
+    ],
+)
+def test_what_no_tensor_shows_is_asked_for_and_heads_are_those_of_the_file(
+    name: str, heads: tuple[str, ...], tmp_path: Path
+) -> None:
+    """torchvision's own constructor changes an argument of these where they begin with published weights."""
+    state = classifiers.build(name, "random:1", 2).state_dict()
+    bare = {key: tensor for key, tensor in state.items() if not key.startswith(heads)}
+    torch.save(state, tmp_path / "w.pt")
+    torch.save(bare, tmp_path / "bare.pt")
+    with pytest.raises(
+        UsageError, match=r"type --model-arg transform_input=True; else --model-arg transform_"
+    ):
+        classifiers.build(name, str(tmp_path / "w.pt"), 2)
+    for said in (True, False):
+        given = {"transform_input": said}
+        built = classifiers.build(name, str(tmp_path / "w.pt"), 2, arguments=given)
+        assert built.transform_input == said
+        assert [*built.state_dict()] == [*state]
+    assert [*classifiers.build(name, str(tmp_path / "bare.pt"), 2, arguments=given).state_dict()] == [*bare]
+    given["aux_logits"] = False
+    assert [*classifiers.build(name, str(tmp_path / "w.pt"), 2, arguments=given).state_dict()] == [*bare]
+
+
 def test_mnasnet_needs_to_know_its_version(tmp_path: Path) -> None:
     """Which torch.save keeps, as tests/models/test_late_building.py tries it."""
     wanted = classifiers.build("mnasnet0_5", "random:1", 2)

@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import StateDict, read_state_dict
-from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
+from dualeval.models.late_building import late_model
+from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of, warnings_of
 from tests.models.test_weights import Renamed, assert_equal, small
 
 
@@ -125,6 +126,116 @@ def test_a_layout_that_a_module_converts_behind_a_prefix(tmp_path: Path) -> None
     model = Renamed()
     load(model, saved(tmp_path / "w.pt", old))
     assert model.weight.tolist() == [1, 1]
+
+
+# -- names within, and what lies beside the model's ------------------------------------------------------
+
+
+def inside(state: dict[str, Tensor], wrapper: str, *, of: str = "1.", before: str = "") -> dict[str, Tensor]:
+    """The names of a model one of whose modules is wrapped."""
+    return {before + name.replace(of, f"{of}{wrapper}."): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "before"),
+    [
+        *(("_orig_mod", ""), ("_orig_mod", "model."), ("_orig_mod", "module._orig_mod."), ("module", "")),
+        *(("module", "model."), ("_orig_mod.module", ""), ("_fsdp_wrapped_module", "model.")),
+    ],
+)
+def test_a_wrapped_part_of_a_model(
+    tmp_path: Path, state: dict[str, Tensor], wrapper: str, before: str
+) -> None:
+    """The versions of its modules as well: without them a batch norm may count anew."""
+    names = OrderedDict(inside(state, wrapper, before=before))
+    names._metadata = OrderedDict({f"{before}1.{wrapper}": {"version": 1}})  # type: ignore[attr-defined]
+    del names[f"{before}1.{wrapper}.num_batches_tracked"]
+    model = small()
+    if wrapper == "_orig_mod":  # as it lacks one, module. does not make all names fit
+        assert load(model, saved(tmp_path / "w.pt", names)).prefix == before
+        assert_equal(model.state_dict(), state)
+    names[f"{before}1.{wrapper}.num_batches_tracked"] = state["1.num_batches_tracked"]
+    load(model, saved(tmp_path / "w.pt", names))
+    assert_equal(model.state_dict(), state)
+
+
+def test_module_within_names_that_then_lack_one_stays(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    names = inside(state, "module")
+    del names["2.bias"]
+    assert "not in the model: 1.module.weight" in refused(small(), saved(tmp_path / "w.pt", names))
+
+
+COUNTS = {f"{module}total_ops": torch.zeros(1) for module in ("", "0.", "2.")}
+
+
+@pytest.mark.parametrize(
+    ("others", "left_out", "warning"),
+    [
+        (COUNTS, tuple(COUNTS), None),
+        ({"2.num_batches_tracked": torch.zeros(())}, ("2.num_batches_tracked",), None),
+        (
+            {"aux.bias": torch.zeros(1), "aux.num_batches_tracked": torch.zeros(1)},
+            (),
+            "2 tensors that the model lacks: aux.*. Check that --model is what was trained",
+        ),
+        (
+            {"ema_0_bias": torch.zeros(1)},
+            (),
+            "1 tensor that the model lacks: ema_0_bias. Check that --model is what was trained",
+        ),
+    ],
+)
+def test_what_lies_beside_is_left_out(
+    tmp_path: Path, state: dict[str, Tensor], others: Any, left_out: Any, warning: str | None
+) -> None:
+    for prefix in ("", "module."):
+        names = {prefix + name: tensor for name, tensor in {**state, **others}.items()}
+        model = small()
+        loaded = load(model, saved(tmp_path / "w.pt", names))
+        assert_equal(model.state_dict(), state)
+        assert loaded.left_out == left_out
+        assert warnings_of(loaded) == ([] if warning is None else [f"the weights w.pt hold {warning}"])
+
+
+def test_a_teacher_beside_is_left_out_and_can_be_asked_for(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    names = {**state, **{f"ema.{name}": tensor + 1 for name, tensor in state.items()}}
+    for before in ("", "module."):
+        found = saved(tmp_path / "w.pt", {before + name: tensor for name, tensor in names.items()})
+        model = small()
+        loaded = load(model, found)
+        assert_equal(model.state_dict(), state)
+        [said] = warnings_of(loaded)
+        assert said.endswith(f" lacks: ema.*. To evaluate these, type --weights-prefix {before}ema.")
+        again = load(model, found, f"{before}ema.")
+        assert_equal(model.state_dict(), {name: tensor + 1 for name, tensor in state.items()})
+        assert not warnings_of(again)
+    with pytest.warns(UserWarning, match="9 tensors that the model lacks"):
+        late_model(small, tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("other", ["2.more.bias", "3.bias", "cls_token"])
+def test_a_part_of_the_model_itself_stays_refused(
+    tmp_path: Path, state: dict[str, Tensor], other: str
+) -> None:
+    """One in its modules, a further one of those that are counted, and a tensor of its own."""
+    found = saved(tmp_path / "w.pt", {**state, other: torch.zeros(1), "aux.bias": torch.zeros(1)})
+    message = refused(small(), found)
+    assert f"1 not in the model: {other}. They are of a larger network" in message
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (("0.weight_orig", "0.weight_mask"), "is pruned: call torch.nn.utils.prune.remove(module, 'weight')"),
+        (("0.base_layer.weight", "0.lora_A.weight"), "They are an adapter's: call merge_and_unload()"),
+    ],
+)
+def test_forms_that_are_known_by_their_names(
+    tmp_path: Path, state: dict[str, Tensor], others: tuple[str, ...], words: str
+) -> None:
+    names = {**state, **dict.fromkeys(others, state.pop("0.weight"))}
+    del names["0.weight"]
+    assert words in refused(small(), saved(tmp_path / "w.pt", names))
 
 
 # -- --weights-prefix --------------------------------------------------------------------------------------

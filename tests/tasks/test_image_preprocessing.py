@@ -177,7 +177,6 @@ def test_a_crop_beyond_the_resize_is_refused(folder: Path, given: dict[str, Any]
 
 
 def test_a_model_that_normalises_anew_says_so(folder: Path) -> None:
-    """A state_dict of googlenet or inception_v3 does not tell whether it was trained so."""
     arguments: dict[str, Any] = {"weights": "random:0", "data": folder, "num_classes": 2}
     task = ImageClassification(model="googlenet", preprocessing={"resize": 64, "crop": 64}, **arguments)
     task.build_model(CPU)

@@ -36,7 +36,7 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
     """Find a state_dict in a checkpoint. Of other tensors, such as an optimizer's, no value is read."""
     saved = path
     if path.is_dir():
-        saved = _saved_in(path)
+        saved = saved_in(path)
         if saved.name == METADATA:
             distributed = DistributedFolder(path)
             found, tensors = choose(path, distributed.tree, key)
@@ -73,6 +73,9 @@ _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
 _MODEL_STATES = "mp_rank_*_model_states.pt"
 _PARTITIONED = "*zero_pp_rank_*_model_states.pt"
 _PIPELINE = "layer_*-model_*-model_states.pt"
+_OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+# What a training keeps beside weights.
+_OF_TRAINING = re.compile(r"optim|scheduler|scaler|rng|random_states|training_args|sampler")
 
 
 def _is_index(path: Path) -> bool:
@@ -96,7 +99,7 @@ def _refuse_part_of_folder(path: Path) -> None:
         )
 
 
-def _saved_in(folder: Path) -> Path:
+def saved_in(folder: Path) -> Path:
     """The file to begin with in a folder: the index of several, ``METADATA``, or the only file of weights."""
     found = [folder / METADATA] if (folder / METADATA).is_file() else []
     if (states := _model_states(folder)) is not None:
@@ -114,6 +117,13 @@ def _saved_in(folder: Path) -> Path:
             f"results. Say which is meant, such as --weights {files[0]}"
         )
     return found[0]
+
+
+def unread_beside(saved: Path) -> tuple[str, ...]:
+    """The files beside one that was read which look like weights, and are not those that it names."""
+    read = {saved.name, *(_named_in(saved) if _is_index(saved) else ())}
+    files = [path for path in sorted(saved.parent.iterdir()) if path.suffix in _OF_WEIGHTS]
+    return tuple(path.name for path in files if path.name not in read and not _OF_TRAINING.search(path.name))
 
 
 def _named_in(index: Path) -> list[str]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 from torch.utils._pytree import tree_map_only
 
+from dualeval.data.contents import names_in_zip
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.finding import PassedOver, choose
 from dualeval.models.checkpoints.late import FilePart, LateTensor, Record, StampedFile
@@ -92,14 +93,8 @@ def part_of(value: Tensor, file: StampedFile, records: Mapping[int, Record], beg
 
 def program_in(path: Path) -> str | None:
     """What kind of program a file is; None for one that is none."""
-    if not zipfile.is_zipfile(path):
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # The first part is a folder that is named like the file.
-            names = {name.partition("/")[2] or name for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return None
+    # The first part is a folder that is named like the file.
+    names = {name.partition("/")[2] or name for name in names_in_zip(path)}
     if "archive_format" in names or "serialized_exported_program.json" in names:
         return EXPORTED  # the second of torch before 2.8
     # What torch.save writes has neither code nor constants.

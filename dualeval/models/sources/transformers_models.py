@@ -20,6 +20,7 @@ from dualeval.models.transformers_folder import (
     config_of,
     load_pretrained,
     reading,
+    refuse_adapter,
     refuse_foreign_kernels,
     refuse_problem_type,
     task_of,
@@ -47,6 +48,7 @@ class TransformersModel(ModelSource):
         refuse_arguments(self.name, self.arguments, f"because its {CONFIG} says what it is made of")
         self._folder = Path(self.name.removeprefix(PREFIX))
         transformers_for(_WHAT)
+        refuse_adapter(self._folder)
         self._require(CONFIG)
         self._config = config_of(self._folder)
         refuse_foreign_kernels(self._config, self._folder)
@@ -107,7 +109,9 @@ class TransformersModel(ModelSource):
         self._check_classes(num_classes)
         kind = getattr(transformers_for(_WHAT), self.kind)
         with self._reading(self.noun):
-            return load_pretrained(kind, self._folder, self.trained_for)
+            model, loaded = load_pretrained(kind, self._folder, self.trained_for)
+        loading.on_load(loaded)
+        return model
 
     def _check_classes(self, num_classes: int | None) -> None:
         config = self._read_config()

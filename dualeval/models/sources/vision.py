@@ -20,6 +20,9 @@ from dualeval.wording import nearest
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
+# They help in training alone: without them a network in evaluation mode gives the same outputs.
+_HEADS = ("aux1", "aux2", "AuxLogits", "aux_classifier")
+
 
 class TorchvisionModel(ModelSource):
     """A classifier of torchvision."""
@@ -56,9 +59,17 @@ class TorchvisionModel(ModelSource):
                 text=weights, path=published.checked_cached_file(entry, weights), entry=entry
             )
         found = weights_of_file(weights, published.names_hint(self.name, weights))
-        if found.path is None or found.path.is_dir():
+        if found.path is None:
             return found
-        return WeightsSource(text=weights, path=found.path, entry=published.recognise(self.name, found.path))
+        entry = None if found.path.is_dir() else published.recognise(self.name, found.path)
+        asked = self.name in published.TRANSFORM_INPUT and "transform_input" not in self.arguments
+        if entry is None and asked:
+            raise UsageError(
+                f"--weights {weights}: no tensor shows whether {self.name} was trained with transform_input, "
+                "which decides the numbers. If its training began with weights that torchvision publishes, "
+                "type --model-arg transform_input=True; else --model-arg transform_input=False."
+            )
+        return WeightsSource(text=weights, path=found.path, entry=entry)
 
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
         extra = self.needed_arguments()
@@ -72,7 +83,14 @@ class TorchvisionModel(ModelSource):
         return model
 
     def rename(self, tensors: dict[str, Any], model: nn.Module) -> None:
-        """Give a DenseNet's tensors the names that the model has; a prefix may be before them."""
+        """Give a DenseNet's tensors the model's names, behind any prefix; remove heads that only one has."""
+        for head in _HEADS:
+            of_file = [name for name in tensors if f"{head}." in name]
+            if getattr(model, head, None) is None:
+                for name in of_file:
+                    del tensors[name]
+            elif not of_file:
+                setattr(model, head, None)
         if not self.name.startswith("densenet"):
             return
         own = tuple(model.state_dict())
