@@ -19,6 +19,7 @@ from dualeval.engine.agreement import digest_of
 from dualeval.engine.differences import differences
 from dualeval.engine.folder.layout import refuse_unfinished
 from dualeval.engine.folder.windows import MappedColumns, copied
+from dualeval.engine.identity import metric_fingerprint
 from dualeval.engine.measured import (
     check_cluster,
     check_declarations,
@@ -266,8 +267,8 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         says="its metrics fit its metrics_digest",
         differences=_differences("metrics_digest", digest, result.metrics_digest, "its metrics"),
     )
-    for name, recorded in result.files.items():
-        yield _file_check(folder / name, recorded)
+    files = [_file_check(folder / name, recorded) for name, recorded in result.files.items()]
+    yield from files
     try:
         rows = StoredRows(folder / PREDICTIONS)
         failed, checks = _sample_checks(rows, result)
@@ -284,12 +285,34 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         yield Check(name="metrics", says="they can be computed", differences=(said,))
         return
     found = replace(_with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
+    if files and not any(check.differences for check in files):
+        said = [sentence for sentence in found.warnings if "formula has changed" in sentence]
+        for key in _changed(folder, metrics, measured):
+            if (stated := result.metrics.get(key)) != found.metrics[key]:
+                now = _shown(found.metrics[key])
+                said.append(
+                    f"{key}: {_shown(stated)} in {RESULT}, now {now}, as its formula has changed since"
+                )
+                found.metrics[key] = stated
+                found.nonfinite.update({key: result.nonfinite.get(key)})
+        if said:
+            yield Check(name="formulas", says="; ".join(said))
     yield _metrics_check(result, found)
     yield Check(
         name="metrics_digest",
         says=f"{digest}, from the rows too",
         differences=_differences("metrics_digest", digest, found.metrics_digest),
     )
+
+
+def _changed(
+    folder: Path, metrics: Sequence[Metric | RowMetric], measured: Sequence[Measured]
+) -> Iterator[str]:
+    """The values of metrics that are other ones now than in the run."""
+    then = json.loads((folder / JOB).read_text("utf-8"))["job"].get("metric_options", {})
+    for metric, part in zip(chain.from_iterable(split_by_kind(metrics)), measured, strict=True):
+        if then.get(metric.name) not in (None, metric_fingerprint(metric)):
+            yield from part.values
 
 
 def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
