@@ -294,9 +294,10 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
                     f"{key}: {_shown(stated)} in {RESULT}, now {now}, as its formula has changed since"
                 )
                 found.metrics[key] = stated
-                found.nonfinite.update({key: result.nonfinite.get(key)})
+                found.nonfinite.pop(key, None)
+                found.nonfinite.update({name: of for name, of in result.nonfinite.items() if name == key})
         if said:
-            yield Check(name="formulas", says="; ".join(said))
+            yield Check(name="formulas", says=f"no file is damaged; {'; '.join(said)}")
     yield _metrics_check(result, found)
     yield Check(
         name="metrics_digest",

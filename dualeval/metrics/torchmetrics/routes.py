@@ -136,7 +136,7 @@ class InLedger(_Wrapped):
 
     Ledger: the number of updates and of scores outside 0 to 1; then the states one after the other: of
     integers a slot each; of floats the number of updates that gave float64, then 3 counts of what is not
-    finite and 67 limbs each. Of scores they follow again, as logits: all decide it, and not those of an update.
+    finite and 67 limbs each. Of scores they follow again, as logits: all decide, not those of an update.
     """
 
     # Floats are rounded within an update, and a metric may average over one.
