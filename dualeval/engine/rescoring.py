@@ -286,18 +286,18 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         return
     found = replace(_with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
     if files and not any(check.differences for check in files):
-        said = [sentence for sentence in found.warnings if "formula has changed" in sentence]
+        notes = [sentence for sentence in found.warnings if "formula has changed" in sentence]
         for key in _changed(folder, metrics, measured):
             if (stated := result.metrics.get(key)) != found.metrics[key]:
                 now = _shown(found.metrics[key])
-                said.append(
+                notes.append(
                     f"{key}: {_shown(stated)} in {RESULT}, now {now}, as its formula has changed since"
                 )
                 found.metrics[key] = stated
                 found.nonfinite.pop(key, None)
                 found.nonfinite.update({name: of for name, of in result.nonfinite.items() if name == key})
-        if said:
-            yield Check(name="formulas", says=f"no file is damaged; {'; '.join(said)}")
+        if notes:
+            yield Check(name="formulas", says=f"no file is damaged; {'; '.join(notes)}")
     yield _metrics_check(result, found)
     yield Check(
         name="metrics_digest",
@@ -311,7 +311,8 @@ def _changed(
 ) -> Iterator[str]:
     """The values of metrics that are other ones now than in the run."""
     then = json.loads((folder / JOB).read_text("utf-8"))["job"].get("metric_options", {})
-    for metric, part in zip(chain.from_iterable(split_by_kind(metrics)), measured, strict=True):
+    of_ledger, of_rows = split_by_kind(metrics)
+    for metric, part in zip([*of_ledger, *of_rows], measured, strict=True):
         if then.get(metric.name) not in (None, metric_fingerprint(metric)):
             yield from part.values
 

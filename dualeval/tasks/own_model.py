@@ -316,13 +316,8 @@ class ModelTask(Task):
             ]
         prediction = self._columns.get("prediction")
         is_class = isinstance(prediction, Tensor) and prediction.dtype != torch.bool and _is_whole(prediction)
-        if (
-            is_class
-            and prediction.ndim == 1
-            and self._observe is None
-            and "target" in self._columns
-            and not self._asked
-        ):
+        is_class = is_class and _is_number(prediction)
+        if is_class and self._observe is None and "target" in self._columns and not self._asked:
             raise UsageError(
                 "the model returns one whole number for each sample, as the number of a class, whose mean "
                 "says nothing: return the logits, (samples, classes), or give metrics=[...] (docs/metrics.md)"

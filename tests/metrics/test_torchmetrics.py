@@ -279,11 +279,8 @@ def test_no_value_depends_on_the_batch_size(monkeypatch: pytest.MonkeyPatch, cal
                 made, *({"preds": preds[at : at + size], "target": target[at : at + size]} for at in starts)
             )
         [value] = found.values.values()
-        for one, other in zip(
-            wanted if isinstance(wanted, tuple) else [wanted],
-            [value] if not isinstance(wanted, tuple) else value,
-            strict=True,
-        ):
+        by_part: Any = value if isinstance(wanted, tuple) else [value]
+        for one, other in zip(wanted if isinstance(wanted, tuple) else [wanted], by_part, strict=True):
             torch.testing.assert_close(torch.tensor(other), one, rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
@@ -323,7 +320,9 @@ def test_floats_far_from_zero() -> None:
 def test_a_class_that_is_none_is_never_another_one(preds: int, target: int) -> None:
     """Of few samples TorchMetrics looks at their number alone."""
     made = from_torchmetrics("MulticlassAccuracy(4)", PAIR)
-    with pytest.raises(UsageError, match=r"has the class (-1|4), not 0 to 3 \(-1 is that of a NaN logit"):
+    with pytest.raises(
+        UsageError, match=r"has the class (4|-1), not 0 to 3( \(-1 is that of a NaN logit.*\))?\."
+    ):
         of_batches(made, {"preds": torch.tensor([preds]), "target": torch.tensor([target])})
     ignoring = from_torchmetrics("MulticlassAccuracy(4, ignore_index=-1)", PAIR)
     assert of_batches(ignoring, {"preds": torch.tensor([1, 1]), "target": torch.tensor([1, -1])}).values
@@ -336,6 +335,15 @@ def test_what_each_update_would_take_from_its_values() -> None:
     maps = torch.zeros(2, 16, dtype=torch.int64).numpy()
     with pytest.raises(UsageError, match=r"Of classes, give it input_format='index'"):
         dice.compute({"preds": maps, "target": maps})
+
+
+def test_probabilities_that_cannot_be_ranked_are_warned_of() -> None:
+    made: Any = from_torchmetrics("MulticlassAUROC(2)", ["probabilities", "target"])
+    for margin, count in ((30.0, 0), (40.0, 3)):
+        logits = torch.tensor([[0, margin], [0, margin + 1], [margin + 2, 0]], dtype=torch.float64)
+        rows = {"probabilities": logits.softmax(1).numpy(), "target": torch.tensor([1, 1, 0]).numpy()}
+        said = " ".join(made.compute(rows).warnings)
+        assert (f"{count} samples have a probability that is rounded to 1" in said) == bool(count)
 
 
 # -- exact sums side by side -------------------------------------------------------------------------

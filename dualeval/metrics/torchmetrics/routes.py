@@ -69,7 +69,7 @@ class _Wrapped:
         self.torchmetrics = version
         self._arguments = arguments
         self._own_name = own_name
-        self._floats = str(isolated(metric).dtype)
+        self._floats = str(metric.dtype)  # not those of earlier versions
         self._normaliser = normaliser_of(metric)
 
     def sources(self) -> Sequence[Any]:
@@ -93,10 +93,12 @@ class _Wrapped:
         except _REFUSALS as error:
             found = self._arguments.described(columns)
             of_places = getattr(metric, "input_format", "index") != "index"
-            advice = "Of classes, give it input_format='index'" if of_places else "Change its arguments"
+            advice = (
+                "Of classes, give it input_format='index'" if of_places else "Change the metric's arguments"
+            )
             raise UsageError(
                 f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} refuses its columns ({found}): "
-                f"{_sentence(error)} {advice}, or its columns (docs/torchmetrics.md)."
+                f"{_sentence(error)} {advice} or its columns (docs/torchmetrics.md)."
             ) from error
         return outside
 
@@ -108,10 +110,11 @@ class _Wrapped:
         for argument, ignored in (("preds", None), ("target", getattr(self.metric, "ignore_index", None))):
             classes = named.get(argument)
             if isinstance(classes, Tensor) and not classes.is_floating_point():
-                others = classes[(classes < 0) | (classes >= count)].unique().tolist()
-                if wrong := {*others} - {ignored}:
-                    nan = "-1 is that of a NaN logit, which accuracy and f1 count as wrong"
-                    raise ValueError(f"{argument} has the class {min(wrong)}, not 0 to {count - 1} ({nan}).")
+                wrong = classes[(classes < 0) | (classes >= count)]
+                wrong = wrong if ignored is None else wrong[wrong != ignored]
+                if len(wrong):
+                    nan = " (-1 is that of a NaN logit: accuracy and f1 count it as wrong)" * (-1 in wrong)
+                    raise ValueError(f"{argument} has the class {int(wrong[0])}, not 0 to {count - 1}{nan}.")
 
     def _measured(self, metric: Any) -> Measured:
         """What a metric computes; likewise. What it warns of is a warning of the result."""
@@ -217,7 +220,13 @@ class FromRows(_Wrapped):
             torch.manual_seed(_SEED)
             for start, stop in pairwise([*starts, rows]):
                 self._update(metric, columns, range(start, stop))
-            return self._measured(metric)
+            found = self._measured(metric)
+        if self._normaliser != "softmax" or hasattr(metric, "n_bins") or "probabilities" not in columns:
+            return found
+        if (ones := int((np.asarray(columns["probabilities"]) == 1).any(axis=-1).sum())) < 2:
+            return found
+        said = f"{self.name}: {ones} samples have a probability that is rounded to 1, which it cannot rank"
+        return replace(found, warnings=(*found.warnings, f"{said}; auroc ranks log-odds"))
 
 
 def measured_of(

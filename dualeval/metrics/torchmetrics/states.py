@@ -133,7 +133,7 @@ def states_of(metric: Any) -> list[State] | None:
 
 
 def check_additive(
-    metric: Any, states: list[State], update: Callable[[Any, range], None], samples: int
+    metric: Any, states: list[State], update: Callable[[Any, range], object], samples: int
 ) -> None:
     """Check on some samples that an update adds to the states, and to nothing else."""
     halves = range(samples // 2), range(samples // 2, samples)
