@@ -290,9 +290,7 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         for key in _changed(folder, metrics, measured):
             if (stated := result.metrics.get(key)) != found.metrics[key]:
                 now = _shown(found.metrics[key])
-                notes.append(
-                    f"{key}: {_shown(stated)} in {RESULT}, now {now}, as its formula has changed since"
-                )
+                notes.append(f"{key}: {_shown(stated)} in {RESULT}, now {now}: its formula has changed")
                 found.metrics[key] = stated
                 found.nonfinite.pop(key, None)
                 found.nonfinite.update({name: of for name, of in result.nonfinite.items() if name == key})
@@ -312,7 +310,8 @@ def _changed(
     """The values of metrics that are other ones now than in the run."""
     then = json.loads((folder / JOB).read_text("utf-8"))["job"].get("metric_options", {})
     of_ledger, of_rows = split_by_kind(metrics)
-    for metric, part in zip([*of_ledger, *of_rows], measured, strict=True):
+    in_order: list[Metric | RowMetric] = [*of_ledger, *of_rows]
+    for metric, part in zip(in_order, measured, strict=True):
         if then.get(metric.name) not in (None, metric_fingerprint(metric)):
             yield from part.values
 

@@ -158,7 +158,7 @@ def test_verify_of_a_run_with_other_formulas(tmp_path: Path) -> None:
     found = checks()
     assert not [check for check in found.values() if check.differences]
     value = done.metrics["MulticlassHingeLoss"]
-    assert f"MulticlassHingeLoss: 0.5 in result.json, now {value}, as its" in found["formulas"].says
+    assert f"MulticlassHingeLoss: 0.5 in result.json, now {value}: its" in found["formulas"].says
     # Without logits the area is the earlier one.
     asked = metrics_of_run(tmp_path / "job.json", ["auroc"])
     scored = dualeval.rescore(tmp_path, metrics=asked)

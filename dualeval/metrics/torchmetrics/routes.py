@@ -92,10 +92,8 @@ class _Wrapped:
             metric.update(*positional, **named)
         except _REFUSALS as error:
             found = self._arguments.described(columns)
-            of_places = getattr(metric, "input_format", "index") != "index"
-            advice = (
-                "Of classes, give it input_format='index'" if of_places else "Change the metric's arguments"
-            )
+            index = getattr(metric, "input_format", "index") == "index"
+            advice = "Change the metric's arguments" if index else "Of classes, give it input_format='index'"
             raise UsageError(
                 f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} refuses its columns ({found}): "
                 f"{_sentence(error)} {advice} or its columns (docs/torchmetrics.md)."
