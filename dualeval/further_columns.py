@@ -210,7 +210,7 @@ class _Column:
         known: dict[str, int] = {}
         places = []
         for part in self._parts():
-            texts = ["" if value is None else _written(value) for value in part]
+            texts = ["" if value is None else written(value) for value in part]
             places.append(np.array([known.setdefault(text, len(known)) for text in texts], np.int32))
             if len(known) > _MOST_TEXTS and not self._is_named:
                 return f"it has more than {_MOST_TEXTS:,} different texts"
@@ -228,6 +228,6 @@ def _kind_of_cell(text: str) -> str:
     return "number" if _NUMBER.fullmatch(text) and not _CODE.fullmatch(text) else "text"
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """A value as a text that can be written: JSON may escape half of a surrogate pair."""
     return str(value).encode(errors="backslashreplace").decode()

@@ -19,6 +19,7 @@ from dualeval.engine.agreement import digest_of
 from dualeval.engine.differences import differences
 from dualeval.engine.folder.layout import refuse_unfinished
 from dualeval.engine.folder.windows import MappedColumns, copied
+from dualeval.engine.identity import metric_fingerprint
 from dualeval.engine.measured import (
     check_cluster,
     check_declarations,
@@ -266,8 +267,8 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         says="its metrics fit its metrics_digest",
         differences=_differences("metrics_digest", digest, result.metrics_digest, "its metrics"),
     )
-    for name, recorded in result.files.items():
-        yield _file_check(folder / name, recorded)
+    files = [_file_check(folder / name, recorded) for name, recorded in result.files.items()]
+    yield from files
     try:
         rows = StoredRows(folder / PREDICTIONS)
         failed, checks = _sample_checks(rows, result)
@@ -284,12 +285,35 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         yield Check(name="metrics", says="they can be computed", differences=(said,))
         return
     found = replace(_with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
+    if files and not any(check.differences for check in files):
+        notes = [sentence for sentence in found.warnings if "formula has changed" in sentence]
+        for key in _changed(folder, metrics, measured):
+            if (stated := result.metrics.get(key)) != found.metrics[key]:
+                now = _shown(found.metrics[key])
+                notes.append(f"{key}: {_shown(stated)} in {RESULT}, now {now}: its formula has changed")
+                found.metrics[key] = stated
+                found.nonfinite.pop(key, None)
+                found.nonfinite.update({name: of for name, of in result.nonfinite.items() if name == key})
+        if notes:
+            yield Check(name="formulas", says=f"no file is damaged; {'; '.join(notes)}")
     yield _metrics_check(result, found)
     yield Check(
         name="metrics_digest",
         says=f"{digest}, from the rows too",
         differences=_differences("metrics_digest", digest, found.metrics_digest),
     )
+
+
+def _changed(
+    folder: Path, metrics: Sequence[Metric | RowMetric], measured: Sequence[Measured]
+) -> Iterator[str]:
+    """The values of metrics that are other ones now than in the run."""
+    then = json.loads((folder / JOB).read_text("utf-8"))["job"].get("metric_options", {})
+    of_ledger, of_rows = split_by_kind(metrics)
+    in_order: list[Metric | RowMetric] = [*of_ledger, *of_rows]
+    for metric, part in zip(in_order, measured, strict=True):
+        if then.get(metric.name) not in (None, metric_fingerprint(metric)):
+            yield from part.values
 
 
 def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
 from dualeval.engine.identity.plain import attributes_of, module_name
 from dualeval.errors import UsageError
-from dualeval.further_columns import FurtherColumns, WithColumns
+from dualeval.further_columns import FurtherColumns, WithColumns, written
 from dualeval.tasks import Dataset, Task
 
 # A column's name, each sample's own id, or what gives it for an index.
@@ -106,8 +106,8 @@ class Samples:
         if self._ids is None:
             return str(index)
         if isinstance(self._ids, str):
-            return str(self._of_column(index, self._ids))
-        return str(self._ids(index) if callable(self._ids) else self._ids[index])
+            return written(self._of_column(index, self._ids))
+        return written(self._ids(index) if callable(self._ids) else self._ids[index])
 
     def ids_in(self, samples: range) -> Sequence[str]:
         """The ids of consecutive samples."""
@@ -209,7 +209,7 @@ class HuggingFaceSamples(WithColumns, Samples):
         if not isinstance(self._ids, str):
             return super().ids_in(samples)
         # All at once: one by one they take a hundred times as long.
-        return [*map(str, self._id_column[samples.start : samples.stop][self._ids])]
+        return [*map(written, self._id_column[samples.start : samples.stop][self._ids])]
 
     def _of_column(self, index: int, name: str) -> Any:
         return self._id_column[index][name]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,10 +35,11 @@ from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_kind
 from dualeval.wording import nearest
 
-# Columns of shape (samples, num_classes), float32: they are large, and few metrics read them.
+# Columns of shape (samples, num_classes): they are large, and few metrics read them. A float32 probability
+# is 1 from a margin of 17 on.
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": Tensor.float,
-    "probabilities": lambda logits: logits.float().softmax(dim=1),
+    "probabilities": lambda logits: logits.float().double().softmax(dim=1),
 }
 # Of ``observe_logits``, besides these.
 _COLUMNS = ("loss", "confidence", "prediction", "target", "rank", "nan_logits", "inf_logits", "top")
@@ -52,6 +54,10 @@ _ZERO_DOUBLE = torch.tensor(0.0, dtype=torch.float64, device="cpu")
 _ECE_BINS = 15
 # Half precision sums a thousand classes to 1 within this.
 _NEAR_ONE = 1e-2
+_ROUNDED = (
+    "auroc: its formula has changed since this run, which has kept no logits: of its probabilities those "
+    "rounded to 1 are ties. Evaluate again with --metric auroc, which ranks log-odds"
+)
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
@@ -383,11 +389,18 @@ class BinaryF1(MacroF1):
 class Auroc(Described):
     """The area under the ROC curve of each class against the rest, a mean over the classes that have one."""
 
-    columns = ("probabilities", "target")
+    def __init__(self, column: str = "logits") -> None:
+        super().__init__("auroc", FRACTION, higher_is_better=True)
+        self.columns = (column, "target")
 
     def compute(self, columns: Mapping[str, Any]) -> Measured:
-        """None with a probability that is NaN, or without pairs."""
+        """None with a logit that is NaN or +inf, or without pairs."""
         scores, target = (np.asarray(columns[name]) for name in self.columns)
+        warnings = [_ROUNDED] if self.columns[0] != "logits" else []
+        if not warnings:
+            scores = np.concatenate(
+                [log_odds(scores[at : at + 4096]) for at in range(0, len(scores) or 1, 4096)]
+            )
         areas = []
         for place in range(scores.shape[1]):
             values, found, counts = np.unique(scores[:, place], return_inverse=True, return_counts=True)
@@ -399,7 +412,18 @@ class Auroc(Described):
             twice = int((inside * (2 * np.cumsum(others) - others)).sum())
             if pairs := int(inside.sum()) * int(others.sum()):
                 areas.append(twice / (2 * pairs))
-        return self.measured(math.fsum(areas) / len(areas) if areas else None)
+        return self.measured(math.fsum(areas) / len(areas) if areas else None, warnings=warnings)
+
+
+def log_odds(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """log p / (1 - p) of each class: its logit minus the logarithm of the others' summed exponentials."""
+    with np.errstate(all="ignore"):
+        values = logits.astype(np.float64)
+        values -= values.max(axis=1, keepdims=True)
+        in_order = np.sort(values, axis=1)  # so that the order of the other classes decides nothing
+        others = np.logaddexp.reduce(in_order[:, :-1], axis=1, keepdims=True)
+        below = values - np.logaddexp(others, in_order[:, -1:])
+        return np.where(values == 0, -others, below - np.log1p(-np.exp(below)))
 
 
 # Besides top<k>: each is made for a number of classes.
@@ -412,7 +436,7 @@ BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
     "accuracy": lambda num_classes: TopK(1, name="accuracy"),
     "f1": MacroF1,
     "mcc": Matthews,
-    "auroc": lambda num_classes: Auroc("auroc", FRACTION, higher_is_better=True),
+    "auroc": lambda num_classes: Auroc(),
 }
 # The same, for 'dualeval list metrics'.
 LINES = {

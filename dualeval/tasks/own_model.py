@@ -215,6 +215,8 @@ class ModelTask(Task):
             return self._observe(outputs, batch)
         outputs = _tensor_of(outputs, batch)
         _, target = _input_and_target(batch)
+        if isinstance(target, Tensor) and target.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            target = target.to(torch.int64)  # torch does not compute with these
         if not isinstance(target, Tensor):
             self._why_no_logits = refusals.why_no_target(target)
             return {"prediction": _at_least_single(outputs.flatten(1) if outputs.ndim > 1 else outputs)}
@@ -244,7 +246,7 @@ class ModelTask(Task):
                 "target": target,
                 "error": error,
                 "absolute_error": error.abs(),
-                "squared_error": error.square(),
+                "squared_error": error.double().square(),  # of 1e-23 or 1e20 a float32 has none
             }
         flat = {"prediction": outputs, "target": target}
         return {
@@ -306,12 +308,15 @@ class ModelTask(Task):
         if "rank" in self._columns and self._classes is not None:
             return [classification_metric(name, self._classes) for name in default_metrics(self._classes)]
         if "squared_error" in self._columns:
+            if self._columns["target"].dtype == torch.bool:
+                raise UsageError(refusals.ONE_LOGIT)
             return [
                 Mean("absolute_error", name="mae", higher_is_better=False),
                 Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
             ]
         prediction = self._columns.get("prediction")
         is_class = isinstance(prediction, Tensor) and prediction.dtype != torch.bool and _is_whole(prediction)
+        is_class = is_class and _is_number(prediction)
         if is_class and self._observe is None and "target" in self._columns and not self._asked:
             raise UsageError(
                 "the model returns one whole number for each sample, as the number of a class, whose mean "

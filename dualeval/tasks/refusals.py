@@ -17,6 +17,11 @@ from dualeval.own_code import is_raised_by_own_code
 
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
 OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with one row for each sample"
+ONE_LOGIT = (
+    "the targets are bool, and the model returns one number a sample, a logit or a probability. Make two "
+    "logits of a logit: forward=lambda model, batch: torch.nn.functional.pad(model(batch[0]).reshape(-1, 1), "
+    "(1, 0)); of a probability, of model(batch[0]).logit()"
+)
 # Names of what is to be predicted, in samples that are dicts.
 TARGETS = ("target", "targets", "label", "labels", "y")
 # And of what a model returns in a dict, or an object with attributes, as those of transformers do.
@@ -113,6 +118,8 @@ def why_no_classes(outputs: Tensor, target: Tensor) -> str:
         f"{tuple(target.shape)} and {target.dtype}; logits are floats of shape (samples, classes) and labels "
         "integers of shape (samples,)."
     )
+    if outputs.ndim == target.ndim + 1 > 2 and not target.is_floating_point():
+        return f"{found} Of logits for each place give metrics=[dualeval.metrics.IoU(CLASSES)]."
     if outputs.ndim != 2 or outputs.shape[1] < 2:
         return found
     if target.ndim == 1 and target.is_floating_point():
@@ -120,7 +127,9 @@ def why_no_classes(outputs: Tensor, target: Tensor) -> str:
     if target.ndim == 2 and target.shape[1] == 1:
         return f"{found} Drop the second dimension of the targets, as with target.squeeze(1)."
     if target.ndim == 2 and target.shape == outputs.shape:
-        return f"{found} Of targets with a 1 at one class a sample, take target.argmax(1)."
+        if {*target.flatten().tolist()} <= {0, 1} and (target.sum(1) == 1).all():
+            return f"{found} Of targets with a 1 at one class a sample, take target.argmax(1)."
+        return f"{found} {OBSERVE}: one for each number, as {{'a': (outputs - batch[1])[:, 0].abs()}}."
     return found
 
 

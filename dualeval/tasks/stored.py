@@ -15,7 +15,7 @@ from dualeval import tasks
 from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
-from dualeval.metrics.classification import SCORES
+from dualeval.metrics.classification import SCORES, Auroc
 from dualeval.options.fields import fields_of
 from dualeval.tasks import Task
 from dualeval.tasks.options import TASKS
@@ -60,6 +60,9 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     try:
         own = [name for name in names if name not in others]
         metrics = [*make(content["job"]["task_options"], own or content["metrics"])]
+        if "probabilities" in (kept := content["job"].get("columns") or ()) and "logits" not in kept:
+            # Of an earlier version, or of a run that TorchMetrics alone has asked for them.
+            metrics = [Auroc("probabilities") if isinstance(each, Auroc) else each for each in metrics]
     except (KeyError, TypeError) as error:
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
     metrics = [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]

@@ -320,3 +320,12 @@ def test_a_data_set_derived_from_one_of_tensors_gives_its_own_samples() -> None:
     [sample] = samples.__getitems__(range(1, 2))
     assert sample[0].item() == -1
     assert samples.stacker(COLLATES) is None
+
+
+def test_ids_that_are_no_unicode(tmp_path: Path) -> None:
+    """As os.listdir gives names in Latin-1: they are spelled, in a file too."""
+    data = TensorDataset(torch.randn(4, 3), torch.arange(4) % 3)
+    wrapped = dualeval.wrap(data, ids=[f"caf\udce9-{number}" for number in range(4)])
+    dualeval.evaluate(model=nn.Identity(), data=wrapped, out=tmp_path, workers=0, launcher="none")
+    ids = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")["id"].to_pylist()
+    assert ids == [f"caf\\udce9-{number}" for number in range(4)]

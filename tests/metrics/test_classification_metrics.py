@@ -21,6 +21,7 @@ from dualeval.metrics.classification import (
     LogitColumns,
     classification_metric,
     default_metrics,
+    log_odds,
     observe_logits,
     observed_logits,
 )
@@ -362,13 +363,13 @@ def test_any_partition_and_order_give_the_same_result(name: str) -> None:
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_names_that_everybody_knows(rounded: bool) -> None:
-    """Rounded probabilities have ties."""
+    """Rounded logits give ties, which a softmax breaks by its rounding."""
     logits, target = sample_logits(400, 8)
     columns = observe_logits(logits.round() if rounded else logits, target, 5, ("logits", "probabilities"))
     probabilities = columns["probabilities"].numpy()
-    rows = {"probabilities": probabilities, "target": target.numpy()}
+    rows = {"logits": columns["logits"].numpy(), "target": target.numpy()}
     found = metric_of("auroc", 8).compute(rows)
-    wanted = sklearn_metrics.roc_auc_score(target, probabilities.astype(np.float64), multi_class="ovr")
+    wanted = sklearn_metrics.roc_auc_score(target, probabilities.round(9), multi_class="ovr")
     assert found.values["auroc"] == pytest.approx(wanted, abs=1e-12)
     # A class that does not occur is not in the mean.
     assert metric_of("auroc", 8).compute({**rows, "target": target.numpy() // 2 * 2}).values["auroc"] > 0.5
@@ -380,13 +381,35 @@ def test_names_that_everybody_knows(rounded: bool) -> None:
 
 
 def test_auroc_without_an_area() -> None:
-    one_class = {"probabilities": np.full((3, 2), 0.5, np.float32), "target": np.zeros(3, np.int32)}
+    one_class = {"logits": np.full((3, 2), 0.5, np.float32), "target": np.zeros(3, np.int32)}
     assert metric_of("auroc", 2).compute(one_class).values == {"auroc": None}
-    with_nan = {**one_class, "probabilities": np.array([[np.nan] * 2, [1, 0], [0, 1]], np.float32)}
+    with_nan = {**one_class, "logits": np.array([[np.nan, 0], [1, 0], [0, 1]], np.float32)}
     found = metric_of("auroc", 2).compute(with_nan)
     assert (found.values, found.nonfinite) == ({"auroc": None}, {"auroc": {"nan": 1}})
-    empty = {"probabilities": np.zeros((0, 2), np.float32), "target": np.zeros(0, np.int32)}
+    empty = {"logits": np.zeros((0, 2), np.float32), "target": np.zeros(0, np.int32)}
     assert metric_of("auroc", 2).compute(empty).values == {"auroc": None}
+
+
+@pytest.mark.parametrize("shift", [0, 20, 40, 1e4])
+def test_auroc_ranks_what_no_probability_tells_apart(shift: float) -> None:
+    """Of two classes in the order of the margin; a third one that is out of the question changes nothing."""
+    draw = np.random.default_rng(0)
+    target = np.arange(2000) % 2
+    margin = (draw.normal(size=2000) * 5 + shift + 4 * target - 2).astype(np.float32)
+    wanted = sklearn_metrics.roc_auc_score(target, margin)
+    for others in (1, 2):
+        logits = np.column_stack([np.zeros(2000), margin, *[np.full(2000, -np.inf)] * (others - 1)])
+        rows = {"logits": logits.astype(np.float32), "target": target}
+        found = metric_of("auroc", 1 + others).compute(rows)
+        assert found.values["auroc"] == pytest.approx(wanted, abs=1e-9)
+
+
+def test_log_odds() -> None:
+    logits = np.random.default_rng(1).normal(size=(50, 6)).astype(np.float32) * 4
+    probabilities = torch.tensor(logits).double().softmax(1)
+    np.testing.assert_allclose(log_odds(logits), probabilities.logit().numpy(), rtol=1e-9)
+    order = [3, 0, 5, 4, 1, 2]
+    assert (log_odds(logits[:, order]) == log_odds(logits)[:, order]).all(), "whatever the others' order"
 
 
 def test_default_metrics() -> None:

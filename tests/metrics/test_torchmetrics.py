@@ -18,7 +18,7 @@ from dualeval.columns import Ragged, Text, to_rows
 from dualeval.errors import UsageError
 from dualeval.metrics import from_torchmetrics, is_of_rows
 from dualeval.metrics.exact import SUM_SLOTS, add_each, each_rounded
-from dualeval.metrics.torchmetrics import Parsed, from_text, torchmetrics
+from dualeval.metrics.torchmetrics import Parsed, from_text, read, routes, torchmetrics
 from tests.conftest import ROOT
 from tests.tiny import CLASSES
 
@@ -158,7 +158,7 @@ def test_a_state_that_becomes_another_is_refused(
 def test_an_error_leaves_the_ledger_as_it_was() -> None:
     metric: Any = from_torchmetrics("MulticlassConfusionMatrix(3)", PAIR)
     ledger = torch.zeros(metric.size, dtype=torch.int64)
-    with pytest.raises(UsageError, match=r"refuses its columns .*invalid for input of size"):
+    with pytest.raises(UsageError, match=r"refuses its columns .*preds has the class 7, not 0 to 2"):
         metric.update(ledger, {"preds": torch.tensor([0, 7]), "target": torch.tensor([0, 1])})
     assert not ledger.any()
 
@@ -229,6 +229,121 @@ def test_a_bootstrap_draws_the_same_each_time(package: ModuleType) -> None:
     assert found == metric.compute(value).values
     assert torch.equal(before, torch.get_rng_state())
     assert found["std"] > 0
+
+
+# -- what TorchMetrics decides by what is in an update
+
+
+def near_one(*shape: int) -> Tensor:
+    """Scores of which a few lie outside 0 to 1."""
+    return torch.rand(400, *shape, generator=torch.Generator().manual_seed(1)) * 1.2 - 0.1
+
+
+def labels_of(*shape: int, below: int = 2) -> Tensor:
+    return torch.randint(below, (400, *shape), generator=torch.Generator().manual_seed(2))
+
+
+# By call the scores, of which a few lie outside 0 to 1, and the labels.
+DECIDED: dict[str, tuple[Tensor, Tensor]] = {
+    **dict.fromkeys(
+        ("BinaryF1Score()", "BinaryConfusionMatrix()", "BinaryAUROC()", "BinaryAUROC(thresholds=50)"),
+        (near_one(), labels_of()),
+    ),
+    **dict.fromkeys(("BinaryHingeLoss()", "BinaryCalibrationError()"), (near_one(), labels_of())),
+    **dict.fromkeys(
+        ("MulticlassHingeLoss(3)", "MulticlassROC(3, thresholds=5)"), (near_one(3), labels_of(below=3))
+    ),
+    **dict.fromkeys(
+        ("MultilabelF1Score(3)", "MultilabelCoverageError(3)", "MultilabelRankingLoss(3)"),
+        (near_one(3), labels_of(3)),
+    ),
+    "BinaryF1Score(multidim_average='samplewise')": (near_one(5), labels_of(5)),
+    "MultilabelF1Score(3, multidim_average='samplewise')": (near_one(3, 5), labels_of(3, 5)),
+}
+
+
+@pytest.mark.parametrize("call", DECIDED)
+def test_no_value_depends_on_the_batch_size(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    preds, target = DECIDED[call]
+    whole, _, _ = read(call)
+    whole.update(preds.double() if "Hinge" in call else preds, target)
+    wanted = whole.compute()
+    made: Any = from_torchmetrics(call, PAIR)
+    for size in (1, 16, 399, 400):
+        if is_of_rows(made):
+            monkeypatch.setattr(routes, "_PIECE_ROWS", max(size, 2))
+            found = made.compute({"preds": preds.numpy(), "target": target.numpy()})
+        else:
+            starts = range(0, 400, size)
+            found = of_batches(
+                made, *({"preds": preds[at : at + size], "target": target[at : at + size]} for at in starts)
+            )
+        [value] = found.values.values()
+        by_part: Any = value if isinstance(wanted, tuple) else [value]
+        for one, other in zip(wanted if isinstance(wanted, tuple) else [wanted], by_part, strict=True):
+            torch.testing.assert_close(torch.tensor(other), one, rtol=1e-6, atol=1e-6, check_dtype=False)
+
+
+def test_scores_within_0_to_1_stay_probabilities() -> None:
+    preds, target = torch.tensor([0.3, 0.6, 0.9]), torch.tensor([0, 1, 1])
+    made = from_torchmetrics("BinaryAccuracy()", PAIR)
+    batches = [{"preds": preds[at : at + 1], "target": target[at : at + 1]} for at in range(3)]
+    assert of_batches(made, *batches).values == {"BinaryAccuracy": 1.0}
+    with pytest.raises(UsageError, match=r"preds holds a NaN\."):
+        of_batches(made, {"preds": torch.tensor([torch.nan]), "target": torch.tensor([1])})
+
+
+def test_floats_far_from_zero() -> None:
+    """R2 of float32 values near -311,030, whose squares a float32 cannot tell apart."""
+    draw = torch.Generator().manual_seed(0)
+    target = torch.randn(2000, generator=draw) * 7 - 311030
+    preds = target + torch.randn(2000, generator=draw) * 3
+    error, spread = (
+        (preds.double() - target).square().sum(),
+        (target.double() - target.double().mean()).square().sum(),
+    )
+    for call, wanted in (("R2Score()", 1 - error / spread), ("RelativeSquaredError()", error / spread)):
+        for size in (16, 2000):
+            batches = [
+                {"preds": preds[at : at + size], "target": target[at : at + size]}
+                for at in range(0, 2000, size)
+            ]
+            [value] = of_batches(from_torchmetrics(call, PAIR), *batches).values.values()
+            assert value == pytest.approx(wanted.item(), abs=1e-6)
+    # A number that scores are compared with is of their precision.
+    tenths = {"preds": torch.tensor([0.3, 0.4]), "target": torch.tensor([1, 1])}
+    found = of_batches(from_torchmetrics("BinaryAccuracy(threshold=0.3)", PAIR), tenths)
+    assert found.values == {"BinaryAccuracy": 0.5}
+
+
+@pytest.mark.parametrize(("preds", "target"), [(-1, 0), (4, 0), (1, -1), (1, 4)])
+def test_a_class_that_is_none_is_never_another_one(preds: int, target: int) -> None:
+    """Of few samples TorchMetrics looks at their number alone."""
+    made = from_torchmetrics("MulticlassAccuracy(4)", PAIR)
+    with pytest.raises(
+        UsageError, match=r"has the class (4|-1), not 0 to 3( \(-1 is that of a NaN logit.*\))?\."
+    ):
+        of_batches(made, {"preds": torch.tensor([preds]), "target": torch.tensor([target])})
+    ignoring = from_torchmetrics("MulticlassAccuracy(4, ignore_index=-1)", PAIR)
+    assert of_batches(ignoring, {"preds": torch.tensor([1, 1]), "target": torch.tensor([1, -1])}).values
+
+
+def test_what_each_update_would_take_from_its_values() -> None:
+    with pytest.raises(UsageError, match=r"StructuralSimilarityIndexMeasure: give it data_range"):
+        from_torchmetrics("StructuralSimilarityIndexMeasure()", PAIR)
+    dice: Any = from_torchmetrics("DiceScore(3)", PAIR)
+    maps = torch.zeros(2, 16, dtype=torch.int64).numpy()
+    with pytest.raises(UsageError, match=r"Of classes, give it input_format='index'"):
+        dice.compute({"preds": maps, "target": maps})
+
+
+def test_probabilities_that_cannot_be_ranked_are_warned_of() -> None:
+    made: Any = from_torchmetrics("MulticlassAUROC(2)", ["probabilities", "target"])
+    for margin, count in ((30.0, 0), (40.0, 3)):
+        logits = torch.tensor([[0, margin], [0, margin + 1], [margin + 2, 0]], dtype=torch.float64)
+        rows = {"probabilities": logits.softmax(1).numpy(), "target": torch.tensor([1, 1, 0]).numpy()}
+        said = " ".join(made.compute(rows).warnings)
+        assert (f"{count} samples have a probability that is rounded to 1" in said) == bool(count)
 
 
 # -- exact sums side by side -------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.torchmetrics import read
-from dualeval.result import Result
+from dualeval.result import Result, sha256_of_json
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run
 from tests.conftest import Launch
@@ -135,6 +135,35 @@ def test_the_scores_of_a_classifier(launch: Launch, tmp_path: Path) -> None:
     assert alone.metrics["auroc"] == pytest.approx(alone.metrics["MulticlassAUROC"], abs=1e-6)
     checks = verify(tmp_path / "one", metrics_of_run(tmp_path / "one/job.json"))
     assert not [check for check in checks if check.differences]
+
+
+def test_verify_of_a_run_with_other_formulas(tmp_path: Path) -> None:
+    """Of an earlier version: other values, and options that tell the metrics apart; its files are whole."""
+    hinge = "torchmetrics:MulticlassHingeLoss(num_classes=10)@preds=probabilities,target=target"
+    done = evaluate(ImageClassification(metrics=["top1"]), tmp_path, limit=60, metric=["top1", hinge, AUROC])
+
+    def checks() -> dict[str, Any]:
+        return {check.name: check for check in verify(tmp_path, metrics_of_run(tmp_path / "job.json"))}
+
+    assert "formulas" not in checks()
+    stated = json.loads((tmp_path / "result.json").read_text())
+    stated["metrics"]["MulticlassHingeLoss"] = 0.5
+    told = {"metrics": stated["metrics"], "nonfinite": {}, "failed": []}
+    stated["metrics_digest"] = sha256_of_json(told)
+    (tmp_path / "result.json").write_text(json.dumps(stated))
+    assert "MulticlassHingeLoss" in checks()["metrics"].differences[0], "of the same formula it is damaged"
+    job = json.loads((tmp_path / "job.json").read_text())
+    del job["job"]["metric_options"]["MulticlassHingeLoss"]["_floats"]
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    found = checks()
+    assert not [check for check in found.values() if check.differences]
+    value = done.metrics["MulticlassHingeLoss"]
+    assert f"MulticlassHingeLoss: 0.5 in result.json, now {value}: its" in found["formulas"].says
+    # Without logits the area is the earlier one.
+    asked = metrics_of_run(tmp_path / "job.json", ["auroc"])
+    scored = dualeval.rescore(tmp_path, metrics=asked)
+    assert scored.metrics["auroc"] == pytest.approx(done.metrics["MulticlassAUROC"], abs=1e-6)
+    assert any("its formula has changed since this run" in said for said in scored.warnings)
 
 
 def test_a_run_without_scores_says_how_to_get_them(tmp_path: Path) -> None:

@@ -73,8 +73,7 @@ def test_names_that_everybody_knows(tmp_path: Path) -> None:
     assert result.metrics["accuracy"] == result.metrics["top1"]
     assert result.metrics["auroc"] == pytest.approx(result.metrics["MulticlassAUROC"], abs=1e-6)
     columns = pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
-    assert "probabilities" in columns
-    assert "logits" not in columns
+    assert {"probabilities", "logits"} <= {*columns}
     task = dualeval.ModelTask(model=model, data=data, rows=["prediction"])
     again = dualeval.evaluate(task, metric=[*names, spelled], launcher="none", workers=0)
     assert again.metrics == {name: result.metrics[name] for name in (*names, "MulticlassAUROC")}
@@ -155,7 +154,7 @@ def test_classes_in_a_dimension_that_cannot_be_told() -> None:
         evaluate(model=nn.Identity(), data=TensorDataset(torch.rand(SAMPLES, 4, 4), labels))
 
 
-@pytest.mark.parametrize("whole", [torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("whole", [torch.int64, torch.uint8, torch.uint16])
 @pytest.mark.parametrize("flat", [True, False])
 def test_whole_numbers_as_targets_of_a_regression(flat: bool, whole: torch.dtype) -> None:
     model: nn.Module = nn.Sequential(linear(5, 1), nn.Flatten(0)) if flat else linear(5, 1)
@@ -163,6 +162,51 @@ def test_whole_numbers_as_targets_of_a_regression(flat: bool, whole: torch.dtype
     result = evaluate(model=model.eval(), data=TensorDataset(inputs, targets))
     errors = (model(inputs).flatten() - targets.float()).abs()
     assert result.metrics["mae"] == pytest.approx(errors.mean().item(), rel=1e-6)
+
+
+def test_one_number_for_a_bool_is_no_regression() -> None:
+    """The advice of the refusal is a binary classification."""
+    logits, targets = numbers(SAMPLES, 1), torch.arange(SAMPLES) % 2 == 0
+    data = TensorDataset(logits, targets)
+    with pytest.raises(UsageError, match="targets are bool") as raised:
+        evaluate(model=nn.Identity(), data=data)
+    assert "pad(model(batch[0]).reshape(-1, 1), (1, 0))" in str(raised.value)
+
+    def two(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.pad(model(batch[0]).reshape(-1, 1), (1, 0))
+
+    found = evaluate(model=nn.Identity(), data=data, forward=two).metrics
+    loss = nn.functional.binary_cross_entropy_with_logits(logits[:, 0], targets.float())
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert found["top1"] == ((logits[:, 0] > 0) == targets).double().mean().item()
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 3e20])
+def test_squares_neither_vanish_nor_overflow(scale: float) -> None:
+    found, targets = torch.rand(2, SAMPLES) * scale
+    result = evaluate(model=nn.Identity(), data=TensorDataset(found, targets))
+    wanted = (found.double() - targets.double()).square().mean().sqrt()
+    assert result.metrics["rmse"] == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_labels_without_a_sign(kind: torch.dtype) -> None:
+    logits, labels = numbers(SAMPLES, 4), torch.arange(SAMPLES) % 4
+    found = evaluate(model=nn.Identity(), data=TensorDataset(logits, labels.to(kind)), metrics=["top1"])
+    assert found.metrics["top1"] == (logits.argmax(1) == labels).double().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "said"),
+    [
+        (numbers(8, 3), numbers(8, 3), r"one for each number, as \{'a': \(outputs - batch\[1\]\)"),
+        (numbers(8, 3), torch.eye(3)[torch.arange(8) % 3], r"take target\.argmax\(1\)"),
+        (numbers(8, 7, 4), torch.zeros(8, 7, dtype=torch.int64), r"metrics=\[dualeval\.metrics\.IoU\("),
+    ],
+)
+def test_what_other_targets_are(outputs: Tensor, targets: Tensor, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        evaluate(model=nn.Identity(), data=TensorDataset(outputs, targets))
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,10 @@ def _why_refused(metric: Any) -> str | None:
         for kind in type(part).__mro__:
             if kind.__module__.startswith("torchmetrics.") and kind.__name__ in _REFUSED:
                 return f"TorchMetrics' {kind.__name__} {_REFUSED[kind.__name__]}."
+        if is_metric(part) and getattr(part, "data_range", "") is None:
+            return (
+                f"{type(part).__name__}: give it data_range, as data_range=1.0; else each batch has its own"
+            )
     return None
 
 

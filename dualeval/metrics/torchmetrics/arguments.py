@@ -29,7 +29,19 @@ Columns: TypeAlias = "str | Parsed | Sequence[Any] | Mapping[str, Any]"
 
 _KINDS = "a column's name, a list [...] of one entry a sample, a dict {...} or Parsed(column)"
 # TorchMetrics is written for int64 classes: some of its kernels take no other integer.
-_WIDENED = (torch.int8, torch.int16, torch.int32)
+_WIDENED = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
+
+
+_SCORES = "torchmetrics.classification."
+_SOFTMAX = {"MulticlassPrecisionRecallCurve", "MulticlassCalibrationError", "MulticlassHingeLoss"}
+
+
+def normaliser_of(metric: Any) -> str | None:
+    """What of torch a metric applies to the scores of an update of which one lies outside 0 to 1."""
+    names = [kind.__name__ for kind in type(metric).__mro__ if kind.__module__.startswith(_SCORES)]
+    if any(name.startswith(("Binary", "Multilabel")) for name in names):
+        return "sigmoid"
+    return "softmax" if _SOFTMAX.intersection(names) else None
 
 
 class Arguments:
@@ -40,13 +52,11 @@ class Arguments:
         shapes = [*self.positional, *self.named.values()]
         self.columns = tuple(dict.fromkeys(found for shape in shapes for found in _read_by(shape, name)))
 
-    def update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
-        """Update a metric with some consecutive samples."""
-        read = {name: _part(columns[name], samples) for name in self.columns}
-        metric.update(
-            *(_whole(shape, read, len(samples)) for shape in self.positional),
-            **{argument: _whole(shape, read, len(samples)) for argument, shape in self.named.items()},
-        )
+    def of(self, columns: Mapping[str, Any], samples: range, double: bool) -> tuple[list[Any], Any]:
+        """The arguments for some consecutive samples, with ``double`` their floats as float64."""
+        read = {name: _part(columns[name], samples, double) for name in self.columns}
+        named = {argument: _whole(shape, read, len(samples)) for argument, shape in self.named.items()}
+        return [_whole(shape, read, len(samples)) for shape in self.positional], named
 
     def described(self, columns: Mapping[str, Any]) -> str:
         """The columns that are read, with their dtypes and shapes, for messages."""
@@ -99,17 +109,19 @@ def _read_by(shape: Any, name: str) -> Iterator[str]:
         raise UsageError(f"the columns of {name}: found {shape!r}, expected {_KINDS}")
 
 
-def _part(column: Any, samples: range) -> Tensor | list[Any]:
+def _part(column: Any, samples: range, double: bool) -> Tensor | list[Any]:
     """Some samples of a column: a tensor, or a list with an entry a sample."""
     if isinstance(column, (Tensor, np.ndarray)):
-        return _tensor(column[samples.start : samples.stop])
+        return _tensor(column[samples.start : samples.stop], double)
     part = column[samples.start : samples.stop]
-    return [value if isinstance(value, str) else _tensor(value) for value in part]
+    return [value if isinstance(value, str) else _tensor(value, double) for value in part]
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(value: Any, double: bool) -> Tensor:
     # A copy: what is mapped from a file cannot be written to, and torch has no such tensors.
     tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    if double and tensor.is_floating_point():
+        return tensor.double()
     return tensor.to(torch.int64) if tensor.dtype in _WIDENED else tensor
 
 

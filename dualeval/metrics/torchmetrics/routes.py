@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from dualeval.errors import RefusedSamples, UsageError, text_of
 from dualeval.metrics.exact import NONFINITE_KINDS, SUM_SLOTS, add_each, each_rounded
 from dualeval.metrics.metric import Measured, Value, direction
-from dualeval.metrics.torchmetrics.arguments import Arguments
+from dualeval.metrics.torchmetrics.arguments import Arguments, normaliser_of
 from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
 
 # Rows of one update. Fixed: the bits of a metric that rounds within an update depend on it.
@@ -68,21 +69,50 @@ class _Wrapped:
         self.torchmetrics = version
         self._arguments = arguments
         self._own_name = own_name
+        self._floats = str(metric.dtype)  # not those of earlier versions
+        self._normaliser = normaliser_of(metric)
 
     def sources(self) -> Sequence[Any]:
         """The classes of the metric and of those inside it."""
         return list({type(part): None for part in self.metric.modules()})
 
-    def _update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
-        """Update a metric; what TorchMetrics refuses is said in one sentence."""
+    def _update(self, metric: Any, columns: Mapping[str, Any], samples: range, logits: bool = False) -> int:
+        """Update a metric; how many scores lie outside 0 to 1. What it refuses is said in one sentence."""
+        outside = 0
         try:
-            self._arguments.update(metric, columns, samples)
+            positional, named = self._arguments.of(columns, samples, metric.dtype == torch.float64)
+            self._check_classes(named)
+            scores = named.get("preds")
+            if self._normaliser and isinstance(scores, Tensor) and scores.is_floating_point():
+                if scores.isnan().any():
+                    raise ValueError("preds holds a NaN.")
+                outside = int(((scores < 0) | (scores > 1)).sum())
+                if logits:
+                    named["preds"] = scores.sigmoid() if self._normaliser == "sigmoid" else scores.softmax(1)
+            metric.update(*positional, **named)
         except _REFUSALS as error:
             found = self._arguments.described(columns)
+            index = getattr(metric, "input_format", "index") == "index"
+            advice = "Change the metric's arguments" if index else "Of classes, give it input_format='index'"
             raise UsageError(
                 f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} refuses its columns ({found}): "
-                f"{_sentence(error)} Change the metric's arguments or its columns (docs/torchmetrics.md)."
+                f"{_sentence(error)} {advice} or its columns (docs/torchmetrics.md)."
             ) from error
+        return outside
+
+    def _check_classes(self, named: Mapping[str, Any]) -> None:
+        """Check classes: of few samples TorchMetrics counts one that is none as another one."""
+        count = getattr(self.metric, "num_classes", None)
+        if not type(self.metric).__name__.startswith("Multiclass") or not count:
+            return
+        for argument, ignored in (("preds", None), ("target", getattr(self.metric, "ignore_index", None))):
+            classes = named.get(argument)
+            if isinstance(classes, Tensor) and not classes.is_floating_point():
+                wrong = classes[(classes < 0) | (classes >= count)]
+                wrong = wrong if ignored is None else wrong[wrong != ignored]
+                if len(wrong):
+                    nan = " (-1 is that of a NaN logit: accuracy and f1 count it as wrong)" * (-1 in wrong)
+                    raise ValueError(f"{argument} has the class {int(wrong[0])}, not 0 to {count - 1}{nan}.")
 
     def _measured(self, metric: Any) -> Measured:
         """What a metric computes; likewise. What it warns of is a warning of the result."""
@@ -105,8 +135,9 @@ class _Wrapped:
 class InLedger(_Wrapped):
     """A metric whose states are sums: an update of a copy for each batch, and its states into the ledger.
 
-    Ledger: the number of updates; then the states one after the other: of integers a slot each; of floats the
-    number of updates that gave float64, then 3 counts of what is not finite and 67 limbs each.
+    Ledger: the number of updates and of scores outside 0 to 1; then the states one after the other: of
+    integers a slot each; of floats the number of updates that gave float64, then 3 counts of what is not
+    finite and 67 limbs each. Of scores they follow again, as logits: all decide, not those of an update.
     """
 
     # Floats are rounded within an update, and a metric may average over one.
@@ -114,7 +145,8 @@ class InLedger(_Wrapped):
 
     def __init__(self, metric: Any, arguments: Arguments, states: list[State], **common: Any) -> None:
         super().__init__(metric, arguments, **common)
-        self.size = 1 + sum(state.size for state in states)
+        self._sizes = [1, 1, *[state.size for state in states] * (2 if self._normaliser else 1)]
+        self.size = sum(self._sizes)
         self._states = states
         self._checked = False
 
@@ -127,12 +159,14 @@ class InLedger(_Wrapped):
                     self.metric, self._states, lambda own, part: self._update(own, columns, part), samples
                 )
                 self._checked = True
-            metric = fresh(self.metric)
-            self._update(metric, columns, range(samples))
+            values = []
             # All of them first: an error must leave the ledger as it was.
-            values = [checked(metric, state).reshape(-1) for state in self._states]
-        ledger[0] += 1
-        for state, part, value in zip(self._states, self._parts(ledger), values, strict=True):
+            for logits in (False, True) if self._normaliser else (False,):
+                metric = fresh(self.metric)
+                outside = self._update(metric, columns, range(samples), logits=logits)
+                values += [checked(metric, state).reshape(-1) for state in self._states]
+        ledger[:2] += torch.tensor([1, outside])
+        for state, part, value in zip(self._states * 2, self._parts(ledger), values, strict=False):
             if state.kind is StateKind.INTEGER:
                 part += value.to(torch.int64)
             elif state.kind is StateKind.FLOAT:
@@ -141,11 +175,12 @@ class InLedger(_Wrapped):
 
     def compute(self, ledger: Tensor) -> Measured:
         """Put the sums into a copy of the metric, and let it compute; without samples a None."""
-        updates = int(ledger[0])
+        updates, outside = ledger[:2].tolist()
         if not updates:
             return Measured(values={self.name: None})
         metric = fresh(self.metric)
-        for state, part in zip(self._states, self._parts(ledger), strict=True):
+        parts = self._parts(ledger)[-len(self._states) if outside else 0 :]
+        for state, part in zip(self._states, parts, strict=False):
             own = metric._defaults[state.name].dtype
             if state.kind is StateKind.INTEGER:
                 # In the state's own dtype where that can hold the totals.
@@ -159,7 +194,7 @@ class InLedger(_Wrapped):
             return self._measured(metric)
 
     def _parts(self, ledger: Tensor) -> list[Tensor]:
-        return list(torch.split(ledger[1:], [state.size for state in self._states]))
+        return list(torch.split(ledger, self._sizes))[2:]
 
 
 def _sentence(error: BaseException) -> str:
@@ -175,13 +210,21 @@ class FromRows(_Wrapped):
         """Update a copy of the metric with all rows, and let it compute."""
         rows = len(columns[self.columns[0]])
         metric = isolated(self.metric)
+        # All where these decide what scores are. No piece of one row: TorchMetrics drops a dimension of one.
+        piece = rows if any(map(normaliser_of, metric.modules())) else _PIECE_ROWS
+        starts = range(0, max(rows - 1, 1), piece) if rows else ()
         # What draws, as a bootstrap, draws the same each time.
         with _same_everywhere(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
-            for start in range(0, rows, _PIECE_ROWS):
-                piece = range(start, min(start + _PIECE_ROWS, rows))
-                self._update(metric, columns, piece)
-            return self._measured(metric)
+            for start, stop in pairwise([*starts, rows]):
+                self._update(metric, columns, range(start, stop))
+            found = self._measured(metric)
+        if self._normaliser != "softmax" or hasattr(metric, "n_bins") or "probabilities" not in columns:
+            return found
+        if (ones := int((np.asarray(columns["probabilities"]) == 1).any(axis=-1).sum())) < 2:
+            return found
+        said = f"{self.name}: {ones} samples have a probability that is rounded to 1, which it cannot rank"
+        return replace(found, warnings=(*found.warnings, f"{said}; auroc ranks log-odds"))
 
 
 def measured_of(
