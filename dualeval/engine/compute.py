@@ -85,6 +85,8 @@ class Compute:
         self._task = task
         self._autocast = numerics.autocast_of(precision, device)
         self._model = model
+        # Those that compute: of several threads each its own.
+        self.models = [model]
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
         # What the model's code has changed in the threads; for `NumericSettings.check_after_loop`.
@@ -93,16 +95,18 @@ class Compute:
         # Batches that may be under way before the oldest is to be waited for.
         self.ahead = self._accelerator.batches_ahead
         if threads > 1:
+            self.models = [copy_sharing_tensors(model) for _ in range(threads)]
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
-            for _ in range(threads):
-                copies.put(copy_sharing_tensors(model))
-            self._pool = ThreadPoolExecutor(threads, THREADS, self._take_copy, (copies,))
+            for each in self.models:
+                copies.put(each)
+            caches = torch.is_autocast_cache_enabled()
+            self._pool = ThreadPoolExecutor(threads, THREADS, self._take_copy, (copies, caches))
             # One more than can run is started, so that no thread waits while this one records a batch.
             self.ahead = threads
 
-    def _take_copy(self, copies: queue.SimpleQueue[nn.Module]) -> None:
+    def _take_copy(self, copies: queue.SimpleQueue[nn.Module], caches_casts: bool) -> None:
         # Settings of a thread, which a new one does not inherit.
-        numerics.set_thread()
+        numerics.begin_thread(caches_casts=caches_casts)
         self._own.model = copies.get_nowait()
 
     def __enter__(self) -> Compute:

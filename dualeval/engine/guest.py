@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dualeval.backends.base import Backend
 from dualeval.engine.accelerator import random_states, set_random_states
@@ -49,6 +50,7 @@ OF_METRIC = ("update", "compute")
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LISTS = (list, set, deque)
+_VALUES = (*_PLAIN, *_LISTS, type(None), tuple, dict, frozenset, torch.dtype, torch.device)
 # Bytes of an array that is compared by content; attributes of an object.
 _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 
@@ -56,8 +58,13 @@ _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 class Snapshot:
     """The state of models, to put them back as they were."""
 
-    def __init__(self, largest: float = math.inf) -> None:
+    def __init__(self, largest: float = math.inf, *, of_trial: bool = False) -> None:
         self._left = largest
+        # Also what lists and dicts of modules hold: a caller may read afterwards what hooks have added there.
+        self._of_trial = of_trial
+        self._containers: dict[int, tuple[Any, list[Any]]] = {}
+        # The configs of modules, which several of them may share.
+        self._configs: dict[int, Kept] = {}
         self._modules: dict[int, _Module] = {}
         self._tensors: dict[int, _Tensor] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -71,6 +78,7 @@ class Snapshot:
                 for parameter in module._parameters.values():
                     self._note(parameter, keeps_values=False)
                 self._note_buffers(module)
+                self._note_values(module)
 
     def knows(self, model: nn.Module) -> bool:
         """Whether a part of a model belongs to one that is remembered."""
@@ -83,15 +91,22 @@ class Snapshot:
 
     def _note_buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not is_lazy(buffer):
                 if not isinstance(module, torch.jit.ScriptModule):
                     self._buffers.append((module, name, buffer))
                 size = buffer.numel() * buffer.element_size()
                 self._note(buffer, keeps_values=size <= self._left)
                 self._left -= size if size <= self._left else 0
 
+    def _note_values(self, module: nn.Module) -> None:
+        for name, value in self._modules[id(module)].attributes.items():
+            if is_config(value) and id(value) not in self._configs:
+                self._configs[id(value)] = Kept(value, ())
+            elif self._of_trial and name not in _DICTS and (type(value) in _LISTS or type(value) is dict):
+                self._containers[id(value)] = value, _inside(value)
+
     def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
-        if tensor is not None and id(tensor) not in self._tensors:
+        if tensor is not None and not is_lazy(tensor) and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
 
     def take(self, model: nn.Module) -> nn.Module:
@@ -142,6 +157,10 @@ class Snapshot:
         reshard(module.module for module in self._modules.values())
         for module in self._modules.values():
             module.put_back()
+        for config in self._configs.values():
+            config.put_back()
+        for container, inside in self._containers.values():
+            _put_inside_back(container, inside)
         for owner, name, buffer in self._buffers:
             if owner._buffers.get(name) is not buffer:
                 owner._buffers[name] = buffer
@@ -164,7 +183,7 @@ class Snapshot:
                     name for name, value in before.items() if self._is_written(value) and name not in names
                 ]
                 found += [f"{kind}.{name}" for name in names]
-        return found
+        return [*found, *(place for config in self._configs.values() for place in config.changes())]
 
     def _is_written(self, value: Any) -> bool:
         return (
@@ -176,7 +195,7 @@ class Snapshot:
         for module in self._modules.values():
             # Others may have taken their places for the evaluation.
             for name, parameter in module.dicts.get("_parameters", {}).items():
-                if parameter is not None and self._tensors[id(parameter)].is_changed:
+                if self._is_written(parameter):
                     raise UsageError(
                         f"the evaluation has changed the parameter {name!r} of a "
                         f"{type(module.module).__name__} in place, and its values before are not kept: let "
@@ -389,12 +408,7 @@ class Kept:
         put_back(_attributes(self._owner), self._attributes)
         for value, inside, bind in self._before.values():
             bind(value)
-            if issubclass(type(value), dict):
-                half = len(inside) // 2
-                put_back(value, dict(zip(inside[:half], inside[half:], strict=True)))
-            elif type(value) in _LISTS:
-                value.clear()
-                (value.update if type(value) is set else value.extend)(inside)
+            _put_inside_back(value, inside)
 
     def _places(self) -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
         """Where the values are, the values, and what binds others there."""
@@ -420,6 +434,31 @@ class Kept:
 def _attributes(owner: Any) -> dict[str, Any]:
     found = getattr(owner, "__dict__", None)
     return found if type(found) is dict else {}
+
+
+def is_config(value: Any) -> bool:
+    """Whether an object holds values alone, as the configs of transformers do; no module, tensor or handle."""
+    held = _attributes(value)
+    return (
+        bool(held)
+        and not issubclass(type(value), (nn.Module, Tensor, type, ModuleType, FunctionType))
+        and all(
+            type(each) in _VALUES
+            or bool(_attributes(each))
+            and not issubclass(type(each), (nn.Module, Tensor))
+            for each in held.values()
+        )
+    )
+
+
+def _put_inside_back(value: Any, inside: list[Any]) -> None:
+    """Give a dict or list back what it held."""
+    if issubclass(type(value), dict):
+        half = len(inside) // 2
+        put_back(value, dict(zip(inside[:half], inside[half:], strict=True)))
+    elif type(value) in _LISTS:
+        value.clear()
+        (value.update if type(value) is set else value.extend)(inside)
 
 
 def _inside(value: Any) -> list[Any]:

@@ -94,7 +94,7 @@ def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None
 
     Of a sharded model only its buffers: FSDP keeps in attributes what its first forward has made.
     """
-    snapshot, generators = Snapshot(_LARGEST), Generators()
+    snapshot, generators = Snapshot(_LARGEST, of_trial=True), Generators()
     (snapshot.remember_buffers if is_sharded(model) else snapshot.remember)(model)
     kept = None if task is None or is_sharded(model) else Kept(task, OF_TASK, model)
 

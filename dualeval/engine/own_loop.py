@@ -23,7 +23,7 @@ from dualeval.engine.loop import Loop, compute_alone
 from dualeval.engine.opened import open_rows
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
-from dualeval.engine.preparation import training_note
+from dualeval.engine.preparation import check_initialized, training_note
 from dualeval.engine.proving import prove, stored_batches
 from dualeval.engine.run_state import Run
 from dualeval.engine.samples import Samples, check_samples, wrap
@@ -376,6 +376,8 @@ def _check_asked(dataset: Any, run: Run, collate: Any, metrics: Any, model: Any)
     check_kind("collate", collate, collate is None or callable(collate), kind)
     kind = "an nn.Module, or None"
     check_kind("model", model, model is None or isinstance(model, nn.Module), kind)
+    if model is not None:
+        check_initialized(model)
     if model is not None and is_sharded(model) and run.backend.world.size > 1:
         raise UsageError(
             "the model is sharded by fully_shard: each forward of one rank waits for all other ranks, "

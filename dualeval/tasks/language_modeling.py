@@ -123,7 +123,7 @@ class LanguageModeling(TextTask):
     def collate(self, samples: Any) -> dict[str, Any]:
         return self._kind.collate(samples)
 
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def _try(self, model: nn.Module, device: torch.device) -> None:
         self._check_positions(_positions_of(model))
         text_models.check_vocabulary(self._model.folder, model, self._tokens.count)
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
@@ -131,7 +131,6 @@ class LanguageModeling(TextTask):
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
         if isinstance(self._kind, Answers):
             self._kind.end_at(text_models.end_tokens(model, self._tokens.ends), width, device)
-        return model
 
     def _check_causal(self, logits: Tensor) -> None:
         """Refuse a model that reads what follows a token: it would see the tokens that it predicts."""

@@ -121,14 +121,13 @@ class QuestionAnswering(TextTask, ScoredAnswers):
     def collate(self, samples: Any) -> dict[str, Any]:
         return self._encoder.collate(samples)
 
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def _try(self, model: nn.Module, device: torch.device) -> None:
         check_vocabulary(self._model.folder, model, self._tokens)
         self._try_out(model, "a")
         try:
             self._try_out(model, "a " * self._encoder.max_length)
         except UsageError as error:
             raise UsageError(f"{error}. {shorter(model)}") from error
-        return model
 
     def _try_out(self, model: nn.Module, context: str) -> None:
         windows, folder = self._windows_on(context), self._model.folder

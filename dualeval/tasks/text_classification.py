@@ -138,7 +138,7 @@ class TextClassification(TextTask):
             return batch
         return {**batch, "targets": self._targets[[sample["row"] for sample in samples]]}
 
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def _try(self, model: nn.Module, device: torch.device) -> None:
         check_vocabulary(self._model.folder, model, self._tokens)
         if getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
             raise UsageError(
@@ -158,7 +158,6 @@ class TextClassification(TextTask):
         else:
             names = names_of_classes(model, count)
             self._labels, self._targets = class_targets(self._rows, self._label, names, count)
-        return model
 
     def _check_padding(self, alone: Tensor, filled: Tensor) -> None:
         """Refuse a model that reads what fills a text up: its logits would be those of its company."""

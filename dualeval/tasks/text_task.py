@@ -14,6 +14,7 @@ from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights
 from dualeval.tasks import Task
 from dualeval.tasks.options import TextOptions
+from dualeval.tasks.refusals import for_a_trial
 
 # A folder, or from Python a module or what returns one.
 Model = str | Path | nn.Module | Callable[[], nn.Module]
@@ -36,16 +37,20 @@ class TextTask(Task):
         )
 
     @abstractmethod
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model, tried on the CPU, for batches on this device."""
+    def _try(self, model: nn.Module, device: torch.device) -> None:
+        """Try a copy of the model on the CPU, for batches on this device."""
 
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, try it on texts of full length, and bring it to its device."""
-        return self._tried(self._model.build(), device).to(device)
+        model = self._model.build()
+        self._try(for_a_trial(model), device)
+        return model.to(device)
 
     def build_late(self, device: torch.device) -> nn.Module:
         """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
-        return self._tried(self._model.build_late(), device)
+        model = self._model.build_late()
+        self._try(for_a_trial(model), device)
+        return model
 
     @property
     def loaded_weights(self) -> LoadedWeights | None:
