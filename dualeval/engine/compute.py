@@ -34,6 +34,8 @@ from dualeval.tasks import Task
 
 # Each batch under way holds activations of its own; more cores than this want more ranks.
 _MOST_THREADS = 16
+# Bytes of a buffer that each thread has for itself.
+_SMALL = 1 << 20
 # Their names begin with it.
 THREADS = "dualeval-compute"
 Columns = Mapping[str, Column]
@@ -157,9 +159,16 @@ class Compute:
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)
+    """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared.
+
+    But small buffers: a forward may write into these, as longrope does into its frequencies.
+    """
+    known = {id(tensor): tensor for tensor in model.parameters()}
+    for buffer in model.buffers():
+        # Elsewhere in memory last bits may be others.
+        is_aligned = _is_plain(buffer, _HOST) and buffer.is_contiguous() and buffer.data_ptr() % 64 == 0
+        known[id(buffer)] = buffer.detach().clone() if is_aligned and buffer.nbytes <= _SMALL else buffer
+    return copy.deepcopy(model, known)
 
 
 class Uploads:

@@ -18,7 +18,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial, layout_of
-from dualeval.engine.looks import look
+from dualeval.engine.looks import Lasting, as_before, differing, look
 from dualeval.engine.loop import Loop, compute_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -49,6 +49,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
         looked = look(evaluation, loop.remaining, partial(compute_of, evaluation))
         loop.times["look"] = perf_counter() - start
         evaluation.run.note_all([*looked.notes, *(looked.unlike or [])])
+        lasting = Lasting(evaluation.model)
         with compute_of(evaluation, looked.threads) as compute:
             under_way = UnderWay(evaluation, loop, compute)
             for work, data in loop.read():
@@ -56,7 +57,8 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
                 under_way.count(all_but=compute.ahead)
             under_way.count()
     loop.times["compute"] = under_way.compute_s
-    loop.unlike = looked.unlike
+    switched = lasting.warnings(*compute.models, decide=partial(_decides, evaluation, loop, lasting))
+    loop.unlike = [*(looked.unlike or []), *switched] if switched else looked.unlike
     loop.notes = [*looked.of_reading, *loop.notes]
     return settings.check_after_loop(compute.changed_settings)
 
@@ -98,11 +100,34 @@ def evaluate_alone(
     evaluation: Evaluation, samples: range
 ) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would."""
-    columns, failed = compute_alone(evaluation, samples, partial(_columns_of, evaluation))
+    columns, failed = _again(evaluation, samples)
     if columns is None:
         raise unreadable(evaluation.dataset, failed[0])
     columns = evaluation.with_data(columns, samples)
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
+
+
+def _again(
+    evaluation: Evaluation, samples: range, begin: Callable[[], object] = lambda: None
+) -> tuple[Mapping[str, Any] | None, tuple[FailedSample, ...]]:
+    """Read and compute one batch by itself, as the loop would; model and task are as before, then."""
+    with as_before(evaluation.model, evaluation.task):
+        begin()
+        return compute_alone(evaluation, samples, partial(_columns_of, evaluation))
+
+
+def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Module | None) -> bool:
+    """Whether the first batch comes out otherwise in a model as the loop has left it; or the last one in the
+    model as it was before.
+    """
+    evaluation.run.control.progress.step("forward")
+    samples, columns = loop.ends[-1 if model is None else 0]
+    again = evaluation if model is None else replace(evaluation, model=model)
+    try:
+        found, _ = _again(again, samples, lasting.put_back if model is None else lambda: None)
+    except Exception:  # noqa: BLE001 - it could be computed in the loop
+        return True
+    return bool(differing(found or {}, columns))
 
 
 def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
@@ -113,7 +138,10 @@ def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> Ev
 def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Mapping[str, Any]:
     """What ``postprocess`` gives for the first samples that can be read: which columns there are."""
     evaluation = Evaluation(task=task, dataset=dataset, model=model, plan=plan_of(dataset, run), run=run)
-    return of_first(evaluation, partial(_columns_of, evaluation))
+    # One that looks at its columns keeps what its first observe has found.
+    keeps = type(task).see is not Task.see
+    with as_before(model, None if keeps else task):
+        return of_first(evaluation, partial(_columns_of, evaluation))
 
 
 def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -50,6 +51,7 @@ OF_METRIC = ("update", "compute")
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LISTS = (list, set, deque)
+_NO_CONFIGS = (nn.Module, Tensor, type, ModuleType, FunctionType)
 _VALUES = (*_PLAIN, *_LISTS, type(None), tuple, dict, frozenset, torch.dtype, torch.device)
 # Bytes of an array that is compared by content; attributes of an object.
 _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
@@ -155,7 +157,11 @@ class Snapshot:
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""
         reshard(module.module for module in self._modules.values())
-        for module in self._modules.values():
+        # Where a first forward has written into parameters, what says that it has stays, too.
+        held = [
+            each for module in self._modules.values() for each in module.dicts.get("_parameters", {}).values()
+        ]
+        for module in self._modules.values() if not any(map(self._is_written, held)) else ():
             module.put_back()
         for config in self._configs.values():
             config.put_back()
@@ -436,18 +442,37 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
+def plain_values(model: nn.Module) -> dict[str, Any]:
+    """The plain values among the attributes of a model's modules and their configs, by name."""
+    found: dict[str, Any] = {}
+    configs: set[int] = set()
+    for name, module in model.named_modules():
+        for attribute, value in [] if isinstance(module, torch.jit.ScriptModule) else [*vars(module).items()]:
+            held = {"": value}
+            if is_config(value) and id(value) not in configs:
+                configs.add(id(value))
+                held = {f".{key}": each for key, each in _attributes(value).items()}
+            place = f"{name}.{attribute}" if name else attribute
+            for key, each in held.items():
+                if type(each) is Tensor and each.ndim == 0:  # as transformers keeps a length
+                    each = each.item()
+                if _is_plain(each):
+                    found[f"{place}{key}"] = each
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, Enum)
+
+
 def is_config(value: Any) -> bool:
-    """Whether an object holds values alone, as the configs of transformers do; no module, tensor or handle."""
-    held = _attributes(value)
-    return (
-        bool(held)
-        and not issubclass(type(value), (nn.Module, Tensor, type, ModuleType, FunctionType))
-        and all(
-            type(each) in _VALUES
-            or bool(_attributes(each))
-            and not issubclass(type(each), (nn.Module, Tensor))
-            for each in held.values()
-        )
+    """Whether an object holds values alone, as the configs of transformers do: no module, tensor, handle."""
+    held = {} if issubclass(type(value), _NO_CONFIGS) else _attributes(value)
+    return bool(held) and all(
+        type(each) in _VALUES or (bool(_attributes(each)) and not issubclass(type(each), _NO_CONFIGS))
+        for each in held.values()
     )
 
 

@@ -19,6 +19,7 @@ from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
 from dualeval.engine.feed import FailedSample, checked_workers
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import rank_0s_buffers, unwrapped
+from dualeval.engine.looks import Lasting
 from dualeval.engine.loop import Loop, compute_alone
 from dualeval.engine.opened import open_rows
 from dualeval.engine.options import RunOptions
@@ -146,7 +147,6 @@ class OwnLoop:
             numerics.settings(run.options.precision, run.backend.device, leave=_CALLERS) as settings,
             rank_0s_buffers(task.given_model, run),
         ):
-            task.compare_samples(run)
             run.note_all([*settings.notes, *training_note(task.model)])
             yield from self._learn_columns()
             evaluation = evaluation_of(task, task.dataset(), task.model, run, task.rows)
@@ -176,7 +176,7 @@ class OwnLoop:
         world, dynamic = self._run.backend.world, self._run.options.schedule == DYNAMIC
         mine = loop.remaining if dynamic else loop.remaining[world.rank :: world.size]
         self._samples_of_rank = self._plan.samples_in(mine)
-        compute_s = 0.0
+        compute_s, lasting = 0.0, Lasting(self._task.model)
         with loop.running():
             for work, data in loop.read():
                 columns: Columns | None = None
@@ -196,6 +196,7 @@ class OwnLoop:
                 loop.count(work, columns)
                 self._done += len(work.samples)
         loop.times["compute"] = compute_s
+        loop.unlike = lasting.warnings(self._task.model) or None
 
     def _learn_columns(self) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""
@@ -275,21 +276,6 @@ class LoopTask(Task):
         self.model = nn.Module().eval() if model is None else unwrapped(model)
         # By column, as ``_kind_for_all`` says it; known when the first batch is.
         self.kinds: dict[str, list[Any]] = {}
-
-    def compare_samples(self, run: Run) -> None:
-        """Compare a few samples over the ranks: who has shared the data out before would share it again."""
-        if run.backend.world.size == 1:
-            return
-        run.control.meet()
-        everyone = run.backend.all_gather_json(self._samples.probe())
-        for rank, probe in enumerate(everyone):
-            for own, other in zip(everyone[0], probe, strict=False):
-                if own is not None and other is not None and own != other:
-                    raise UsageError(
-                        f"rank {rank} has other samples in its data set than rank 0. Give every rank the "
-                        "whole data set, without a sampler, a shard or a Subset of its own: the session "
-                        "divides it"
-                    )
 
     def learn(self, everyone: Sequence[dict[str, list[Any]]]) -> None:
         """Learn the kinds of columns from each rank's, by name: none of one that could read nothing."""

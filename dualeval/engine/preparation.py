@@ -89,8 +89,8 @@ def check_initialized(model: nn.Module) -> None:
     if lazy:
         raise UsageError(
             f"the model has lazy layers whose weights are not made yet ({listed(lazy, _LISTED_AT_MOST)}). "
-            "Call the model once where you make it, as model(inputs) with a few samples, or load its weights; "
-            "on several ranks make the same ones on each (torch.manual_seed(0) before)."
+            "Call the model once where you make it, as model(inputs) with some samples, or load its weights. "
+            "On several ranks call torch.manual_seed(0) before: each has to make the same ones."
         )
 
 

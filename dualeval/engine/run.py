@@ -19,7 +19,6 @@ from dualeval.engine.finish import finish, finish_share, let_go
 from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import task_attributes
-from dualeval.engine.looks import as_before
 from dualeval.engine.loop import Loop
 from dualeval.engine.opened import open_rows
 from dualeval.engine.preparation import compiler_settings, set_evaluation_mode
@@ -121,8 +120,4 @@ def _rows(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Sequence[
     """The names of a task's columns; where it names none, a forward of its first samples shows them."""
     if task.rows is not None:
         return task.rows
-    # One that looks at its columns keeps what its first observe has found.
-    keeps = type(task).see is not Task.see
-    with as_before(model, None if keeps else task):
-        first = first_columns(task, dataset, model, run)
-    return tuple(task.see(first, run.options.metric))
+    return tuple(task.see(first_columns(task, dataset, model, run), run.options.metric))

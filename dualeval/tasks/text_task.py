@@ -42,15 +42,18 @@ class TextTask(Task):
 
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, try it on texts of full length, and bring it to its device."""
-        model = self._model.build()
-        self._try(for_a_trial(model), device)
-        return model.to(device)
+        return self._tried(self._model.build(), device).to(device)
 
     def build_late(self, device: torch.device) -> nn.Module:
         """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
-        model = self._model.build_late()
-        self._try(for_a_trial(model), device)
-        return model
+        return self._tried(self._model.build_late(), device)
+
+    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+        versions = [parameter._version for parameter in model.parameters()]
+        tried = for_a_trial(model)
+        self._try(tried, device)
+        # What a first forward has written into the weights is there for good: the copy knows of it.
+        return model if versions == [parameter._version for parameter in model.parameters()] else tried
 
     @property
     def loaded_weights(self) -> LoadedWeights | None:
