@@ -57,7 +57,9 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
                 under_way.count(all_but=compute.ahead)
             under_way.count()
     loop.times["compute"] = under_way.compute_s
-    switched = lasting.warnings(*compute.models, decide=partial(_decides, evaluation, loop, lasting))
+    # Where the same numbers do not come twice anyway, none are compared.
+    decides = None if looked.unlike else partial(_decides, evaluation, loop, lasting)
+    switched = lasting.warnings(*compute.models, decides=decides)
     loop.unlike = [*(looked.unlike or []), *switched] if switched else looked.unlike
     loop.notes = [*looked.of_reading, *loop.notes]
     return settings.check_after_loop(compute.changed_settings)
@@ -116,18 +118,18 @@ def _again(
         return compute_alone(evaluation, samples, partial(_columns_of, evaluation))
 
 
-def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Module | None) -> bool:
-    """Whether the first batch comes out otherwise in a model as the loop has left it; or the last one in the
-    model as it was before.
-    """
+def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Module) -> bool:
+    """Whether this rank's first or last batch comes out otherwise in a model as the loop has left it."""
+    world, plan = evaluation.run.backend.world, evaluation.plan
+    mine = loop.remaining[world.rank :: world.size] or loop.remaining
     evaluation.run.control.progress.step("forward")
-    samples, columns = loop.ends[-1 if model is None else 0]
-    again = evaluation if model is None else replace(evaluation, model=model)
-    try:
-        found, _ = _again(again, samples, lasting.put_back if model is None else lambda: None)
-    except Exception:  # noqa: BLE001 - it could be computed in the loop
-        return True
-    return bool(differing(found or {}, columns))
+    for batch in {plan.chunk_batches(mine[0])[0], plan.chunk_batches(mine[-1])[-1]}:
+        samples = plan.batch_samples(batch)
+        before, _ = _again(evaluation, samples, lasting.put_back)
+        now, _ = _again(replace(evaluation, model=model), samples)
+        if differing(before or {}, now or {}):
+            return True
+    return False
 
 
 def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:

@@ -137,30 +137,25 @@ class Lasting:
             if name in now and repr(value) != repr(now[name])
         }
 
-    def warnings(
-        self, *models: nn.Module, decide: Callable[[nn.Module | None], bool] | None = None
-    ) -> list[str]:
+    def warnings(self, *models: nn.Module, decides: Callable[[nn.Module], bool] | None = None) -> list[str]:
         """A warning that names what was changed.
 
-        A text says how a model computes. Of a number or bool, which may count calls or the entries of a
-        table, ``decide`` is asked: does a batch come out otherwise in a model as it is now, or as it was
-        (None)?
+        A text says how a model computes. A number or bool may count calls, or the entries of a table:
+        ``decides`` says whether a batch comes out otherwise in a model as it is now.
         """
         changed: dict[str, tuple[Any, Any]] = {}
-        decides = False
         for model in models:
             found = self.changes(model)
-            if decide is not None and found.keys() - changed.keys():
-                decides = decides or decide(model)
-            changed |= found
-        decides = decides or (bool(changed) and decide is not None and decide(None))
-        # Of layers that have all changed alike the first.
-        shown = {
-            (name.rpartition(".")[2], repr(now)): f"{name}: {before!r} before, {now!r} now"
-            for name, (before, now) in reversed(changed.items())
-            if decides or _has_text(before)
-        }
-        return [_SWITCHED.format(listed([*shown.values()][::-1], _NAMED))] if shown else []
+            is_text = any(_has_text(before) for before, _ in found.values())
+            if found.keys() - changed.keys() and (is_text or (decides and decides(model))):
+                changed |= found
+        # Of layers that have all changed alike the first; of texts and others the texts.
+        texts = {name: values for name, values in changed.items() if _has_text(values[0])}
+        shown: dict[Any, str] = {}
+        for name, (before, now) in (texts or changed).items():
+            said = f"{name}: {before!r} before, {now!r} now"
+            shown.setdefault((name.rpartition(".")[2], repr(now)), said)
+        return [_SWITCHED.format(listed(shown.values(), _NAMED))] if shown else []
 
 
 def _has_text(value: Any) -> bool:

@@ -155,8 +155,6 @@ class Loop:
         # The columns of the data that each batch gets.
         self._data = evaluation.added
         self._tried = False
-        # The samples and the columns of the first batch, and of the last one so far.
-        self.ends: list[tuple[range, Mapping[str, Column]]] = []
         self._feed: Feed | None = None
         # Seconds of the loop: `evaluate`, and of it `data` and `transfer`; who computes adds `look` and
         # `compute`.
@@ -272,7 +270,6 @@ class Loop:
             if self._data is not None:
                 columns = {**columns, **self._data.of(work.samples)}
             self.postprocess_s += perf_counter() - start
-            self.ends[1:] = [(work.samples, columns)]
             if not self._tried:
                 self._try(work, columns)
         try:
