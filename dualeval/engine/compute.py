@@ -108,7 +108,12 @@ class Compute:
 
     def _take_copy(self, copies: queue.SimpleQueue[nn.Module], caches_casts: bool) -> None:
         # Settings of a thread, which a new one does not inherit.
-        numerics.begin_thread(caches_casts=caches_casts)
+        numerics.set_thread()
+        if (
+            not caches_casts
+        ):  # in a caller's autocast: the end of a thread's outermost one would empty its cache
+            torch.set_autocast_cache_enabled(False)
+            torch.autocast_increment_nesting()
         self._own.model = copies.get_nowait()
 
     def __enter__(self) -> Compute:
@@ -163,12 +168,11 @@ def copy_sharing_tensors(model: nn.Module) -> nn.Module:
 
     But small buffers: a forward may write into these, as longrope does into its frequencies.
     """
-    known = {id(tensor): tensor for tensor in model.parameters()}
-    for buffer in model.buffers():
-        # Elsewhere in memory last bits may be others.
-        is_aligned = _is_plain(buffer, _HOST) and buffer.is_contiguous() and buffer.data_ptr() % 64 == 0
-        known[id(buffer)] = buffer.detach().clone() if is_aligned and buffer.nbytes <= _SMALL else buffer
-    return copy.deepcopy(model, known)
+    known = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    small = [each for each in model.buffers() if _is_plain(each, _HOST) and each.nbytes <= _SMALL]
+    # Elsewhere in memory last bits may be others.
+    alike = [each for each in small if each.is_contiguous() and each.data_ptr() % 64 == 0]
+    return copy.deepcopy(model, known | {id(buffer): buffer.detach().clone() for buffer in alike})
 
 
 class Uploads:

@@ -60,12 +60,9 @@ _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 class Snapshot:
     """The state of models, to put them back as they were."""
 
-    def __init__(self, largest: float = math.inf, *, of_trial: bool = False) -> None:
+    def __init__(self, largest: float = math.inf) -> None:
         self._left = largest
-        # Also what lists and dicts of modules hold: a caller may read afterwards what hooks have added there.
-        self._of_trial = of_trial
-        self._containers: dict[int, tuple[Any, list[Any]]] = {}
-        # The configs of modules, which several of them may share.
+        # Several modules may share one.
         self._configs: dict[int, Kept] = {}
         self._modules: dict[int, _Module] = {}
         self._tensors: dict[int, _Tensor] = {}
@@ -80,7 +77,9 @@ class Snapshot:
                 for parameter in module._parameters.values():
                     self._note(parameter, keeps_values=False)
                 self._note_buffers(module)
-                self._note_values(module)
+                for value in self._modules[id(module)].attributes.values():
+                    if id(value) not in self._configs and is_config(value):
+                        self._configs[id(value)] = Kept(value, ())
 
     def knows(self, model: nn.Module) -> bool:
         """Whether a part of a model belongs to one that is remembered."""
@@ -99,13 +98,6 @@ class Snapshot:
                 size = buffer.numel() * buffer.element_size()
                 self._note(buffer, keeps_values=size <= self._left)
                 self._left -= size if size <= self._left else 0
-
-    def _note_values(self, module: nn.Module) -> None:
-        for name, value in self._modules[id(module)].attributes.items():
-            if is_config(value) and id(value) not in self._configs:
-                self._configs[id(value)] = Kept(value, ())
-            elif self._of_trial and name not in _DICTS and (type(value) in _LISTS or type(value) is dict):
-                self._containers[id(value)] = value, _inside(value)
 
     def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
         if tensor is not None and not is_lazy(tensor) and id(tensor) not in self._tensors:
@@ -165,8 +157,6 @@ class Snapshot:
             module.put_back()
         for config in self._configs.values():
             config.put_back()
-        for container, inside in self._containers.values():
-            _put_inside_back(container, inside)
         for owner, name, buffer in self._buffers:
             if owner._buffers.get(name) is not buffer:
                 owner._buffers[name] = buffer
@@ -414,7 +404,12 @@ class Kept:
         put_back(_attributes(self._owner), self._attributes)
         for value, inside, bind in self._before.values():
             bind(value)
-            _put_inside_back(value, inside)
+            if issubclass(type(value), dict):
+                half = len(inside) // 2
+                put_back(value, dict(zip(inside[:half], inside[half:], strict=True)))
+            elif type(value) in _LISTS:
+                value.clear()
+                (value.update if type(value) is set else value.extend)(inside)
 
     def _places(self) -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
         """Where the values are, the values, and what binds others there."""
@@ -444,20 +439,18 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 def plain_values(model: nn.Module) -> dict[str, Any]:
     """The plain values among the attributes of a model's modules and their configs, by name."""
-    found: dict[str, Any] = {}
-    configs: set[int] = set()
+    found, configs = dict[str, Any](), set[int]()
     for name, module in model.named_modules():
-        for attribute, value in [] if isinstance(module, torch.jit.ScriptModule) else [*vars(module).items()]:
-            held = {"": value}
-            if is_config(value) and id(value) not in configs:
+        for attribute, value in list(vars(module).items()):
+            held = {f"{name}.{attribute}".lstrip("."): value}
+            if id(value) not in configs and is_config(value):
                 configs.add(id(value))
-                held = {f".{key}": each for key, each in _attributes(value).items()}
-            place = f"{name}.{attribute}" if name else attribute
-            for key, each in held.items():
-                if type(each) is Tensor and each.ndim == 0:  # as transformers keeps a length
-                    each = each.item()
-                if _is_plain(each):
-                    found[f"{place}{key}"] = each
+                held = {f"{place}.{key}": each for place in held for key, each in _attributes(value).items()}
+            for place, each in held.items():
+                # Transformers keeps a length as a tensor of one number.
+                plain = each.item() if type(each) is Tensor and each.ndim == 0 else each
+                if _is_plain(plain):
+                    found[place] = plain
     return found
 
 
@@ -474,16 +467,6 @@ def is_config(value: Any) -> bool:
         type(each) in _VALUES or (bool(_attributes(each)) and not issubclass(type(each), _NO_CONFIGS))
         for each in held.values()
     )
-
-
-def _put_inside_back(value: Any, inside: list[Any]) -> None:
-    """Give a dict or list back what it held."""
-    if issubclass(type(value), dict):
-        half = len(inside) // 2
-        put_back(value, dict(zip(inside[:half], inside[half:], strict=True)))
-    elif type(value) in _LISTS:
-        value.clear()
-        (value.update if type(value) is set else value.extend)(inside)
 
 
 def _inside(value: Any) -> list[Any]:

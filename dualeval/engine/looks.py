@@ -95,7 +95,7 @@ def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None
 
     Of a sharded model only its buffers: FSDP keeps in attributes what its first forward has made.
     """
-    snapshot, generators = Snapshot(_LARGEST, of_trial=True), Generators()
+    snapshot, generators = Snapshot(_LARGEST), Generators()
     (snapshot.remember_buffers if is_sharded(model) else snapshot.remember)(model)
     kept = None if task is None or is_sharded(model) else Kept(task, OF_TASK, model)
 
@@ -146,15 +146,14 @@ class Lasting:
         changed: dict[str, tuple[Any, Any]] = {}
         for model in models:
             found = self.changes(model)
-            is_text = any(_has_text(before) for before, _ in found.values())
+            is_text = any(map(_has_text, found.values()))
             if found.keys() - changed.keys() and (is_text or (decides and decides(model))):
                 changed |= found
-        # Of layers that have all changed alike the first; of texts and others the texts.
-        texts = {name: values for name, values in changed.items() if _has_text(values[0])}
         shown: dict[Any, str] = {}
-        for name, (before, now) in (texts or changed).items():
-            said = f"{name}: {before!r} before, {now!r} now"
-            shown.setdefault((name.rpartition(".")[2], repr(now)), said)
+        for name, (before, now) in sorted(changed.items(), key=lambda item: not _has_text(item[1])):
+            # Of layers that have all changed alike the first.
+            alike = name.rpartition(".")[2], repr(now)
+            shown.setdefault(alike, f"{name}: {before!r} before, {now!r} now")
         return [_SWITCHED.format(listed(shown.values(), _NAMED))] if shown else []
 
 

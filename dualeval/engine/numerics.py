@@ -185,17 +185,8 @@ def settings(precision: str, device: torch.device, leave: Collection[str] = ()) 
         held.restore()
 
 
-def begin_thread(*, caches_casts: bool) -> None:
-    """Set what belongs to a thread, in a new one that computes beside the thread of ``settings``."""
-    set_thread()
-    if not caches_casts:
-        torch.set_autocast_cache_enabled(False)
-        # The end of a thread's outermost autocast empties the cache of the process.
-        torch.autocast_increment_nesting()
-
-
 def set_thread() -> None:
-    """Set again what belongs to a thread."""
+    """Set what belongs to a thread, in one that computes beside the thread of ``settings``."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(False)
 

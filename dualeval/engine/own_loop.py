@@ -19,7 +19,6 @@ from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
 from dualeval.engine.feed import FailedSample, checked_workers
 from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import rank_0s_buffers, unwrapped
-from dualeval.engine.looks import Lasting
 from dualeval.engine.loop import Loop, compute_alone
 from dualeval.engine.opened import open_rows
 from dualeval.engine.options import RunOptions
@@ -176,7 +175,7 @@ class OwnLoop:
         world, dynamic = self._run.backend.world, self._run.options.schedule == DYNAMIC
         mine = loop.remaining if dynamic else loop.remaining[world.rank :: world.size]
         self._samples_of_rank = self._plan.samples_in(mine)
-        compute_s, lasting = 0.0, Lasting(self._task.model)
+        compute_s = 0.0
         with loop.running():
             for work, data in loop.read():
                 columns: Columns | None = None
@@ -196,7 +195,6 @@ class OwnLoop:
                 loop.count(work, columns)
                 self._done += len(work.samples)
         loop.times["compute"] = compute_s
-        loop.unlike = lasting.warnings(self._task.model) or None
 
     def _learn_columns(self) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""

@@ -221,10 +221,9 @@ def reads_rank(backend: Backend, control: ControlPlane, folder: Path) -> dict[st
     ]
     evaluated = []
     for read in readers:
-        for workers in (0, 1):
-            on_error = "skip" if read is _unreadable else "stop"
-            options = RunOptions(out=None, workers=workers, on_error=on_error)
-            evaluated.append(run_task(ReadTask(read), backend, control, options).samples["evaluated"])
+        on_error = "skip" if read is _unreadable else "stop"
+        options = RunOptions(out=None, workers=len(evaluated) % 2, on_error=on_error)
+        evaluated.append(run_task(ReadTask(read), backend, control, options).samples["evaluated"])
     task = ReadTask(lambda index: (_seeded(2 * index + int(os.environ["RANK"])),))
     return {
         "evaluated": evaluated,
