@@ -288,10 +288,11 @@ def as_it_was(task: Task) -> Iterator[Snapshot]:
     """Put back at the end what an evaluation of a task may change in the process and in the task's models.
 
     The models are those that are inside of the task, or of what its ``build_model`` names, and the one that
-    it returns. Put back are, of every module, its attributes, and with them its mode (the objects
-    that they were, not what was written into them), its hooks and its parts; of parameters and buffers their
-    device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of Python's, numpy's
-    and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's other settings.
+    it returns. Put back are, of every module, its attributes and those of its configs, and with them its mode
+    (the objects that they were, not what was written into them), its hooks and its parts; of parameters and
+    buffers their device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of
+    Python's, numpy's and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's
+    other settings.
     """
     snapshot = Snapshot()
     for model in _models_of(task):
@@ -433,7 +434,10 @@ class Kept:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    found = getattr(owner, "__dict__", None)
+    try:  # not by getattr: a proxy answers with what it stands for
+        found = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
     return found if type(found) is dict else {}
 
 
@@ -448,7 +452,8 @@ def plain_values(model: nn.Module) -> dict[str, Any]:
                 held = {f"{place}.{key}": each for place in held for key, each in _attributes(value).items()}
             for place, each in held.items():
                 # Transformers keeps a length as a tensor of one number.
-                plain = each.item() if type(each) is Tensor and each.ndim == 0 else each
+                is_number = type(each) is Tensor and each.ndim == 0 and not each.is_meta
+                plain = each.item() if is_number else each
                 if _is_plain(plain):
                     found[place] = plain
     return found

@@ -514,7 +514,7 @@ class Rescales(nn.Linear):
 
 
 class RescalesTask(TinyTask):
-    thread_safe = None
+    thread_safe = None  # type: ignore[assignment]
 
     def build_model(self, device: torch.device) -> nn.Module:
         torch.manual_seed(0)
