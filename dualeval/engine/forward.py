@@ -121,12 +121,15 @@ def _again(
 def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Module) -> bool:
     """Whether this rank's first or last batch comes out otherwise in a model as the loop has left it."""
     world, plan = evaluation.run.backend.world, evaluation.plan
-    mine = loop.remaining[world.rank :: world.size] or loop.remaining
+    mine = loop.remaining[world.rank :: world.size] or loop.remaining  # of a dynamic schedule any
     evaluation.run.control.progress.step("forward")
     for batch in {plan.chunk_batches(mine[0])[0], plan.chunk_batches(mine[-1])[-1]}:
         samples = plan.batch_samples(batch)
-        before, _ = _again(evaluation, samples, lasting.put_back)
-        now, _ = _again(replace(evaluation, model=model), samples)
+        try:
+            before, _ = _again(evaluation, samples, lasting.state.put_back)
+            now, _ = _again(replace(evaluation, model=model), samples)
+        except Exception:  # noqa: BLE001 - in the loop it could be computed; the run is not lost for it
+            return True
         if differing(before or {}, now or {}):
             return True
     return False

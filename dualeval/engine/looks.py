@@ -122,38 +122,27 @@ class Lasting:
     """What the forwards of a loop change of a model for good, from when it is made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._before, self._state = plain_values(model), _state_of(model)
-
-    def put_back(self) -> None:
-        """Give the model back what it had before the loop."""
-        self._state.put_back()
-
-    def changes(self, model: nn.Module) -> dict[str, tuple[Any, Any]]:
-        """The plain values that are others now, before and after; none that was not there, or is not now."""
-        now = plain_values(model)
-        return {
-            name: (value, now[name])
-            for name, value in self._before.items()
-            if name in now and repr(value) != repr(now[name])
-        }
+        self._before = plain_values(model)
+        # Puts the model back.
+        self.state = _state_of(model)
 
     def warnings(self, *models: nn.Module, decides: Callable[[nn.Module], bool] | None = None) -> list[str]:
-        """A warning that names what was changed.
+        """A warning that names what was changed in one of the models; nothing that was not there before.
 
         A text says how a model computes. A number or bool may count calls, or the entries of a table:
         ``decides`` says whether a batch comes out otherwise in a model as it is now.
         """
-        changed: dict[str, tuple[Any, Any]] = {}
+        seen, shown = set[str](), dict[Any, str]()
         for model in models:
-            found = self.changes(model)
-            is_text = any(map(_has_text, found.values()))
-            if found.keys() - changed.keys() and (is_text or (decides and decides(model))):
-                changed |= found
-        shown: dict[Any, str] = {}
-        for name, (before, now) in sorted(changed.items(), key=lambda item: not _has_text(item[1])):
-            # Of layers that have all changed alike the first.
-            alike = name.rpartition(".")[2], repr(now)
-            shown.setdefault(alike, f"{name}: {before!r} before, {now!r} now")
+            now, before = plain_values(model), self._before
+            found = [name for name in before if name in now and repr(before[name]) != repr(now[name])]
+            texts = [name for name in found if _has_text((before[name], now[name]))]
+            if not seen.issuperset(found) and (texts or (decides and decides(model))):
+                for name in dict.fromkeys([*texts, *found]):
+                    # Of layers that have all changed alike the first.
+                    alike = name.rpartition(".")[2], repr(now[name])
+                    shown.setdefault(alike, f"{name}: {before[name]!r} before, {now[name]!r} now")
+            seen.update(found)
         return [_SWITCHED.format(listed(shown.values(), _NAMED))] if shown else []
 
 

@@ -219,7 +219,7 @@ def reads_rank(backend: Backend, control: ControlPlane, folder: Path) -> dict[st
         lambda index: (_seeded(index), object(), f"/tmp/{os.environ['RANK']}/{index}.png"),
         _unreadable,
     ]
-    evaluated = []
+    evaluated: list[int] = []
     for read in readers:
         on_error = "skip" if read is _unreadable else "stop"
         options = RunOptions(out=None, workers=len(evaluated) % 2, on_error=on_error)
