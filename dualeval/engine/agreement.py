@@ -25,11 +25,13 @@ from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.differences import differences, listing, structure_hint
 from dualeval.engine.evaluation import Evaluation
+from dualeval.engine.feed import hashes_of
 from dualeval.engine.folder.opening import launch_of
+from dualeval.engine.guest import Generators
 from dualeval.engine.identity import job_identity
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.machines import check_kinds_of_ranks, machine_facts
-from dualeval.engine.parts import identity_of, ids_of
+from dualeval.engine.parts import identity_of, ids_of, name_of
 from dualeval.engine.preparation import identity_of as identity_of_preparation
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
@@ -40,6 +42,10 @@ _MOST_BLOCKS = 1024
 _LEAST_BLOCK = 64  # samples
 _WORDS = 2  # int64 a block: 128 bits of the hash of its contents
 _NAMED_AT_MOST = 4
+_WHOLE = (
+    "Pass the whole data set on every rank, without a DistributedSampler, a Subset or a share of its own: "
+    "dualeval divides the samples among the ranks"
+)
 _AT_ONCE = 1 << 23  # hashes of ids that rank 0 compares: 64 MB
 
 
@@ -91,6 +97,7 @@ def agree(
             "host": socket.gethostname(),
             "launch": launch_of(world),
             "ids": ids,
+            "probe": _probe(evaluation),
         }
     )
     hosts = [rank["host"] for rank in everyone]
@@ -102,6 +109,7 @@ def agree(
     job["contents"] = _contents_fingerprint(dataset, plan.num_samples, backend, run.control)
     machines = [rank["machine"] for rank in everyone]
     check_kinds_of_ranks(machines, hosts, mix=options.mix_machines)
+    _check_samples(evaluation, machines, hosts, [rank["probe"] for rank in everyone])
     return {
         "job": job,
         "machine": machines[0],
@@ -114,6 +122,35 @@ def agree(
         "fingerprint": sha256_of_json(job),
         "samples_digest": joined(plan.num_samples, [rank["ids"] for rank in everyone]),
     }
+
+
+def _probe(evaluation: Evaluation) -> dict[int, str | None]:
+    """Hashes of the first and the last sample, where the user's code reads them."""
+    dataset, run = evaluation.dataset, evaluation.run
+    wrapped = getattr(dataset, "wrapped", dataset)
+    is_ours = type(wrapped).__module__.partition(".")[0] == "dualeval"
+    if run.backend.world.size == 1 or is_ours or getattr(dataset, "in_memory", False):
+        return {}
+    generators = Generators()
+    hashes = hashes_of(dataset, evaluation.task, places := [0, evaluation.plan.num_samples - 1], run.workers)
+    generators.put_back()
+    return dict(zip(places, hashes, strict=True))
+
+
+def _check_samples(
+    evaluation: Evaluation, machines: list[Any], hosts: list[str], probes: list[dict[str, str | None]]
+) -> None:
+    """Check that a sample is the same on ranks of one kind of machine, where it is the same each time."""
+    for rank, probe in enumerate(probes):
+        first = machines.index(machines[rank])
+        for place, found in probe.items():
+            if None not in (found, probes[first][place]) and found != probes[first][place]:
+                raise UsageError(
+                    f"sample {name_of(evaluation.dataset, int(place))} is another one on rank {rank} on "
+                    f"{hosts[rank]} than on rank {first} on {hosts[first]}. {_WHOLE}. If "
+                    "its __getitem__ reads the rank (RANK, torch.distributed.get_rank()) or the host, take "
+                    "that out; if it reads files, compare them on both hosts"
+                )
 
 
 def _numbers_of(world: World) -> dict[str, int]:
@@ -158,8 +195,13 @@ def check_same_job(
             raise UsageError(
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
                 "Start every rank with the same options, data and weights."
-                f"{_weights_hint(differing)}{structure_hint(differing)}"
+                f"{_samples_hint(differing)}{_weights_hint(differing)}{structure_hint(differing)}"
             )
+
+
+def _samples_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """A sentence on ranks that have other samples; else empty."""
+    return f" ({_WHOLE}.)" if {"samples", "data"} & {name for name, _, _ in found} else ""
 
 
 def _weights_hint(found: Sequence[tuple[str, Any, Any]]) -> str:

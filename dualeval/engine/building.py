@@ -17,7 +17,7 @@ from dualeval.engine.forward import settle_layout
 from dualeval.engine.guest import Snapshot
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.parts import drawn
-from dualeval.engine.preparation import check_model, prepare
+from dualeval.engine.preparation import check_initialized, check_model, prepare
 from dualeval.engine.rounds import settle_schedule
 from dualeval.engine.run_state import Run
 from dualeval.engine.samples import as_dataset
@@ -87,6 +87,7 @@ def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
     is_divided = run.options.shard is not None
     with numerics.autocast(run.options.precision, run.device):
         model = task.build_late(run.device) if is_divided else task.build_model(run.device)
+    check_initialized(model)
     if is_divided:
         check_owned(task, model, caller)
         return model

@@ -34,6 +34,8 @@ from dualeval.tasks import Task
 
 # Each batch under way holds activations of its own; more cores than this want more ranks.
 _MOST_THREADS = 16
+# Bytes of a buffer that each thread has for itself.
+_SMALL = 1 << 20
 # Their names begin with it.
 THREADS = "dualeval-compute"
 Columns = Mapping[str, Column]
@@ -85,6 +87,8 @@ class Compute:
         self._task = task
         self._autocast = numerics.autocast_of(precision, device)
         self._model = model
+        # Those that compute: of several threads each its own.
+        self.models = [model]
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
         # What the model's code has changed in the threads; for `NumericSettings.check_after_loop`.
@@ -93,16 +97,23 @@ class Compute:
         # Batches that may be under way before the oldest is to be waited for.
         self.ahead = self._accelerator.batches_ahead
         if threads > 1:
+            self.models = [copy_sharing_tensors(model) for _ in range(threads)]
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
-            for _ in range(threads):
-                copies.put(copy_sharing_tensors(model))
-            self._pool = ThreadPoolExecutor(threads, THREADS, self._take_copy, (copies,))
+            for each in self.models:
+                copies.put(each)
+            caches = torch.is_autocast_cache_enabled()
+            self._pool = ThreadPoolExecutor(threads, THREADS, self._take_copy, (copies, caches))
             # One more than can run is started, so that no thread waits while this one records a batch.
             self.ahead = threads
 
-    def _take_copy(self, copies: queue.SimpleQueue[nn.Module]) -> None:
+    def _take_copy(self, copies: queue.SimpleQueue[nn.Module], caches_casts: bool) -> None:
         # Settings of a thread, which a new one does not inherit.
         numerics.set_thread()
+        if (
+            not caches_casts
+        ):  # in a caller's autocast: the end of a thread's outermost one would empty its cache
+            torch.set_autocast_cache_enabled(False)
+            torch.autocast_increment_nesting()
         self._own.model = copies.get_nowait()
 
     def __enter__(self) -> Compute:
@@ -153,9 +164,15 @@ class Compute:
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)
+    """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared.
+
+    But small buffers: a forward may write into these, as longrope does into its frequencies.
+    """
+    known = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    small = [each for each in model.buffers() if _is_plain(each, _HOST) and each.nbytes <= _SMALL]
+    # Elsewhere in memory last bits may be others.
+    alike = [each for each in small if each.is_contiguous() and each.data_ptr() % 64 == 0]
+    return copy.deepcopy(model, known | {id(buffer): buffer.detach().clone() for buffer in alike})
 
 
 class Uploads:

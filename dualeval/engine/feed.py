@@ -26,6 +26,7 @@ from torch import Tensor
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.compute import Uploads, map_batch
 from dualeval.engine.control.progress import Stage
+from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.nests import zeros_like
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import index_of, name_of
@@ -178,6 +179,28 @@ class Reader(torch.utils.data.Dataset[Read]):
                 "data set a method placeholder(index) that returns a sample of the same shape, or mend or "
                 "remove the sample, and run with --on-error stop."
             ) from error
+
+
+class _Hashing(Reader):
+    """Gives the hash of each sample in its place; None where it cannot be read, or is another each time."""
+
+    def __getitem__(self, indices: range) -> Read:
+        try:
+            # Absolute paths, dates and devices may differ by host: of those their kind alone.
+            first, again = (Hasher().digest(self._dataset.__getitems__(indices)).hex() for _ in range(2))
+        except Exception:  # noqa: BLE001 - what is wrong with a sample is said when it is evaluated
+            return None, ()
+        return first if first == again else None, ()
+
+
+def hashes_of(dataset: Dataset, task: Task, samples: Iterable[int], workers: int) -> list[str | None]:
+    """Hashes of single samples, read in a process where the loop reads in some."""
+    alone, reader = (range(each, each + 1) for each in samples), _Hashing(dataset, task)
+    feed = Feed(reader, alone, workers=min(workers, 1), device=torch.device("cpu"))
+    try:
+        return [found for found, _ in feed]
+    finally:
+        feed.close()
 
 
 class _Sending(torch.utils.data.Dataset[bytes]):

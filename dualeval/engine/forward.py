@@ -18,7 +18,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial, layout_of
-from dualeval.engine.looks import look
+from dualeval.engine.looks import Lasting, as_before, differing, look
 from dualeval.engine.loop import Loop, compute_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -49,6 +49,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
         looked = look(evaluation, loop.remaining, partial(compute_of, evaluation))
         loop.times["look"] = perf_counter() - start
         evaluation.run.note_all([*looked.notes, *(looked.unlike or [])])
+        lasting = Lasting(evaluation.model)
         with compute_of(evaluation, looked.threads) as compute:
             under_way = UnderWay(evaluation, loop, compute)
             for work, data in loop.read():
@@ -56,7 +57,10 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
                 under_way.count(all_but=compute.ahead)
             under_way.count()
     loop.times["compute"] = under_way.compute_s
-    loop.unlike = looked.unlike
+    # Where the same numbers do not come twice anyway, none are compared.
+    decides = None if looked.unlike else partial(_decides, evaluation, loop, lasting)
+    switched = lasting.warnings(*compute.models, decides=decides)
+    loop.unlike = [*(looked.unlike or []), *switched] if switched else looked.unlike
     loop.notes = [*looked.of_reading, *loop.notes]
     return settings.check_after_loop(compute.changed_settings)
 
@@ -98,11 +102,37 @@ def evaluate_alone(
     evaluation: Evaluation, samples: range
 ) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would."""
-    columns, failed = compute_alone(evaluation, samples, partial(_columns_of, evaluation))
+    columns, failed = _again(evaluation, samples)
     if columns is None:
         raise unreadable(evaluation.dataset, failed[0])
     columns = evaluation.with_data(columns, samples)
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
+
+
+def _again(
+    evaluation: Evaluation, samples: range, begin: Callable[[], object] = lambda: None
+) -> tuple[Mapping[str, Any] | None, tuple[FailedSample, ...]]:
+    """Read and compute one batch by itself, as the loop would; model and task are as before, then."""
+    with as_before(evaluation.model, evaluation.task):
+        begin()
+        return compute_alone(evaluation, samples, partial(_columns_of, evaluation))
+
+
+def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Module) -> bool:
+    """Whether this rank's first or last batch comes out otherwise in a model as the loop has left it."""
+    world, plan = evaluation.run.backend.world, evaluation.plan
+    mine = loop.remaining[world.rank :: world.size] or loop.remaining  # of a dynamic schedule any
+    evaluation.run.control.progress.step("forward")
+    for batch in {plan.chunk_batches(mine[0])[0], plan.chunk_batches(mine[-1])[-1]}:
+        samples = plan.batch_samples(batch)
+        try:
+            before, _ = _again(evaluation, samples, lasting.state.put_back)
+            now, _ = _again(replace(evaluation, model=model), samples)
+        except Exception:  # noqa: BLE001 - in the loop it could be computed; the run is not lost for it
+            return True
+        if differing(before or {}, now or {}):
+            return True
+    return False
 
 
 def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
@@ -113,7 +143,10 @@ def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> Ev
 def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Mapping[str, Any]:
     """What ``postprocess`` gives for the first samples that can be read: which columns there are."""
     evaluation = Evaluation(task=task, dataset=dataset, model=model, plan=plan_of(dataset, run), run=run)
-    return of_first(evaluation, partial(_columns_of, evaluation))
+    # One that looks at its columns keeps what its first observe has found.
+    keeps = type(task).see is not Task.see
+    with as_before(model, None if keeps else task):
+        return of_first(evaluation, partial(_columns_of, evaluation))
 
 
 def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> None:

@@ -14,13 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dualeval.backends.base import Backend
 from dualeval.engine.accelerator import random_states, set_random_states
@@ -49,6 +51,8 @@ OF_METRIC = ("update", "compute")
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 _LISTS = (list, set, deque)
+_NO_CONFIGS = (nn.Module, Tensor, type, ModuleType, FunctionType)
+_VALUES = (*_PLAIN, *_LISTS, type(None), tuple, dict, frozenset, torch.dtype, torch.device)
 # Bytes of an array that is compared by content; attributes of an object.
 _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 
@@ -58,6 +62,8 @@ class Snapshot:
 
     def __init__(self, largest: float = math.inf) -> None:
         self._left = largest
+        # Several modules may share one.
+        self._configs: dict[int, Kept] = {}
         self._modules: dict[int, _Module] = {}
         self._tensors: dict[int, _Tensor] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -71,6 +77,9 @@ class Snapshot:
                 for parameter in module._parameters.values():
                     self._note(parameter, keeps_values=False)
                 self._note_buffers(module)
+                for value in self._modules[id(module)].attributes.values():
+                    if id(value) not in self._configs and is_config(value):
+                        self._configs[id(value)] = Kept(value, ())
 
     def knows(self, model: nn.Module) -> bool:
         """Whether a part of a model belongs to one that is remembered."""
@@ -83,7 +92,7 @@ class Snapshot:
 
     def _note_buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not is_lazy(buffer):
                 if not isinstance(module, torch.jit.ScriptModule):
                     self._buffers.append((module, name, buffer))
                 size = buffer.numel() * buffer.element_size()
@@ -91,7 +100,7 @@ class Snapshot:
                 self._left -= size if size <= self._left else 0
 
     def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
-        if tensor is not None and id(tensor) not in self._tensors:
+        if tensor is not None and not is_lazy(tensor) and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
 
     def take(self, model: nn.Module) -> nn.Module:
@@ -140,8 +149,14 @@ class Snapshot:
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""
         reshard(module.module for module in self._modules.values())
-        for module in self._modules.values():
+        # Where a first forward has written into parameters, what says that it has stays, too.
+        held = [
+            each for module in self._modules.values() for each in module.dicts.get("_parameters", {}).values()
+        ]
+        for module in self._modules.values() if not any(map(self._is_written, held)) else ():
             module.put_back()
+        for config in self._configs.values():
+            config.put_back()
         for owner, name, buffer in self._buffers:
             if owner._buffers.get(name) is not buffer:
                 owner._buffers[name] = buffer
@@ -164,7 +179,7 @@ class Snapshot:
                     name for name, value in before.items() if self._is_written(value) and name not in names
                 ]
                 found += [f"{kind}.{name}" for name in names]
-        return found
+        return [*found, *(place for config in self._configs.values() for place in config.changes())]
 
     def _is_written(self, value: Any) -> bool:
         return (
@@ -176,7 +191,7 @@ class Snapshot:
         for module in self._modules.values():
             # Others may have taken their places for the evaluation.
             for name, parameter in module.dicts.get("_parameters", {}).items():
-                if parameter is not None and self._tensors[id(parameter)].is_changed:
+                if self._is_written(parameter):
                     raise UsageError(
                         f"the evaluation has changed the parameter {name!r} of a "
                         f"{type(module.module).__name__} in place, and its values before are not kept: let "
@@ -273,10 +288,11 @@ def as_it_was(task: Task) -> Iterator[Snapshot]:
     """Put back at the end what an evaluation of a task may change in the process and in the task's models.
 
     The models are those that are inside of the task, or of what its ``build_model`` names, and the one that
-    it returns. Put back are, of every module, its attributes, and with them its mode (the objects
-    that they were, not what was written into them), its hooks and its parts; of parameters and buffers their
-    device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of Python's, numpy's
-    and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's other settings.
+    it returns. Put back are, of every module, its attributes and those of its configs, and with them its mode
+    (the objects that they were, not what was written into them), its hooks and its parts; of parameters and
+    buffers their device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of
+    Python's, numpy's and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's
+    other settings.
     """
     snapshot = Snapshot()
     for model in _models_of(task):
@@ -418,8 +434,44 @@ class Kept:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    found = getattr(owner, "__dict__", None)
+    try:  # not by getattr: a proxy answers with what it stands for
+        found = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
     return found if type(found) is dict else {}
+
+
+def plain_values(model: nn.Module) -> dict[str, Any]:
+    """The plain values among the attributes of a model's modules and their configs, by name."""
+    found, configs = dict[str, Any](), set[int]()
+    for name, module in model.named_modules():
+        for attribute, value in list(vars(module).items()):
+            held = {f"{name}.{attribute}".lstrip("."): value}
+            if id(value) not in configs and is_config(value):
+                configs.add(id(value))
+                held = {f"{place}.{key}": each for place in held for key, each in _attributes(value).items()}
+            for place, each in held.items():
+                # Transformers keeps a length as a tensor of one number.
+                is_number = type(each) is Tensor and each.ndim == 0 and not each.is_meta
+                plain = each.item() if is_number else each
+                if _is_plain(plain):
+                    found[place] = plain
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, Enum)
+
+
+def is_config(value: Any) -> bool:
+    """Whether an object holds values alone, as the configs of transformers do: no module, tensor, handle."""
+    held = {} if issubclass(type(value), _NO_CONFIGS) else _attributes(value)
+    return bool(held) and all(
+        type(each) in _VALUES or (bool(_attributes(each)) and not issubclass(type(each), _NO_CONFIGS))
+        for each in held.values()
+    )
 
 
 def _inside(value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from dualeval.columns import Column
 from dualeval.engine.compute import THREADS, Compute, is_compiled, map_batch, usable_threads
 from dualeval.engine.evaluation import Evaluation
-from dualeval.engine.guest import OF_TASK, Generators, Kept, Snapshot
+from dualeval.engine.guest import OF_TASK, Generators, Kept, Snapshot, plain_values
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.loop import read_alone
 from dualeval.engine.parts import postprocessed
@@ -110,6 +111,45 @@ def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None
         generators.put_back()
 
 
+_SWITCHED = (
+    "the loop's forwards have changed the model for good ({}): samples before and after that are computed by "
+    "two different models, so the number depends on their order, and with it on the number of processes. "
+    "Have forward leave the attribute alone, or set it before the evaluation, in the model or its config"
+)
+
+
+class Lasting:
+    """What the forwards of a loop change of a model for good, from when it is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = plain_values(model)
+        # Puts the model back.
+        self.state = _state_of(model)
+
+    def warnings(self, *models: nn.Module, decides: Callable[[nn.Module], bool] | None = None) -> list[str]:
+        """A warning that names what was changed in one of the models; nothing that was not there before.
+
+        A text says how a model computes. A number or bool may count calls, or the entries of a table:
+        ``decides`` says whether a batch comes out otherwise in a model as it is now.
+        """
+        seen, shown = set[str](), dict[Any, str]()
+        for model in models:
+            now, before = plain_values(model), self._before
+            found = [name for name in before if name in now and repr(before[name]) != repr(now[name])]
+            texts = [name for name in found if _has_text((before[name], now[name]))]
+            if not seen.issuperset(found) and (texts or (decides and decides(model))):
+                for name in dict.fromkeys([*texts, *found]):
+                    # Of layers that have all changed alike the first.
+                    alike = name.rpartition(".")[2], repr(now[name])
+                    shown.setdefault(alike, f"{name}: {before[name]!r} before, {now[name]!r} now")
+            seen.update(found)
+        return [_SWITCHED.format(listed(shown.values(), _NAMED))] if shown else []
+
+
+def _has_text(value: Any) -> bool:
+    return any(map(_has_text, value)) if isinstance(value, tuple) else isinstance(value, (str, Enum))
+
+
 def is_short(seconds: float, forwards: int, of: float) -> bool:
     """Whether some more forwards, of so many seconds together, are three seconds or a twentieth of a run."""
     return seconds <= _ALWAYS_S or forwards <= of * _PART
@@ -198,7 +238,7 @@ def differences(
     one: Mapping[str, Column], other: Mapping[str, Column], data: Any, again: Any, why: Callable[[], str]
 ) -> list[str]:
     """A warning where the same samples, read and computed twice, give other bits; ``why`` explains it."""
-    names = _differing(one, other)
+    names = differing(one, other)
     if not names:
         return []
     if data is again or digest_of(data) == digest_of(again):
@@ -211,7 +251,8 @@ def differences(
     ]
 
 
-def _differing(one: Mapping[str, Column], other: Mapping[str, Column]) -> list[str]:
+def differing(one: Mapping[str, Column], other: Mapping[str, Column]) -> list[str]:
+    """The columns that have other bits."""
     return [name for name, column in one.items() if digest_of(column) != digest_of(other.get(name))]
 
 
@@ -234,7 +275,7 @@ def _in_threads(
     except Exception as error:  # noqa: BLE001 - said: each of them could be computed alone
         problem = f"cannot be computed at the same time ({with_type(error)})"
     else:
-        unlike = [name for one, other in zip(alone, found, strict=True) for name in _differing(one, other)]
+        unlike = [name for one, other in zip(alone, found, strict=True) for name in differing(one, other)]
         if not unlike:
             return []
         problem = f"give other numbers when two are computed at the same time ({_listed(unlike)})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -72,6 +72,20 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.auto
     """Makes ``autocast``, anew for each batch: a context belongs to one thread."""
     dtype = PRECISIONS[precision]
     return partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Keep a caller's autocast out of an evaluation, and the evaluation out of the caller's cache of casts.
+
+    That cache is the process's, and may have casts of weights as they were before.
+    """
+    with ExitStack() as stack:
+        is_inside = torch.autocast_increment_nesting() > 1
+        torch.autocast_decrement_nesting()
+        for kind in sorted({"cpu", device.type}) if is_inside else ():
+            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

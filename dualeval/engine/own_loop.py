@@ -23,7 +23,7 @@ from dualeval.engine.loop import Loop, compute_alone
 from dualeval.engine.opened import open_rows
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
-from dualeval.engine.preparation import training_note
+from dualeval.engine.preparation import check_initialized, training_note
 from dualeval.engine.proving import prove, stored_batches
 from dualeval.engine.run_state import Run
 from dualeval.engine.samples import Samples, check_samples, wrap
@@ -146,7 +146,6 @@ class OwnLoop:
             numerics.settings(run.options.precision, run.backend.device, leave=_CALLERS) as settings,
             rank_0s_buffers(task.given_model, run),
         ):
-            task.compare_samples(run)
             run.note_all([*settings.notes, *training_note(task.model)])
             yield from self._learn_columns()
             evaluation = evaluation_of(task, task.dataset(), task.model, run, task.rows)
@@ -276,21 +275,6 @@ class LoopTask(Task):
         # By column, as ``_kind_for_all`` says it; known when the first batch is.
         self.kinds: dict[str, list[Any]] = {}
 
-    def compare_samples(self, run: Run) -> None:
-        """Compare a few samples over the ranks: who has shared the data out before would share it again."""
-        if run.backend.world.size == 1:
-            return
-        run.control.meet()
-        everyone = run.backend.all_gather_json(self._samples.probe())
-        for rank, probe in enumerate(everyone):
-            for own, other in zip(everyone[0], probe, strict=False):
-                if own is not None and other is not None and own != other:
-                    raise UsageError(
-                        f"rank {rank} has other samples in its data set than rank 0. Give every rank the "
-                        "whole data set, without a sampler, a shard or a Subset of its own: the session "
-                        "divides it"
-                    )
-
     def learn(self, everyone: Sequence[dict[str, list[Any]]]) -> None:
         """Learn the kinds of columns from each rank's, by name: none of one that could read nothing."""
         known = [(rank, kinds) for rank, kinds in enumerate(everyone) if kinds]
@@ -376,6 +360,8 @@ def _check_asked(dataset: Any, run: Run, collate: Any, metrics: Any, model: Any)
     check_kind("collate", collate, collate is None or callable(collate), kind)
     kind = "an nn.Module, or None"
     check_kind("model", model, model is None or isinstance(model, nn.Module), kind)
+    if model is not None:
+        check_initialized(model)
     if model is not None and is_sharded(model) and run.backend.world.size > 1:
         raise UsageError(
             "the model is sharded by fully_shard: each forward of one rank waits for all other ranks, "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualeval.engine import numerics
@@ -80,6 +81,17 @@ def prepare(
         )
         _compile(model)
     return model
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Refuse lazy layers without weights: each rank would draw its own, with another first batch."""
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"the model has lazy layers whose weights are not made yet ({listed(lazy, _LISTED_AT_MOST)}). "
+            "Call the model once where you make it, as model(inputs) with some samples, or load its weights. "
+            "On several ranks call torch.manual_seed(0) before: each has to make the same ones."
+        )
 
 
 def dtype_in(module: nn.Module, own: torch.dtype, options: RunOptions) -> torch.dtype:

@@ -19,7 +19,7 @@ from dualeval.engine.compute import Compute, Pending
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, of_first
-from dualeval.engine.looks import as_before, differences, is_short
+from dualeval.engine.looks import Lasting, as_before, differences, is_short
 from dualeval.engine.loop import Loop
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.plan import EvalPlan
@@ -63,6 +63,7 @@ def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSett
         # Those that come early wait asleep.
         evaluation.run.control.meet()
         rounds = _Rounds(evaluation, loop, compute)
+        lasting = Lasting(evaluation.model)
         try:
             rounds.run()
         except BackendError:
@@ -70,6 +71,8 @@ def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSett
                 wait_for_news(evaluation.run.control, lambda: False, within_s=_CAUSE_WITHIN_S)
             raise
     loop.times["compute"] = rounds.under_way.compute_s
+    if switched := lasting.warnings(evaluation.model):
+        loop.unlike = [*(loop.unlike or []), *switched]
     return settings.check_after_loop(compute.changed_settings)
 
 

@@ -19,7 +19,6 @@ from dualeval.engine.finish import finish, finish_share, let_go
 from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import task_attributes
-from dualeval.engine.looks import as_before
 from dualeval.engine.loop import Loop
 from dualeval.engine.opened import open_rows
 from dualeval.engine.preparation import compiler_settings, set_evaluation_mode
@@ -61,6 +60,7 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
     with ExitStack() as stack:
         # The process: what the caller's script has, and torch's numeric settings, are put back at the end.
         caller = stack.enter_context(as_it_was(task)) if run.guest else None
+        stack.enter_context(numerics.without_autocast(run.device))
         settings = stack.enter_context(numerics.settings(run.options.precision, run.device))
         # At once: a forward that fails as its default device is another one is understood by them.
         run.note_all(settings.notes)
@@ -120,8 +120,4 @@ def _rows(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Sequence[
     """The names of a task's columns; where it names none, a forward of its first samples shows them."""
     if task.rows is not None:
         return task.rows
-    # One that looks at its columns keeps what its first observe has found.
-    keeps = type(task).see is not Task.see
-    with as_before(model, None if keeps else task):
-        first = first_columns(task, dataset, model, run)
-    return tuple(task.see(first, run.options.metric))
+    return tuple(task.see(first_columns(task, dataset, model, run), run.options.metric))

@@ -162,17 +162,6 @@ class Samples:
 
         return stacked
 
-    def probe(self) -> list[str | None]:
-        """Hashes of a few samples; None of one that cannot be hashed, or is another at each reading."""
-        return [self._hash(index) for index in sorted({0, len(self) // 2, len(self) - 1})]
-
-    def _hash(self, index: int) -> str | None:
-        try:
-            first, again = (SampleHasher().digest(self.__getitems__([index])).hex() for _ in range(2))
-        except Exception:  # noqa: BLE001 - what is wrong with a sample is said when it is evaluated
-            return None
-        return first if first == again else None
-
     def fingerprint(self, count: int) -> str:
         contents = self._contents() if self._given is None else self._given
         said = f"{module_name(type(self._data).__module__)}.{self.kind} {len(self)} {count} {contents}"

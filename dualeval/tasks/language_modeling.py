@@ -127,7 +127,7 @@ class LanguageModeling(TextTask):
             refuse_unknown(ids, self._known)
         return batch
 
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def _try(self, model: nn.Module, device: torch.device) -> None:
         self._check_positions(_positions_of(model))
         self._known = text_models.known_tokens(self._model.folder, model, self._tokens.fast)
         # Of all tokens also the last one: met in the midst of a run, one too many would end a GPU's context.
@@ -135,7 +135,6 @@ class LanguageModeling(TextTask):
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
         if isinstance(self._kind, Answers):
             self._kind.end_at(text_models.end_tokens(model, self._tokens.ends), width, device)
-        return model
 
     def _check_causal(self, logits: Tensor) -> None:
         """Refuse a model that reads what follows a token: it would see the tokens that it predicts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,7 +25,7 @@ from dualeval.models.weights import (
 from dualeval.own_code import own_module
 from dualeval.tasks import Task
 from dualeval.tasks.options import PictureOptions
-from dualeval.tasks.refusals import refused_images
+from dualeval.tasks.refusals import for_a_trial, refused_images
 from dualeval.wording import nearest
 
 # What decides the numbers of picture files, and is never assumed.
@@ -320,7 +319,7 @@ class PictureTask(Task):
         """What a model gives for blank images; where it fails, what to type."""
         try:
             with torch.inference_mode():
-                return run(_for_a_trial(model))
+                return run(for_a_trial(model))
         except (DualevalError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of the model's own code any
@@ -392,12 +391,3 @@ class PictureTask(Task):
             "model": self._model.identity,
             **({"model_arguments": self._arguments()} if self._model.arguments else {}),
         }
-
-
-def _for_a_trial(model: nn.Module) -> nn.Module:
-    """A copy of the modules that shares their tensors: what a forward keeps is no part of the model."""
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    try:
-        return copy.deepcopy(model, shared)
-    except Exception:  # noqa: BLE001 - whatever stands in the way; it is then tried itself
-        return model

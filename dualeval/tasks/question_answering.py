@@ -122,7 +122,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
     def collate(self, samples: Any) -> dict[str, Any]:
         return self._encoder.collate(samples)
 
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def _try(self, model: nn.Module, device: torch.device) -> None:
         known = known_tokens(self._model.folder, model, self._vocabulary)
         self._encoder.facts = replace(self._encoder.facts, known=known)
         self._try_out(model, "a")
@@ -130,7 +130,6 @@ class QuestionAnswering(TextTask, ScoredAnswers):
             self._try_out(model, "a " * self._encoder.max_length)
         except UsageError as error:
             raise UsageError(f"{error}. {shorter(model)}") from error
-        return model
 
     def _try_out(self, model: nn.Module, context: str) -> None:
         windows, folder = self._windows_on(context), self._model.folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -210,3 +211,12 @@ def no_logits(name: str, outputs: object, images: int) -> UsageError:
         f"{begin}(images, classes). Wrap it in a module whose forward returns the tensor that is meant: "
         f"return self.model(images)[{places[0]!r}]."
     )
+
+
+def for_a_trial(model: nn.Module) -> nn.Module:
+    """A copy of the modules that shares their tensors: what a forward keeps is no part of the model."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception:  # noqa: BLE001 - whatever stands in the way; it is then tried itself
+        return model

@@ -148,7 +148,7 @@ class TextClassification(TextTask):
             return batch
         return {**batch, "targets": self._targets[[sample["row"] for sample in samples]]}
 
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+    def _try(self, model: nn.Module, device: torch.device) -> None:
         known = known_tokens(self._model.folder, model, self._vocabulary)
         self._encoder.facts = replace(self._encoder.facts, known=known)
         config, pad = getattr(model, "config", None), self._encoder.facts.pad_id
@@ -176,7 +176,6 @@ class TextClassification(TextTask):
             self._targets = number_targets(self._rows, self._label)
         else:
             self._labels, self._targets = self._classes_of_rows(names_of_classes(model, count), count)
-        return model
 
     def _classes_of_rows(self, names: Sequence[str], count: int) -> tuple[Labels, Tensor]:
         """What the labels are, and the class of each row, int64 (rows,)."""

@@ -14,6 +14,7 @@ from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights, warnings_of
 from dualeval.tasks import Task
 from dualeval.tasks.options import TextOptions
+from dualeval.tasks.refusals import for_a_trial
 
 # A folder, or from Python a module or what returns one.
 Model = str | Path | nn.Module | Callable[[], nn.Module]
@@ -36,8 +37,8 @@ class TextTask(Task):
         )
 
     @abstractmethod
-    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model, tried on the CPU, for batches on this device."""
+    def _try(self, model: nn.Module, device: torch.device) -> None:
+        """Try a copy of the model on the CPU, for batches on this device."""
 
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, try it on texts of full length, and bring it to its device."""
@@ -46,6 +47,13 @@ class TextTask(Task):
     def build_late(self, device: torch.device) -> nn.Module:
         """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
         return self._tried(self._model.build_late(), device)
+
+    def _tried(self, model: nn.Module, device: torch.device) -> nn.Module:
+        versions = [parameter._version for parameter in model.parameters()]
+        tried = for_a_trial(model)
+        self._try(tried, device)
+        # What a first forward has written into the weights is there for good: the copy knows of it.
+        return model if versions == [parameter._version for parameter in model.parameters()] else tried
 
     @property
     def loaded_weights(self) -> LoadedWeights | None:

@@ -70,6 +70,33 @@ def test_what_a_forward_stores_stays_with_its_thread() -> None:
     assert found == losses(model, 1)
 
 
+class WritesBuffer(nn.Module):
+    """Writes its input into a buffer, as longrope does its frequencies."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("seen", torch.zeros(8, FEATURES))
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.seen.copy_(features)
+        BOTH[0].wait(10)
+        logits: Tensor = self.linear(self.seen)
+        return logits
+
+
+BOTH = [threading.Barrier(2)]
+
+
+def test_what_a_forward_writes_into_a_small_buffer_stays_with_its_thread() -> None:
+    model = WritesBuffer()
+    found = losses(model, 2)
+    BOTH[0] = threading.Barrier(1)
+    assert found == losses(model, 1)
+
+
 def test_an_error_in_a_thread_is_raised_where_it_is_waited_for() -> None:
     with Compute(TinyTask(1), nn.Linear(FEATURES + 1, CLASSES), CPU, "fp32", 2) as compute:
         pending = compute.start(batch(0))

@@ -106,7 +106,10 @@ def test_ranks_on_two_machines_say_so(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scenario", "words"),
     [
-        ("another_job", ["rank 1 on", "samples: 20 on rank 0, 21 here"]),
+        (
+            "another_job",
+            ["rank 1 on", "samples: 20 on rank 0, 21 here", "Pass the whole data set on every rank"],
+        ),
         ("one_id_on_two_ranks", ["2 samples have the id 's0': each sample needs an id of its own"]),
         ("rank_in_the_model", [".drawn: ", "a rank, a time or a random number does not belong there"]),
     ],
@@ -118,6 +121,15 @@ def test_what_ranks_do_not_share_is_refused_on_all(
         assert report["code"] == 2
         assert all(each in report["message"] for each in words), report
     assert not (tmp_path / "out").exists()
+
+
+def test_a_data_set_that_reads_the_rank_is_refused_and_no_other(launch: Launch, tmp_path: Path) -> None:
+    for report in run_ranks(launch, "reads_rank", 2, tmp_path):
+        assert report["evaluated"] == [2, 2, 2, 1]
+        assert (report["code"], "sample 0 (index 0) is another one on rank 1" in report["message"]) == (
+            2,
+            True,
+        )
 
 
 def test_contents_are_read_once_a_node_and_compared(launch: Launch, tmp_path: Path) -> None:

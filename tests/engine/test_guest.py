@@ -289,3 +289,26 @@ def test_a_note_is_said_once_to_a_training(capsys: pytest.CaptureFixture[str]) -
     finally:
         torch.distributed.destroy_process_group()
     assert capsys.readouterr().err.count("was in training mode") == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_outer_autocast_stays_outside(threads: int) -> None:
+    """It keeps casts of weights as they were: those of the training, and none of an evaluation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    model: Any = make_model().eval()
+    rows = torch.rand(8, FEATURES)
+    task = TrainedTask(model)
+    task.thread_safe = True
+    run = functools.partial(evaluate, task, batch_size=16, precision="amp-bf16")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            old = model(rows)
+            with torch.no_grad():
+                for parameter in model[-1].parameters():
+                    parameter.mul_(-3)
+            inside = run()
+            assert torch.equal(model(rows), old)
+        assert inside.metrics_digest == run().metrics_digest
+    finally:
+        torch.set_num_threads(before)

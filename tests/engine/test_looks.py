@@ -18,6 +18,8 @@ import dualeval
 from dualeval.engine import looks
 from dualeval.metrics import Mean, Measured, Rows
 from dualeval.result import Result
+from tests import sessions
+from tests.tiny import CLASSES, FEATURES, TinyTask
 
 SAMPLES, BATCH = 320, 16
 STORE: dict[str, Tensor] = {}
@@ -417,3 +419,113 @@ def test_a_look_that_fails_ends_no_run(evaluate: Evaluate, monkeypatch: pytest.M
     result, said = evaluate(Net())
     assert "could not be computed twice (BlockingIOError: there is one already)" in said
     assert result.deterministic is None and result.metrics == wanted.metrics
+
+
+class Config:
+    """Values that several modules share, as transformers' configs."""
+
+    def __init__(self) -> None:
+        self.kind, self.names = "sparse", ["first"]
+
+
+class Switches(Net):
+    """Changes itself at a sample whose first feature is 9; ``of`` says what."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.config, self.calls, self.scale, self.mode = of, Config(), 0, 1, ("auto", 1)
+        self.cache: Any = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1  # a counter decides nothing
+        self.cache = str(len(rows))  # nor does what was not there
+        if (rows[:, 0] == 9).any():
+            self.config.names.append("last")
+            if self.of == "config":
+                self.config.kind = "full"
+            elif self.of == "tuple":
+                self.mode = ("full", 2)
+            elif self.of == "number":
+                self.scale = 3
+        out: Tensor = (
+            super().forward(rows) * self.scale + (self.config.kind == "full") + (self.mode[0] == "full")
+        )
+        return out
+
+
+def with_switch(at: int) -> TensorDataset:
+    rows, targets = data()[:]
+    rows[at, 0] = 9
+    return TensorDataset(rows, targets)
+
+
+@pytest.mark.parametrize(
+    ("of", "at", "named"),
+    [
+        ("config", 200, "config.kind: 'sparse' before, 'full' now"),
+        ("tuple", 319, "mode: ('auto', 1) before, ('full', 2) now"),
+        ("number", 200, "scale: 1 before, 3 now"),
+        ("number", 14, "scale: 1 before, 3 now"),  # in the first batch, behind the samples of the look
+        ("nothing", 200, ""),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_the_loop_changes_for_good_is_a_warning(
+    evaluate: Evaluate, of: str, at: int, named: str, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    result, _ = evaluate(Switches(of), data=with_switch(at))
+    assert result.deterministic is (not named)
+    assert [named in warning for warning in result.warnings] == ([True] if named else [])
+    assert not any("names" in warning for warning in result.warnings)
+
+
+def test_a_trial_puts_back_what_configs_hold(evaluate: Evaluate) -> None:
+    kept: list[Any] = []
+
+    class Shows(Switches):
+        def forward(self, rows: Tensor) -> Tensor:
+            kept.append((self.config.kind, list(self.config.names), self.calls))
+            return super().forward(rows)
+
+    model = Shows("config")
+    evaluate(
+        model,
+        data=with_switch(0),
+        observe=lambda out, batch: {"f": out[:, 0]},
+        metrics=["f"],
+        thread_safe=False,
+    )
+    assert kept[-(SAMPLES // BATCH)] == ("sparse", ["first"], 0)
+    assert (model.config.kind, model.config.names) == ("sparse", ["first"])  # of a guest all is as before
+
+
+class Rescales(nn.Linear):
+    """Halves its weights at its first forward, for good, as RWKV does."""
+
+    is_done = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if not self.is_done:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            self.is_done = True
+        return super().forward(rows)
+
+
+class RescalesTask(TinyTask):
+    thread_safe = None  # type: ignore[assignment]
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        torch.manual_seed(0)
+        model = Rescales(FEATURES, CLASSES)
+        if self._seed:
+            model(torch.ones(1, FEATURES))
+        return model
+
+
+def test_a_forward_that_writes_weights_once_is_not_undone_by_halves() -> None:
+    found = [
+        sessions.evaluate(RescalesTask(100, seed=seed), batch_size=10).metrics["loss"] for seed in (0, 1)
+    ]
+    assert found[0] == found[1]

@@ -6,9 +6,8 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from dualeval.engine.own_loop import LoopTask, OwnLoop
-from dualeval.engine.samples import wrap
+from dualeval.engine.own_loop import OwnLoop
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.result import Result, read_status
@@ -349,15 +347,6 @@ def test_the_loop_of_the_docs_runs_as_it_stands(launch: Launch, tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
-@pytest.mark.parametrize("shared_out", [False, True])
-def test_a_rank_with_a_share_of_its_own_is_refused(shared_out: bool) -> None:
-    """Its length and its attributes may be the same, so that nothing but its samples tell."""
-    everything = torch.arange(20.0)
-    own, other = (everything[::2], everything[1::2]) if shared_out else (everything, everything)
-    task = LoopTask(wrap(own), None, None, None)
-    answers: Any = [wrap(own).probe(), wrap(other).probe()]
-    backend = SimpleNamespace(world=SimpleNamespace(size=2), all_gather_json=lambda _: answers)
-    of_two: Any = SimpleNamespace(backend=backend, control=SimpleNamespace(meet=lambda: None))
-    refused = pytest.raises(UsageError, match="rank 1 has other samples in its data set than rank 0")
-    with refused if shared_out else nullcontext():
-        task.compare_samples(of_two)
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="lazy layers whose weights are not made yet"):
+        run(model=torch.nn.LazyLinear(2))

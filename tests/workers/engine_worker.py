@@ -31,7 +31,7 @@ from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.ragged_task import RaggedTask
 from tests.sessions import joined, run_task
-from tests.tiny import EVERY_METRIC, TinyDataset, TinyTask
+from tests.tiny import EVERY_METRIC, FEATURES, TinyDataset, TinyTask
 
 _PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather")
 
@@ -172,6 +172,63 @@ def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> 
             return model
 
     return told(lambda: run_task(Ranked(10), backend, control, RunOptions(out=folder / "out")), control)
+
+
+class Reading:
+    """Two samples, read by a function."""
+
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+
+class ReadTask(TinyTask):
+    """Its samples are a data set of somebody's own."""
+
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        super().__init__(2)
+        self._data = Reading(read)
+
+    def dataset(self) -> Any:
+        return self._data
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        return super().collate([(sample[0], 1) for sample in samples])
+
+
+def _seeded(seed: int) -> Tensor:
+    return torch.rand(FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+def _unreadable(index: int) -> Any:
+    if index == 1:
+        raise OSError("gone")
+    return (_seeded(0),)
+
+
+def reads_rank(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Samples that are random, seeded each, without bytes, unreadable; at last by rank."""
+    readers: list[Callable[[int], Any]] = [
+        lambda index: (torch.rand(FEATURES),),
+        lambda index: (_seeded(index),),
+        lambda index: (_seeded(index), object(), f"/tmp/{os.environ['RANK']}/{index}.png"),
+        _unreadable,
+    ]
+    evaluated: list[int] = []
+    for read in readers:
+        on_error = "skip" if read is _unreadable else "stop"
+        options = RunOptions(out=None, workers=len(evaluated) % 2, on_error=on_error)
+        evaluated.append(run_task(ReadTask(read), backend, control, options).samples["evaluated"])
+    task = ReadTask(lambda index: (_seeded(2 * index + int(os.environ["RANK"])),))
+    return {
+        "evaluated": evaluated,
+        **told(lambda: run_task(task, backend, control, RunOptions(out=None)), control),
+    }
 
 
 class NumberedTask(WatchedTask):
@@ -410,6 +467,7 @@ SCENARIOS = {
     for scenario in (
         *(collectives, apart_again, together, broken, one_fails_in_the_loop),
         *(one_fails_before_the_loop, another_job, one_id_on_two_ranks, two_machines, rank_in_the_model),
+        reads_rank,
         *(numbered, contents, nothing_written, ragged, torchmetrics, scores, manners),
     )
 }
