@@ -298,13 +298,13 @@ def test_an_outer_autocast_stays_outside(threads: int) -> None:
     torch.set_num_threads(threads)
     model, rows = make_model().eval(), torch.rand(8, FEATURES)
     task = TrainedTask(model)
-    task.thread_safe = True  # type: ignore[assignment]
+    task.thread_safe = True
     run = functools.partial(evaluate, task, batch_size=16, precision="amp-bf16")
     try:
         with torch.autocast("cpu", torch.bfloat16):
             old = model(rows)
             with torch.no_grad():
-                for parameter in model[-1].parameters():
+                for parameter in cast(nn.Sequential, model)[-1].parameters():
                     parameter.mul_(-3)
             inside = run()
             assert torch.equal(model(rows), old)
