@@ -102,7 +102,7 @@ def evaluate_alone(
     evaluation: Evaluation, samples: range
 ) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would."""
-    columns, failed = _again(evaluation, samples)
+    columns, failed = compute_alone(evaluation, samples, partial(_columns_of, evaluation))
     if columns is None:
         raise unreadable(evaluation.dataset, failed[0])
     columns = evaluation.with_data(columns, samples)
@@ -111,11 +111,11 @@ def evaluate_alone(
 
 def _again(
     evaluation: Evaluation, samples: range, begin: Callable[[], object] = lambda: None
-) -> tuple[Mapping[str, Any] | None, tuple[FailedSample, ...]]:
-    """Read and compute one batch by itself, as the loop would; model and task are as before, then."""
+) -> Mapping[str, Any]:
+    """The columns of one batch that is read and computed by itself; model and task are as before, then."""
     with as_before(evaluation.model, evaluation.task):
         begin()
-        return compute_alone(evaluation, samples, partial(_columns_of, evaluation))
+        return compute_alone(evaluation, samples, partial(_columns_of, evaluation))[0] or {}
 
 
 def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Module) -> bool:
@@ -126,11 +126,11 @@ def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Mod
     for batch in {plan.chunk_batches(mine[0])[0], plan.chunk_batches(mine[-1])[-1]}:
         samples = plan.batch_samples(batch)
         try:
-            before, _ = _again(evaluation, samples, lasting.state.put_back)
-            now, _ = _again(replace(evaluation, model=model), samples)
+            before = _again(evaluation, samples, lasting.state.put_back)
+            now = _again(replace(evaluation, model=model), samples)
         except Exception:  # noqa: BLE001 - in the loop it could be computed; the run is not lost for it
             return True
-        if differing(before or {}, now or {}):
+        if differing(before, now):
             return True
     return False
 

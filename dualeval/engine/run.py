@@ -6,7 +6,7 @@ Read ``evaluate`` from top to bottom. Each step is a room of its own; what a ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,7 @@ from dualeval.engine.finish import finish, finish_share, let_go
 from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import task_attributes
+from dualeval.engine.looks import as_before
 from dualeval.engine.loop import Loop
 from dualeval.engine.opened import open_rows
 from dualeval.engine.preparation import compiler_settings, set_evaluation_mode
@@ -101,7 +102,9 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
 
         # What is finished must be what this job gives now.
         stored = stored_batches(evaluation, opened)
-        proven = prove(evaluation, opened, stored, evaluate_again(evaluation, stored))
+        # Put back behind all of them: what a second forward gives otherwise shows a model that is unsteady.
+        with as_before(model, task) if opened.has_earlier else nullcontext():
+            proven = prove(evaluation, opened, stored, evaluate_again(evaluation, stored))
         if proven.earlier is not None:  # an earlier run's result: nothing remains
             let_go(evaluation, opened)
             return proven.earlier

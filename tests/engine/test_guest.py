@@ -305,7 +305,7 @@ def test_an_outer_autocast_stays_outside(threads: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             old = model(rows)
             with torch.no_grad():
-                for parameter in model[-1].parameters():
+                for parameter in cast(nn.Sequential, model)[-1].parameters():
                     parameter.mul_(-3)
             inside = run()
             assert torch.equal(model(rows), old)
