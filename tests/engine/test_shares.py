@@ -128,7 +128,7 @@ def test_finish_evaluates_what_is_missing(out: Path, wanted: str) -> None:
 def test_a_finish_that_breaks_is_gone_on_with(out: Path, wanted: str) -> None:
     all_shares(out, 3, 4)
     with pytest.raises(RuntimeError, match="enough"):
-        finish(out, Ending(SAMPLES, 2 + 7), evaluate_missing=True)
+        finish(out, Ending(SAMPLES, 7), evaluate_missing=True)
     check(out, finish(out, evaluate_missing=True), wanted, now=20 - 7)
 
 
@@ -136,7 +136,7 @@ def test_shares_count_before_a_finish_that_broke(out: Path, wanted: str) -> None
     """What it has saved holds parts of shares that were started after it."""
     share(out, 1)
     with pytest.raises(RuntimeError, match="enough"):
-        finish(out, Ending(SAMPLES, 2 + 7), evaluate_missing=True)
+        finish(out, Ending(SAMPLES, 7), evaluate_missing=True)
     all_shares(out, 1)
     check(out, finish(out), wanted)
 

@@ -222,6 +222,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "weights": f"random:0, untrained (fingerprint {result.weights['fingerprint'][:8]})",
         "data": f"{folder} (4 samples, fingerprint {result.data['fingerprint'][:8]}, "
         f"contents {result.data['contents'][:8]})",
+        "labels": "2 names: a, b (order of names)",
         "preprocessing": f"40 bilinear, crop 40, {IMAGENET} ({origin})",
         "job": f"batch size 64, fp32, channels-last (fingerprint {result.fingerprint[:8]})",
     }
