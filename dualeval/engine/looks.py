@@ -238,7 +238,7 @@ def _look(
                 at = samples.start - pieces[0].start
                 warnings = warnings or _of_batch(found[0], alone(samples, data), at, allowed)
         if draws and not unlike:
-            return replace(looked, threads=1, warnings=[*warnings, _DRAWS])
+            return replace(looked, warnings=[*warnings, _DRAWS])
         looked = replace(looked, unlike=unlike, warnings=warnings)
     if looked.unlike or trusted or threads == 1:
         return looked
@@ -261,8 +261,8 @@ _DRAWS = (
 _BY_BATCH = (
     "the numbers depend on the batch size: the same samples give other values in another batch ({}). "
     "A model computes so with a batch's own statistics (BatchNorm with "
-    "track_running_stats=False), or where it reads what collate pads. The numbers of batch size 1 are each "
-    "sample's own"
+    "track_running_stats=False), where it reads what collate pads, or where observe combines outputs (n, 1) "
+    "and a target (n,). The numbers of batch size 1 are each sample's own"
 )
 _RANDOM = (
     "forward or observe gives other values for the same input, as dropout does without training=self.training"

@@ -57,7 +57,8 @@ class Seeking(TinyTask):
         super().__init__(12)
         path.write_bytes(bytes(range(12)))
         self.kind, self.process = kind, os.getpid()
-        self.files = [path.open("rb", buffering=0) for _ in range(12 if kind == "many" else 1)]
+        many = range(12 if kind == "many" else 1)
+        self.files = [path.open("rb", buffering=0) for _ in many]
 
     def dataset(self) -> Any:
         return self
@@ -68,7 +69,7 @@ class Seeking(TinyTask):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         if self.kind == "own" and os.getpid() != self.process:
             self.files[0].close()
-            self.files = [Path(str(each.name)).open("rb", buffering=0) for each in self.files]
+            self.files = [open(each.name, "rb", buffering=0) for each in self.files]  # noqa: PTH123, SIM115
             self.process = os.getpid()
         found = []
         for index in indices:
