@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
+import os
 import pickle
 import re
 import shutil
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -91,6 +94,9 @@ class Reader(torch.utils.data.Dataset[Read]):
         """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
         notes: Callable[[], list[str]] | None = getattr(self._dataset, "reading_notes", None)
         return [] if notes is None else notes()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
     def __getitem__(self, indices: range) -> Read:
         """Read one batch: its data, None if no sample could be read, and the samples that failed."""
@@ -312,6 +318,9 @@ class Feed:
     def _hand_out(self) -> Generator[Read]:
         accelerator = accelerator_of(self._device)
         uploads = Uploads(accelerator)
+        # Of as many files as samples, such as pictures that are loaded later, no two processes read one.
+        several = self._workers > 1
+        kept = {} if not several or len(files := _read_by_position()) >= len(self._reader) else files
         loaded, readers = self._load()
         try:
             while True:
@@ -320,6 +329,8 @@ class Feed:
                 self.wait_s += perf_counter() - start
                 if item is None:
                     break
+                if kept:
+                    _refuse_moved(kept)
                 if isinstance(item, DualevalError):
                     raise item
                 data, failed, *notes = item
@@ -370,6 +381,29 @@ class Feed:
             )
             loaded = map(pickle.loads, loader)
         return loaded, [each for each in multiprocessing.active_children() if each not in before]
+
+
+def _read_by_position() -> dict[int, tuple[str, int]]:
+    """Path and position of each file that this process has open for reading alone."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        number = int(link.name)
+        with suppress(OSError):  # the folder's own is closed by now
+            is_file = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)
+            if is_file and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                found[number] = str(link.readlink()), os.lseek(number, 0, os.SEEK_CUR)
+    return found
+
+
+def _refuse_moved(kept: dict[int, tuple[str, int]]) -> None:
+    """Check that reading processes have moved no position in this process's files: they share it."""
+    for number, (path, position) in _read_by_position().items():
+        if number in kept and kept[number][0] == path and kept[number][1] != position:
+            raise UsageError(
+                f"the data set keeps {path} open, and its reading processes share one position in it: each "
+                "may read what another has sought. Type --workers 0 (in Python: workers=0), or open the file "
+                "in __getitem__, once a process"
+            )
 
 
 @contextmanager

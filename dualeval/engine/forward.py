@@ -42,13 +42,13 @@ _SHOWN = ("batch_size", "precision", "keep_batchnorm_fp32", "optimize")
 def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
     """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way.
 
-    Returns what the computation has changed of the settings, as sentences.
+    Returns warnings: of the first samples, and of settings that the computation has changed.
     """
     with loop.running():
         start = perf_counter()
         looked = look(evaluation, loop.remaining, partial(compute_of, evaluation))
         loop.times["look"] = perf_counter() - start
-        evaluation.run.note_all([*looked.notes, *(looked.unlike or [])])
+        evaluation.run.note_all([*looked.notes, *looked.warnings, *(looked.unlike or [])])
         lasting = Lasting(evaluation.model)
         with compute_of(evaluation, looked.threads) as compute:
             under_way = UnderWay(evaluation, loop, compute)
@@ -62,7 +62,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
     switched = lasting.warnings(*compute.models, decides=decides)
     loop.unlike = [*(looked.unlike or []), *switched] if switched else looked.unlike
     loop.notes = [*looked.of_reading, *loop.notes]
-    return settings.check_after_loop(compute.changed_settings)
+    return [*looked.warnings, *settings.check_after_loop(compute.changed_settings)]
 
 
 class UnderWay:

@@ -371,8 +371,10 @@ class Generators:
         self._devices = random_states()
 
     def are_others(self) -> bool:
-        """Whether one of the host's has drawn, or was seeded, since."""
-        drawn = random.getstate() != self._python or not torch.equal(torch.get_rng_state(), self._torch)
+        """Whether one has drawn, or was seeded, since."""
+        now = [torch.get_rng_state(), *(random_states() or ())]
+        drawn = not all(map(torch.equal, now, [self._torch, *(self._devices or now[1:])]))
+        drawn = drawn or random.getstate() != self._python
         return drawn or repr(np.random.get_state()) != repr(self._numpy)
 
     def put_back(self) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dualeval.columns import Column
@@ -30,14 +31,20 @@ from dualeval.options.choices import COMPILE
 from dualeval.tasks import Task
 from dualeval.wording import listed
 
-# Forwards of a look: the first batch three times, the second twice, and both at the same time.
-_FORWARDS = 7
+# Forwards of a look: the first batch three times, the second twice, both at the same time, and the first's
+# samples in other batches.
+_FORWARDS = 9
 # They may take this part of a run, and always so many seconds.
 _PART, _ALWAYS_S = 0.05, 3.0
 # Samples of a batch of them.
 _FEWEST, _MOST = 2, 8
 # Bytes of a buffer that is put back: quantized weights are buffers, too.
 _LARGEST = 1 << 26
+# Samples that are read twice more where the first were read within so many seconds.
+_MORE, _READ_WITHIN_S = 16, 0.2
+# What rounding may change of a column, as a part of its largest value, or of 0.1; in half precision.
+_ROUNDING, _ROUNDING_OF_HALF, _LEAST = 0.01, 0.05, 0.1
+_HALF = {torch.float16, torch.bfloat16}
 # Names in a sentence.
 _NAMED = 3
 # How long one of two batches waits for the other where they are computed at the same time.
@@ -54,6 +61,8 @@ class Looked:
     unlike: list[str] | None = None
     # For people.
     notes: Sequence[str] = ()
+    # What a reader of the numbers should know besides.
+    warnings: Sequence[str] = ()
     # What the data set says of its reading, once a process.
     of_reading: Sequence[str] = ()
 
@@ -70,14 +79,19 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..
     # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
     whole = evaluation.run.options.optimize == COMPILE or is_compiled(evaluation.model)
     batches = [plan.batch_samples(batch) for batch, _ in first]
+    start, half = batches[0][:few], few // 2
+    shifted = batches[0][half : half + few]
     computed: list[bool] = []
     try:
         with as_before(evaluation.model, evaluation.task) as reset:
-            tried = partial(_look, evaluation, first[0][1], count, computes, reset, computed)
+            tried = partial(
+                _look, evaluation, first[0][1], count, computes, reset, computed, batches[0][:_MORE]
+            )
             if not whole:
                 with suppress(Exception):  # some models want whole batches
-                    return tried([samples[:few] for samples in batches])
-            return tried(batches)
+                    beside = [shifted] if len(shifted) == few else []
+                    return tried([samples[:few] for samples in batches], [*beside, start[: len(start) // 2]])
+            return tried(batches, [] if whole else [batches[0][: len(batches[0]) // 2]])
     except Exception as error:
         # What cannot be computed once is the run's error; what cannot be computed twice is said.
         if isinstance(error, DualevalError) or not computed:
@@ -162,12 +176,21 @@ def _look(
     computes: Callable[..., Compute],
     reset: Callable[[], None],
     computed: list[bool],
+    more: range,
     pieces: Sequence[range],
+    beside: Sequence[range],
 ) -> Looked:
     task, model, step = evaluation.task, evaluation.model, evaluation.run.control.progress.step
     said: list[str] = []
-    several = read_alone(evaluation, *pieces, pieces[0], step=lambda _: step("load", chunk), notes=said)
+    # Samples of the first in other batches.
+    beside = [samples for samples in beside if samples]
+    start = perf_counter()
+    several = read_alone(
+        evaluation, *pieces, *beside, pieces[0], step=lambda _: step("load", chunk), notes=said
+    )
+    reads_fast = perf_counter() - start < _READ_WITHIN_S
     *read, again = [data for data, _ in several]
+    read, others = read[: len(pieces)], read[len(pieces) :]
     most = -(-count // evaluation.plan.batch_size)
     threads = usable_threads(task, model, evaluation.run.device, evaluation.run.threads, most)
     trusted = task.thread_safe is True
@@ -177,36 +200,46 @@ def _look(
     step("forward", chunk)
     with computes(1) as compute:
 
-        def alone(number: int, data: Any) -> Mapping[str, Column]:
+        def alone(samples: range, data: Any) -> Mapping[str, Column]:
             columns = compute.start(_copied(data))()
-            return postprocessed(task, evaluation.dataset, columns, pieces[number])
+            return postprocessed(task, evaluation.dataset, columns, samples)
 
-        found = [alone(0, read[0])]
+        found = [alone(pieces[0], read[0])]
         computed.append(True)
         before, kept, generators = _state_of(model), Kept(task, OF_TASK, model), Generators()
         start = perf_counter()
         # The second: the first may compile, or build tables, which the loop would do as well.
-        found += [alone(1, data) for data in read[1:]]
+        found += [alone(pieces[1], data) for data in read[1:]]
         seconds = (perf_counter() - start) * (_FORWARDS - 2)
         if not is_short(seconds, _FORWARDS - 2, count / len(pieces[0])):
             return replace(looked, notes=[_TOO_LONG.format(seconds)])
         changed, of_task = before.changes(), kept.changes()
-        of_task += ["the state of random numbers"] if generators.are_others() else []
 
         def why() -> str:
             if changed or kept.changes():
                 return f"from one batch to the next {_changes([*changed, *kept.changes()])}"
             return _RANDOM
 
-        unlike = differences(found[0], alone(0, again), read[0], again, why)
+        unlike = differences(found[0], alone(pieces[0], again), read[0], again, why)
+        draws = generators.are_others()
         if not unlike and not evaluation.run.workers:
             # What reading leaves in this process for observe is now another batch's, as in the loop.
             read_alone(evaluation, pieces[-1])
-            unlike = differences(found[0], alone(0, again), again, again, lambda: _BY_READING)
+            unlike = differences(found[0], alone(pieces[0], again), again, again, lambda: _BY_READING)
         if not unlike and read[1:]:
             reset()
-            unlike = differences(found[1], alone(1, read[1]), read[1], read[1], lambda: _MADE)
-        looked = replace(looked, unlike=unlike)
+            unlike = differences(found[1], alone(pieces[1], read[1]), read[1], read[1], lambda: _MADE)
+        if not unlike and reads_fast:
+            [(one, _), (other, _)] = read_alone(evaluation, more, more)
+            unlike = differences({}, {}, one, other, why)
+        warnings, allowed = list[str](), _ROUNDING_OF_HALF if _has_half(evaluation) else _ROUNDING
+        for samples, data in zip(beside, others, strict=True) if not unlike else ():
+            with suppress(Exception):  # some models want batches of one size
+                at = samples.start - pieces[0].start
+                warnings = warnings or _of_batch(found[0], alone(samples, data), at, allowed)
+        if draws and not unlike:
+            return replace(looked, warnings=[*warnings, _DRAWS])
+        looked = replace(looked, unlike=unlike, warnings=warnings)
     if looked.unlike or trusted or threads == 1:
         return looked
     if of_task:
@@ -220,10 +253,22 @@ _KEPT = (
     "from one batch to the next, {}: the batches are computed one at a time. In Python let the outputs of "
     "forward hold what observe reads; or give thread_safe=True if no number depends on it"
 )
+_DRAWS = (
+    "forward or observe draws random numbers. The first samples came to the same values twice, but others "
+    "may not: another run, or another number of processes, may give another result. Turn off what draws, as "
+    "dropout with training=self.training"
+)
+_BY_BATCH = (
+    "the numbers depend on the batch size: the same samples give other values in another batch ({}). "
+    "A model computes so with a batch's own statistics (BatchNorm with "
+    "track_running_stats=False), where it reads what collate pads, or where observe combines outputs (n, 1) "
+    "and a target (n,). The numbers of batch size 1 are each sample's own"
+)
 _RANDOM = (
     "forward or observe gives other values for the same input, as dropout does without training=self.training"
 )
 _MADE = "what is made of the first batch decides those of others, and each process begins with another one"
+_OTHER_DATA = "the data set gives other values each time it is read. Leave random augmentation out"
 _BY_READING = (
     "forward or observe reads what is kept when a batch is read, and batches are read ahead of the one that "
     "is computed. Have collate put it into the batch"
@@ -239,16 +284,48 @@ def differences(
 ) -> list[str]:
     """A warning where the same samples, read and computed twice, give other bits; ``why`` explains it."""
     names = differing(one, other)
-    if not names:
+    # Where no column differs, tensors alone: an object, or the time of reading, may decide nothing.
+    of_data = (lambda batch: batch) if names else _tensors_in
+    is_other = data is not again and digest_of(of_data(data)) != digest_of(of_data(again))
+    if not names and not is_other:
         return []
-    if data is again or digest_of(data) == digest_of(again):
-        cause = why()
-    else:
-        cause = "the data set gives other values each time it is read. Leave random augmentation out"
+    cause = _OTHER_DATA if is_other else why()
+    again_other = f"the same samples give other numbers when they are computed again ({_listed(names)}): "
     return [
-        f"the same samples give other numbers when they are computed again ({_listed(names)}): "
-        f"{cause}. Another run, or another number of processes, gives another result"
+        f"{again_other if names else ''}{cause}. Another run, or another number of processes, gives another "
+        "result"
     ]
+
+
+def _has_half(evaluation: Evaluation) -> bool:
+    kinds = {parameter.dtype for parameter in evaluation.model.parameters()}
+    return evaluation.run.options.precision not in ("fp32", "tf32") or bool(kinds & _HALF)
+
+
+def _tensors_in(batch: Any) -> list[Tensor]:
+    found: list[Any] = []
+    map_batch(found.append, batch, found.append)
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def _of_batch(
+    one: Mapping[str, Column], other: Mapping[str, Column], first: int, allowed: float
+) -> list[str]:
+    """A warning where samples have other values beyond rounding in a batch that begins at ``first``."""
+    tensors = {name: column for name, column in one.items() if isinstance(column, Tensor)}
+    # Of whole numbers, as classes, few may be others by rounding; where there are others, these decide.
+    floats = {name: column for name, column in tensors.items() if column.is_floating_point()}
+    for name, column in (floats or tensors).items():
+        there = other[name]
+        if not isinstance(there, Tensor) or there.shape[1:] != column.shape[1:]:
+            continue
+        here = column[first:][: len(there)].double()
+        apart = (here - there[: len(here)].double()).abs().nan_to_num(0, 0, 0)
+        size = here.abs().nan_to_num(0, 0, 0)
+        found, of = (apart.max(), size.max()) if floats else (apart.sum(), size.sum())
+        if found > allowed * max(float(of), _LEAST):
+            return [_BY_BATCH.format(name)]
+    return []
 
 
 def differing(one: Mapping[str, Column], other: Mapping[str, Column]) -> list[str]:

@@ -156,6 +156,12 @@ def observed_logits(
 
     With ``any_label`` a label that no class has is no error here: the host, which knows its sample, says it.
     """
+    if logits.ndim != 2 or len(logits) != len(target):
+        raise UsageError(
+            f"the model returned the shape {tuple(logits.shape)} for a batch of {len(target)}, expected "
+            f"({len(target)}, classes). A squeeze() without a dimension drops that of a batch of one sample: "
+            "write squeeze(-1), or flatten(1)"
+        )
     if late and logits.shape[1] <= _FEW_CLASSES:
         return LogitColumns(logits, target, top, read, any_label)
     known = _known(target, logits) if any_label else target

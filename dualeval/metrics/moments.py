@@ -63,6 +63,12 @@ def numbers_of(metric: str, column: str, values: Any) -> Tensor:
     if not isinstance(values, Tensor) or values.numel() != len(values):
         is_tensor = isinstance(values, Tensor)
         has = f"has shape {tuple(values.shape)}" if is_tensor else f"is {type(values).__name__}"
+        rows = len(values)
+        if is_tensor and tuple(values.shape) == (rows, rows):
+            raise UsageError(
+                f"{whose} {has}, for {rows} samples: torch broadcasts outputs ({rows}, 1) and a target "
+                f"({rows},) to one number for each pair of samples. In observe write outputs[:, 0]"
+            )
         raise UsageError(
             f"{whose} {has}: it takes one number a sample. Make one in observe, as by .mean(1), or a sum and "
             "a count, whose Ratio is the mean over all values"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Sequence
@@ -47,6 +48,58 @@ def test_batches_come_in_order(workers: int) -> None:
     assert [len(batch.data["targets"]) for batch in fed] == [4, 4, 1]
     assert fed[1].data["targets"].tolist() == [index * 31 % 7 for index in range(8, 12)]
     assert all(batch.failed == () for batch in fed)
+
+
+class Seeking(TinyTask):
+    """Reads from files that were opened before the reading processes: one, one in each process, or many."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        super().__init__(12)
+        path.write_bytes(bytes(range(12)))
+        self.kind, self.process = kind, os.getpid()
+        many = range(12 if kind == "many" else 1)
+        self.files = [path.open("rb", buffering=0) for _ in many]
+
+    def dataset(self) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        if self.kind == "own" and os.getpid() != self.process:
+            self.files[0].close()
+            self.files = [open(each.name, "rb", buffering=0) for each in self.files]  # noqa: PTH123, SIM115
+            self.process = os.getpid()
+        found = []
+        for index in indices:
+            file = self.files[index % len(self.files)]
+            file.seek(index)
+            found.append(torch.frombuffer(bytearray(file.read(1)), dtype=torch.uint8))
+        return found
+
+    def collate(self, samples: Any) -> Any:
+        return torch.cat(samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "refused"),
+    [("one", 2, True), ("one", 1, False), ("one", 0, False), ("own", 2, False), ("many", 2, False)],
+)
+def test_reading_processes_share_no_position_in_a_file(
+    tmp_path: Path, kind: str, workers: int, refused: bool
+) -> None:
+    task = Seeking(tmp_path / "kept.bin", kind)
+    try:
+        if refused:
+            with pytest.raises(UsageError, match=r"keeps .*kept\.bin open.* --workers 0"):
+                read(task, [range(6), range(6, 12)], workers)
+        else:
+            fed = read(task, [range(6), range(6, 12)], workers)
+            assert torch.cat([batch.data for batch in fed]).tolist() == [*range(12)]
+    finally:
+        for file in task.files:
+            file.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -250,6 +250,72 @@ def test_a_data_set_that_gives_other_samples_again_is_a_warning(evaluate: Evalua
     assert result.deterministic is False
 
 
+class Crops(Augmented):
+    """Other inputs each time, which a model that is sure of them does not show."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(8), 0
+
+
+class Sure(Net):
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.tensor([100.0, 0, 0, 0]) + 0 * rows[:, :4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_other_samples_that_change_no_column_are_a_warning(evaluate: Evaluate, workers: int) -> None:
+    result, _ = evaluate(Sure(), data=Crops(), workers=workers)
+    assert result.warnings[0].startswith("the data set gives other values each time it is read")
+    assert result.deterministic is False
+
+
+class Draws(Net):
+    def hidden(self, values: Tensor) -> Tensor:
+        return values.relu() + 0 * torch.rand(())
+
+
+def test_a_draw_that_changes_no_column_of_the_first_samples_is_a_warning(evaluate: Evaluate) -> None:
+    result, said = evaluate(Draws())
+    [warning] = result.warnings
+    assert "draws random numbers" in warning and "thread_safe" not in said
+    assert result.deterministic is None and {threading.get_ident()} == THREADS
+
+
+class ByBatch(Net):
+    """Takes off what all samples of a batch have in common."""
+
+    def hidden(self, values: Tensor) -> Tensor:
+        return values - values.mean(0)
+
+
+def padded(samples: Any) -> Any:
+    rows = [row[: 2 + int(abs(row[0]) * 9) % 6] for row, _ in samples]
+    return torch.nn.utils.rnn.pad_sequence(rows, True), torch.tensor([label for _, label in samples])
+
+
+class ReadsPadding(Net):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.mean(1, keepdim=True) * torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "warned"),
+    [
+        (ByBatch, {}, True),
+        (ByBatch, {"observe": lambda out, batch: {"best": out.argmax(1)}, "metrics": ["best"]}, True),
+        (ReadsPadding, {"collate": padded}, True),
+        (Net, {"precision": "amp-bf16"}, False),
+        (Net, {"observe": lambda out, batch: {"f": out[:, 0] / 0}, "metrics": ["f"]}, False),
+    ],
+)
+def test_numbers_that_depend_on_the_batch_are_a_warning(
+    evaluate: Evaluate, made: Callable[[], nn.Module], given: dict[str, Any], warned: bool
+) -> None:
+    result, _ = evaluate(made(), **given)
+    assert any("depend on the batch size" in each for each in result.warnings) == warned
+    assert result.deterministic is True
+
+
 class WritesInput(Net):
     def forward(self, rows: Tensor) -> Tensor:
         return super().forward(rows.mul_(2))

@@ -133,6 +133,11 @@ def test_nan_rows_are_wrong_at_every_k_and_leave_the_others_alone() -> None:
     assert measure("nonfinite_logits", 10, columns).values == {"nonfinite_logits": {"nan": 3, "inf": 1}}
 
 
+def test_logits_of_one_sample_without_their_dimension_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"shape \(4,\) for a batch of 1, expected \(1, classes\).*squeeze"):
+        observed_logits(torch.zeros(4), torch.tensor([1]), 5)
+
+
 def test_infinite_logits() -> None:
     inf = math.inf
     logits = torch.tensor([[0.0, inf, 1.0], [-inf, 0.0, 1.0], [inf, -inf, 0.0], [3e38, 3e38, 3e38]])

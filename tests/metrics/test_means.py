@@ -261,6 +261,7 @@ def test_units_directions_and_names() -> None:
 @pytest.mark.parametrize(
     ("column", "said"),
     [
+        (torch.zeros(3, 3), r"has shape \(3, 3\), .* \(3, 1\) and a target \(3,\).*write outputs\[:, 0\]"),
         (torch.zeros(3, 2), r"has shape \(3, 2\): it takes one number a sample"),
         (torch.zeros(3, dtype=torch.complex64), r"is of torch\.complex64: expected bool"),
         (["a", "b", "c"], r"is list: it takes one number a sample"),

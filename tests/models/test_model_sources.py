@@ -276,6 +276,54 @@ def test_a_dynamically_quantised_model(tmp_path: Path) -> None:
 # -- arguments -----------------------------------------------------------------------------------------
 
 
+OF_MODELS = """
+import copy
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, kind, num_classes=3):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(3, num_classes), kind
+        if kind == "layers":
+            self.parts = [nn.Linear(3, 3)]
+        elif kind == "tensor":
+            self.order = torch.randperm(50)
+        elif kind == "buffer":
+            self.register_buffer("noise", torch.randn(3), persistent=False)
+        elif kind == "same":
+            self.steps, self.acts = torch.arange(3), {"relu": nn.ReLU(), "lin": self.linear}
+        elif kind == "copy":
+            self.teacher = [copy.deepcopy(self.linear)]
+        elif kind == "seeded":
+            self.order = torch.randn(3, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, images):
+        return self.linear(images.mean((2, 3)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        *[("layers", "parts"), ("tensor", "order"), ("buffer", "_buffers")],
+        *[("plain", None), ("same", None), ("copy", None), ("seeded", None)],
+    ],
+)
+def test_what_is_drawn_and_in_no_checkpoint_is_refused(
+    kind: str, named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with working_module(tmp_path, "of_models", OF_MODELS, monkeypatch):
+        model = classifiers.create("of_models:Net", 3, {"kind": kind})
+        torch.save(model.state_dict(), tmp_path / "ck.pt")
+        source = classifiers.source_of("of_models:Net", {"kind": kind})
+        if named is None:
+            source.build(weights_of_file(str(tmp_path / "ck.pt")), 3)
+        else:
+            with pytest.raises(UsageError, match=f"Net draws {named} anew each time"):
+                source.build(weights_of_file(str(tmp_path / "ck.pt")), 3)
+
+
 @pytest.mark.usefixtures("factories")
 def test_arguments_of_a_factory() -> None:
     arguments = classifiers.arguments_of(["widths=[2, 4]", "kind=wide one"])

@@ -187,8 +187,8 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"metrics": [MULTICLASS.format(2)]},
-        "refuses its columns (prediction: int32 (12,); target: int32 (12,)): preds has the class 2, not 0 to 1. "
-        "Change the metric's arguments or its columns",
+        "refuses its columns (prediction: int32 (12,); target: int32 (12,)): preds has the class 2, not 0 "
+        "to 1. Change the metric's arguments or its columns",
     ),
     ({"data": (row for row in INPUTS)}, "data is a generator ... Make a list of it, as list("),
     ({"data": lambda: INPUTS}, "the data is a function ... Call it, and give what it returns"),

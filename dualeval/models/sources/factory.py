@@ -6,19 +6,26 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dualeval.errors import UsageError
+from dualeval.models.late_building import is_building
 from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.models.weights_name import is_published_name
 from dualeval.own_code import importable
 from dualeval.wording import listed, nearest
+
+# What torch keeps in a module, but for buffers: some are in no state_dict.
+_OF_TORCH = {*vars(nn.Module())} - {"_buffers"}
+# Parameters of a model that is made again in a moment.
+_MADE_AGAIN_BELOW = 10**8
 
 
 class FactoryModel(ModelSource):
@@ -62,6 +69,27 @@ class FactoryModel(ModelSource):
             )
         return model
 
+    def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
+        model = super().load(weights, num_classes, loading)
+        beside = {} if is_building() else _in_no_checkpoint(model)
+        if not beside or sum(each.numel() for each in model.parameters()) >= _MADE_AGAIN_BELOW:
+            return model
+        again = []
+        for _ in range(2):  # of one seed: what differs then, too, as memory of torch.empty, is no draw
+            torch.manual_seed(1)
+            again.append(_in_no_checkpoint(self.create(num_classes, entry=weights.entry)))
+        one, other = again
+        stays = {name for name in one if _same(one[name], other.get(name))}
+        drawn = [name for name in beside if name in stays and not _same(one[name], beside[name])]
+        if drawn:
+            raise UsageError(
+                f"--model {self.name}: {type(model).__name__} draws {listed(drawn)} anew each time it is "
+                "made, and no checkpoint has that: the trained values are lost. Keep layers in an "
+                "nn.ModuleList, tensors by register_buffer, save again; or give the trained object to "
+                "dualeval.evaluate(model=...)"
+            )
+        return model
+
     def carried_preprocessing(self, weights: WeightsSource, num_classes: int | None) -> tuple[Any, str]:
         factory = _import_factory(self.name)
         if (own := getattr(factory, "preprocessing", None)) is not None:
@@ -73,6 +101,32 @@ class FactoryModel(ModelSource):
     def sources(self) -> list[Any]:
         """The factory and its module."""
         return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
+
+
+def _in_no_checkpoint(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Tensors that a model holds beside its state_dict, by attribute; no copies of what is in there."""
+    state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, Tensor)]
+    known, found = {*map(id, state)}, dict[str, list[Tensor]]()
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():
+            leaves = [] if name in _OF_TORCH else tree_leaves(value)
+            parts = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+            held = [*leaves, *(each for part in parts for each in [*part.parameters(), *part.buffers()])]
+            dense = [each for each in held if isinstance(each, Tensor) and each.layout is torch.strided]
+            own = [each for each in dense if id(each) not in known]
+            if own := [each for each in own if not any(_same([each], [value]) for value in state)]:
+                found[f"{place}.{name}".lstrip(".")] = own
+    return found
+
+
+def _same(one: Sequence[Tensor], other: Sequence[Tensor] | None) -> bool:
+    if other is None or [*map(_kind, one)] != [*map(_kind, other)]:
+        return False
+    return all(map(torch.equal, one, other))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.layout
 
 
 def _carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
