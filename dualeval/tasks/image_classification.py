@@ -147,6 +147,7 @@ class ImageClassification(picture_task.PictureTask):
             order=self._class_order,
             num_classes=self._data.least_classes(self._asked_classes),
             of_weights=self._classes_of_weights,
+            weights=self._source.path if self._source.entry is None else None,
         )
 
     @property
