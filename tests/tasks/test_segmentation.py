@@ -622,7 +622,7 @@ def test_pictures_that_exif_turns(
     assert torch.equal(samples[0][1], samples[1][1])
     found, over = task(tmp_path / "own").dataset().picture(0)
     assert found.size == over.size == shown[0].size
-    columns = {"target_pixels": torch.tensor([[1, 2]]), "ignored_pixels": torch.tensor([3])}
+    columns = {"target_pixels": torch.tensor([[1, 2]]), "ignored_pixels": torch.tensor([2])}
     measured = measure(PixelCheck(2), {**columns, "turned": torch.tensor([warns])})
     assert [text[:26] for text in measured.warnings] == ["EXIF turns 1 picture and n"] * warns
 
@@ -663,6 +663,16 @@ def test_palettes_that_say_that_colours_are_the_classes(
         task(tmp_path).build_model(CPU)
     typed = str(raised.value).rpartition("--mask-values ")[2]
     assert typed == "0=0,1=1,2=2,255=none"
+
+
+@pytest.mark.parametrize(
+    ("counted", "ignored", "share"), [(4, 3, ""), (3, 3, "50.0"), (1, 7, "87.5"), (0, 0, "")]
+)
+def test_most_pixels_are_ignored(counted: int, ignored: int, share: str) -> None:
+    columns = {"target_pixels": torch.tensor([[counted, 0]]), "ignored_pixels": torch.tensor([ignored])}
+    measured = measure(PixelCheck(2), {**columns, "turned": torch.tensor([False])})
+    said = [text.partition(",")[0] for text in measured.warnings if "of the pixels are ignored" in text]
+    assert said == [f"{share} % of the pixels are ignored"] * bool(share)
 
 
 def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:
