@@ -73,6 +73,10 @@ class PassedOver:
         return f"passed over: {said}" if said else ""
 
 
+_FLAT = (
+    "There is no class folder in {0}: expected {0}/CLASS/IMAGE, or the list of pictures and labels: --data "
+    "FILE.csv"
+)
 # Folders of these names alone are no classes.
 _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 
@@ -104,9 +108,10 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
         else:
             folders.append(entry.name)
     if (parts := [name for name in sorted(folders) if name.lower() in _PARTS]) == sorted(folders) and parts:
+        own = [name for name in parts if any(path.is_dir() for path in (root / name).glob("*"))]
         raise UsageError(
             f"data folder {root} holds {' and '.join(parts)}, which are parts of a data set and no classes. "
-            f"Give one of them: --data {root / parts[-1]}"
+            + (f"Give one of them: --data {root / own[-1]}" if own else _FLAT.format(root / parts[-1]))
         )
     return sorted(folders)
 

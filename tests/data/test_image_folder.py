@@ -282,6 +282,12 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
         UsageError, match=f"train and val, which are parts .* one of them: --data {tmp_path}/val"
     ):
         class_folders(tmp_path, PassedOver())
+    save(tmp_path / "flat/val/1.png")
+    with pytest.raises(
+        UsageError, match=f"no class folder in {tmp_path}/flat/val: expected {tmp_path}/flat/val/CLASS"
+    ):
+        class_folders(tmp_path / "flat", PassedOver())
+    shutil.rmtree(tmp_path / "flat")
     (tmp_path / "cat").mkdir()
     assert class_folders(tmp_path, PassedOver()) == ["cat", "train", "val"]
 

@@ -278,6 +278,18 @@ def test_two_ways_at_once(tmp_path: Path) -> None:
         task(data, class_order="size")
 
 
+def test_weights_of_another_shape_than_the_folders_have_made(tmp_path: Path) -> None:
+    torch.save({"places": torch.arange(4.0)}, tmp_path / "w.pt")
+    data = lay_out(tmp_path / "val", {"a": 0, "b": 1, "junk": 2})
+    with pytest.raises(
+        UsageError,
+        match=r"\(3,\).*for 3 classes, as the data has 3 class folders: a, b, junk\. .* --class-map FILE",
+    ):
+        task(data, weights="w.pt").build_model(CPU)
+    with pytest.raises(UsageError, match=r"Give the weights of this --model\. Where the"):
+        task(data, weights="w.pt", num_classes=3).build_model(CPU)
+
+
 PETS = ["dog", "cat", "owl"]
 BESIDE: list[tuple[dict[str, Any], bool]] = [
     # Whether the names are the folders'.

@@ -166,9 +166,10 @@ def class_names_in(content: object) -> tuple[str, tuple[str, ...]]:
     for keys in _AROUND:
         inner = content
         for key in keys:
-            inner = inner.get(key) if isinstance(inner, Mapping) else None
-        for key in _CLASSES if isinstance(inner, Mapping) else ():
-            if names := _by_index(inner.get(key)):
+            inner = dict(_items(inner)).get(key)
+        of_keys = dict(_items(inner))
+        for key in _CLASSES:
+            if names := _by_index(of_keys.get(key)):
                 return key, names
     return "", ()
 
