@@ -19,6 +19,10 @@ _OTHER_PICTURES = frozenset(
     (".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".jpe", ".jfif", ".tga", ".ico", ".psd", ".svg")
 )
 _HIDDEN = "hidden"
+# What systems make beside the user's folders: previews of a NAS, a Mac's forks, what was deleted.
+_OF_SYSTEMS = frozenset(
+    ("@eadir", "__macosx", "#recycle", "@recycle", "$recycle.bin", "lost+found", "system volume information")
+)
 _NO_EXTENSION = "without extension"
 _NAMED_AT_MOST = 8
 
@@ -29,7 +33,7 @@ class PassedOver:
 
     # How many, by extension in small letters; hidden ones under "hidden".
     files: Counter[str] = field(default_factory=Counter)
-    # How many folders have a name that begins with a dot.
+    # How many folders have a name that begins with a dot, or one that systems give.
     hidden_folders: int = 0
     # How many links lead to a folder that was read already.
     repeated_folders: int = 0
@@ -69,6 +73,10 @@ class PassedOver:
         return f"passed over: {said}" if said else ""
 
 
+_FLAT = (
+    "There is no class folder in {0}: expected {0}/CLASS/IMAGE, or the list of pictures and labels: --data "
+    "FILE.csv"
+)
 # Folders of these names alone are no classes.
 _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 
@@ -95,16 +103,21 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
         if not entry.is_dir():
             passed_over.add(entry.name)
             passed_over.beside += is_image(entry.name)
-        elif entry.name.startswith("."):
+        elif _is_hidden(entry.name):
             passed_over.hidden_folders += 1
         else:
             folders.append(entry.name)
     if (parts := [name for name in sorted(folders) if name.lower() in _PARTS]) == sorted(folders) and parts:
+        own = [name for name in parts if any(path.is_dir() for path in (root / name).glob("*"))]
         raise UsageError(
             f"data folder {root} holds {' and '.join(parts)}, which are parts of a data set and no classes. "
-            f"Give one of them: --data {root / parts[-1]}"
+            + (f"Give one of them: --data {root / own[-1]}" if own else _FLAT.format(root / parts[-1]))
         )
     return sorted(folders)
+
+
+def _is_hidden(folder: str) -> bool:
+    return folder.startswith(".") or folder.lower() in _OF_SYSTEMS
 
 
 def is_image(name: str) -> bool:
@@ -124,7 +137,7 @@ def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]
             continue
         seen.add((own.st_dev, own.st_ino))
         # In name order: of two links to one folder the first is read, whatever order the disk has.
-        shown = sorted(name for name in inner if not name.startswith("."))
+        shown = sorted(name for name in inner if not _is_hidden(name))
         passed_over.hidden_folders += len(inner) - len(shown)
         inner[:] = shown
         inside = Path(folder).relative_to(root).as_posix()

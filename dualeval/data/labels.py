@@ -61,6 +61,11 @@ class KnownClasses:
             return []
         return self._exact.get(folder, []) if exactly else self._loose.get(_simple(folder), [])
 
+    def are_named(self, folders: Sequence[str]) -> bool:
+        """Whether folders have these names, each once."""
+        loose = [tuple(self.find(folder, exactly=False)) for folder in folders]
+        return {*folders} == {*self.names} or sorted(loose) == [(index,) for index in range(len(self.names))]
+
     def nearest(self, folder: str) -> str:
         """The class names nearest to a folder's, as a sentence; "" where there is none."""
         return nearest(_simple(folder), self.names) if self.go_by_name else ""

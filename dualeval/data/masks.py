@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ _LOOKED_INTO = 64
 _LARGEST = 2**15 - 1  # classes are int16
 _TABLE = 2**16
 _MOST_TYPED = 40
+_Colour: TypeAlias = tuple[int, int, int]
 _OVERLAY = 140  # of 255: how much of a mask's colour covers the picture
 
 
@@ -195,6 +196,49 @@ class MaskedPictures(WithColumns):
                 found = np.unique(self._mask(index).numbers()).tolist()
             yield found
 
+    def check_palettes(self) -> None:
+        """Refuse first masks whose palettes say that colours are the classes, and not the numbers in them."""
+        seen: dict[_Colour, tuple[int, list[_Colour], int]] = {}
+        longest: list[_Colour] = []
+        for place in range(0 if self.rule.values else min(_LOOKED_INTO, len(self))):
+            palette: list[_Colour] = []
+            used: list[int] = []
+            with suppress(OSError, ValueError):  # the loop names it
+                image = self._mask(place).image
+                if image.mode != "P":
+                    return
+                flat = image.getpalette() or []
+                palette = [*zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
+                used = [index for index in np.unique(np.asarray(image)).tolist() if index < len(palette)]
+            longest = max(longest, palette, key=len)
+            for index in used:
+                before, its, other = seen.setdefault(palette[index], (index, palette, place))
+                # A palette may have a colour twice, as black at the end.
+                if palette[index] not in (*palette[before : before + 1], *its[index : index + 1]):
+                    raise UsageError(
+                        f"the mask {self.masks.path(other)} has the colour {palette[index]} at the number "
+                        f"{before}, and {self.masks.path(place)} at {index}: so colours are the classes. "
+                        "Write the masks anew with the number of a class a pixel: PIL.Image.fromarray("
+                        "numbers.astype('uint8')).save('mask.png'). Where the numbers are the classes, type "
+                        f"--mask-values {self._typed_values({})}"
+                    )
+        numbers = [index for index, *_ in seen.values() if index not in self.rule.ignore]
+        palette = longest[: max(numbers, default=-1) + 1]
+        usual = [_usual_colour(index) for index in range(len(palette))]
+        if palette != usual and sorted(palette) == sorted(usual):
+            to = {index: usual.index(colour) for index, colour in enumerate(palette)}
+            own = self._typed_values({index: index for index in to})
+            raise UsageError(
+                f"the palette of the masks, as {self.masks.path(0)}, has PASCAL VOC's colours in another "
+                f"order. If these are the classes, type --mask-values {self._typed_values(to)}; if the "
+                f"numbers are, --mask-values {own}"
+            )
+
+    def _typed_values(self, to: Mapping[int, int]) -> str:
+        """What is typed for the labels of the first masks, and for those that are others' classes."""
+        labels = {*self.first_labels, *to, *self.rule.ignore}
+        return _typed({label: self.rule.class_of(to.get(label, label)) for label in labels})
+
     def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
         """The picture, and the picture with the mask over it, a colour for each class, for people."""
         with self.pictures.opened(index) as file:
@@ -240,6 +284,14 @@ class MaskedPictures(WithColumns):
     def content_fingerprint(self, samples: range) -> str:
         """sha256, in hex, over what is in these pictures and masks."""
         return _joined(self.pictures.content_fingerprint(samples), self.masks.content_fingerprint(samples))
+
+
+def _usual_colour(index: int) -> _Colour:
+    """A class's colour in PASCAL VOC's palette, which most data sets have taken over."""
+    red, green, blue = (
+        sum((index >> (3 * bit + channel) & 1) << (7 - bit) for bit in range(8)) for channel in range(3)
+    )
+    return red, green, blue
 
 
 def _as_shown(picture: StoredPicture, mask: StoredPicture) -> tuple[StoredPicture, StoredPicture, bool]:

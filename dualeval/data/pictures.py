@@ -29,7 +29,7 @@ from PIL.Image import Resampling
 from torch import Tensor, from_numpy
 
 from dualeval.data.contents import HEAD, what_it_holds
-from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, Uncropped
+from dualeval.data.preprocessing import CHANNELS, Normalisation, OwnPreprocessing, Preprocessing, Uncropped
 from dualeval.errors import UsageError, text_of, with_type
 
 # How far each filter reaches, in pixels of the larger of both pictures.
@@ -190,7 +190,13 @@ def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
     if not isinstance(wanted, OwnPreprocessing):
         return from_numpy(np.array(colours)).permute(2, 0, 1).contiguous()
     found = wanted.function(colours)
-    if isinstance(found, Tensor) and found.ndim == 3:
+    if isinstance(found, Tensor) and found.dtype == torch.uint8:
+        # In a data set of the user's nobody divides: the same transform would give another number.
+        raise UsageError(
+            f"--preprocessing: {wanted} returned uint8: return floats as the model takes them, e.g. "
+            ".float() / 255"
+        )
+    if isinstance(found, Tensor) and found.ndim == 3 and (found.shape[2] != 3 or found.shape[0] in CHANNELS):
         return found
     shape = f"tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
     raise UsageError(

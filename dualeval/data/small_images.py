@@ -22,6 +22,7 @@ from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preproc
 from dualeval.data.set_names import NamedSet
 from dualeval.errors import UsageError
 from dualeval.vision_library import torchvision
+from dualeval.wording import first_of
 
 
 class SmallImages:
@@ -187,7 +188,7 @@ class IdxImages(SmallImages):
     def __init__(self, folder: Path, split: str | None = None, *, classes: Sequence[str] = ()) -> None:
         splits = _splits(folder)
         if split is None:
-            split = SPLITS["test"] if SPLITS["test"] in splits or not splits else splits[0]
+            split = _only_split(folder, splits)
         images = torch.from_numpy(read_idx(_found(folder, _IMAGES.format(split))))
         targets = torch.from_numpy(read_idx(_found(folder, _LABELS.format(split)))).long()
         if images.ndim != 3 or targets.ndim != 1 or len(images) != len(targets):
@@ -209,6 +210,18 @@ def _splits(folder: Path) -> list[str]:
     """The splits whose images are in a folder, sorted."""
     files = [path for suffix in _SUFFIXES for path in folder.glob(_IMAGES.format("*") + suffix)]
     return sorted({path.name.split("-images-")[0] for path in files})
+
+
+def _only_split(folder: Path, splits: Sequence[str]) -> str:
+    """The test split; another one where it is alone."""
+    tests = [split for split in splits if split == SPLITS["test"] or split.endswith("test")] or [*splits]
+    if len(tests) > 1:
+        own = folder / tests[0]
+        raise UsageError(
+            f"{folder} holds {len(tests)} sets of idx files: {first_of(tests, 8)}. Give one a folder of its "
+            f"own, such as: mkdir {own}; mv {own}-*ubyte* {own}; and type --data {own}"
+        )
+    return tests[0] if tests else SPLITS["test"]
 
 
 def _found(folder: Path, name: str) -> Path:

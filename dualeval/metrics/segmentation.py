@@ -86,7 +86,7 @@ class Overlap:
 
 
 class PixelCheck:
-    """No value of the model, but warnings: where a class never occurs, and where EXIF turns pictures alone.
+    """No value, but warnings: most pixels are ignored, a class never occurs, EXIF turns pictures alone.
 
     Ledger: pixels of each class, ignored pixels, turned pictures.
     """
@@ -107,11 +107,17 @@ class PixelCheck:
         """No values; the warnings."""
         *targets, ignored, turned = ledger.tolist()
         absent = [str(number) for number, pixels in enumerate(targets) if not pixels]
+        pixels = ignored + sum(targets)
         said = []
+        if 2 * ignored >= pixels > 0:
+            said.append(
+                f"{100 * ignored / pixels:.1f} % of the pixels are ignored, and in no metric: check first "
+                "which labels the masks hold, --ignore-index and --reduce-labels"
+            )
         if absent and ignored:
             said.append(
                 f"no mask has a pixel of {listed(absent)} of {len(targets)} classes, and {ignored:,} of "
-                f"{ignored + sum(targets):,} pixels were ignored. If they are among these, say with "
+                f"{pixels:,} pixels were ignored. If they are among these, say with "
                 "--mask-values or --ignore-index which labels count"
             )
         if turned:

@@ -78,6 +78,15 @@ class OtherClasses(UsageError):
         self.found = found
 
 
+class OtherShapes(UsageError):
+    """Weights have tensors of other shapes than the model's."""
+
+    def __init__(self, message: str, found: Mapping[int, int]) -> None:
+        super().__init__(message)
+        # The first dimensions of these, by those of the model's.
+        self.found = found
+
+
 def options_of(loaded: LoadedWeights | None) -> dict[str, str | None]:
     """The options ``weights_key`` and ``weights_prefix`` as they were used; None for nothing."""
     key, prefix = ("", "") if loaded is None else (loaded.key, loaded.prefix)
@@ -270,13 +279,14 @@ def _misfit(
     }
     said = str(error).strip() or type(error).__name__
     parts = [f"{len(names)} {what}: {listed(names)}" for what, names in differing.items() if names]
-    found = "; ".join(parts) or said.splitlines()[-1].strip()
+    differs = "; ".join(parts) or said.splitlines()[-1].strip()
     advice = _LARGER if unexpected and not (missing or shapes or kinds) else _OTHER_WEIGHTS
     if kinds:
         advice = " Integers in place of weights are quantized ones: save them as floats."
     of_form = (mend for form, mend in _FORMS.items() if any(re.search(form, name) for name in unexpected))
-    return UsageError(
-        f"{source} do not fit the model {type(model).__name__}: {found}.{next(of_form, advice)}"
+    return OtherShapes(
+        f"{source} do not fit the model {type(model).__name__}: {differs}.{next(of_form, advice)}",
+        {wanted[0]: found[0] for found, wanted in shapes.values() if found and wanted},
     )
 
 

@@ -17,13 +17,14 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import SCORES, classification_metric, default_metrics, observed_logits
 from dualeval.models import classifiers
-from dualeval.models.weights import OtherClasses
+from dualeval.models.weights import OtherClasses, OtherShapes
 from dualeval.options.fields import of_python
 from dualeval.tasks import picture_task, place_of
 from dualeval.tasks.image_data import ASSETS, DataSource
 from dualeval.tasks.labels import FolderLabels, agreed_classes, check_classes, hint_for, names_of
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
+from dualeval.wording import counted, first_of
 
 if TYPE_CHECKING:
     from dualeval.tasks.image_data import ImageData
@@ -147,6 +148,7 @@ class ImageClassification(picture_task.PictureTask):
             order=self._class_order,
             num_classes=self._data.least_classes(self._asked_classes),
             of_weights=self._classes_of_weights,
+            weights=self._source.path if self._source.entry is None else None,
         )
 
     @property
@@ -208,7 +210,21 @@ class ImageClassification(picture_task.PictureTask):
             labels = self._dataset.labels
             if self._may_have_more_classes and error.found > labels.largest:
                 return build(self._source, error.found, self._loading)
-            raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
+            raise UsageError(f"{error}{self._folders_as_classes()}{hint_for(labels, error.found)}") from error
+        except OtherShapes as error:
+            if (found := error.found.get(self._num_classes or 0)) is None:
+                raise
+            hint = hint_for(self._dataset.labels, found)
+            raise UsageError(f"{error}{self._folders_as_classes()}{hint}") from error
+
+    def _folders_as_classes(self) -> str:
+        """Which folders or labels have set the number of classes; "" where none have."""
+        labels = self._dataset.labels
+        if self._asked_classes is not None or len(labels.classes) != self._num_classes:
+            return ""
+        kind = "class folder" if labels.noun == "folder" else labels.noun
+        number, names = counted(len(labels.classes), kind), first_of([*labels.classes], 20)
+        return f" The model was made for {self._num_classes} classes, as the data has {number}: {names}."
 
     def notes(self) -> list[str]:
         return [*super().notes(), *self._dataset.notes()]

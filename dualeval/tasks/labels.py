@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices,
 from dualeval.data.table import Rows
 from dualeval.errors import UsageError
 from dualeval.models import published
+from dualeval.models.checkpoints import read_class_names
 from dualeval.options.choices import CLASS_ORDERS, check_choice
 from dualeval.wording import first_of
 
@@ -30,6 +33,7 @@ class FolderLabels:
         order: str | None,
         num_classes: int | None,
         of_weights: KnownClasses | None,
+        weights: Path | None = None,
     ) -> None:
         if order is not None:
             check_choice("--class-order", order, CLASS_ORDERS)
@@ -42,15 +46,29 @@ class FolderLabels:
         self.order = order
         self._num_classes = num_classes
         self.known = of_weights
+        self._weights = weights
 
     def __call__(
         self, names: Sequence[str], noun: str = "class folder", where: Callable[[str], str] = lambda name: ""
     ) -> Labels:
         """Decide for the names of folders or labels."""
-        known = self._classes_of(names)
-        return choose_labels(
-            names, class_map=self.class_map, order=self.order, known=known, noun=noun, where=where
+        choose = partial(
+            choose_labels, names, class_map=self.class_map, order=self.order, noun=noun, where=where
         )
+        known = self._classes_of(names)
+        labels = choose(known=known)
+        # Who says which class a folder is has no need of the checkpoint's names.
+        if self.known is not None or self._weights is None or self.class_map or self.order:
+            return labels
+        key, of_file = read_class_names(self._weights)
+        named = KnownClasses(of=f"{self._weights} ({key})", names=of_file)
+        if named.are_named(names):
+            found = choose(known=named)
+            # Where both agree the job is what it was without the names.
+            return found if found.classes != labels.classes else replace(labels, warnings=())
+        if known is None and (len(of_file) == len(names) or {*of_file} & {*names}):
+            return _with_other_names(labels, named)
+        return labels
 
     def _classes_of(self, folders: Sequence[str]) -> KnownClasses | None:
         """The weights' classes, or ImageNet's where the folders are named by its wnids."""
@@ -139,6 +157,18 @@ def check_classes(
             f"{label}, but {model} has {classes} classes (labels "
             f"0 to {classes - 1}). Give data and model of the same classes.{names}{otherwise}"
         )
+
+
+def _with_other_names(labels: Labels, named: KnownClasses) -> Labels:
+    """Labels by names that a checkpoint has not, with a warning; numbers that are the indices need none."""
+    if all(name == str(index) for name, index in labels.classes.items()):
+        return labels
+    warning = (
+        f"{named.of} names the classes {first_of(named.names, _NAMED_AT_MOST)}, and the {labels.noun}s are "
+        f"taken in the order {first_of([*labels.classes], _NAMED_AT_MOST)}. If the model was trained in this "
+        f"one, give --class-order name; if not, --class-map FILE ({labels.noun} to index, JSON)"
+    )
+    return replace(labels, warnings=(*labels.warnings, warning))
 
 
 _NAMED_AT_MOST = 20

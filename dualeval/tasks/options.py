@@ -260,7 +260,7 @@ class SegmentationOptions(PictureOptions):
             "dice": "Dice coefficient of each class, which is its F1, and the mean",
             "picture_iou": "mean IoU of each picture alone, averaged over pictures",
             "nonfinite_logits": "how many pictures have a NaN or an infinity among their logits",
-            "pixel_check": "warnings of classes that never occur, and of turned pictures; always included",
+            "pixel_check": "warnings of absent classes, ignored pixels and turned pictures; always included",
         }
 
     model: str = option(

@@ -173,6 +173,7 @@ class Segmentation(PictureTask):
                 f"{begin}, and --mask-values has the class {last}, expected at most {found - 1}. A label "
                 "that does not count is 7=none there, in a file null."
             )
+        self._dataset.check_palettes()
         if asked is None and found - 1 + rule.reduce >= min(_IGNORED):  # it is the label of a class
             rule.ignore = ()
         elif asked is None and found == 2 and rule.ignore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import struct
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,32 @@ def test_the_test_split_is_taken(tmp_path: Path) -> None:
     assert IdxImages(tmp_path).id(1) == "t10k-00001"
     assert len(IdxImages(tmp_path)) == 5
     assert IdxImages.is_in(tmp_path) and not IdxImages.is_in(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("splits", "taken"),
+    [
+        (["x-test", "x-train"], "x-test"),
+        (["digits-train"], "digits-train"),
+        (["t10k", "train", "val"], "t10k"),
+        (
+            ["balanced-test", "balanced-train", "bymerge-test"],
+            "2 sets of idx files: balanced-test, bymerge-test. ",
+        ),
+        (["train", "val"], "2 sets of idx files: train, val. "),
+    ],
+)
+def test_several_sets_in_a_folder(tmp_path: Path, splits: list[str], taken: str) -> None:
+    for split in splits:
+        fill(tmp_path, split=split)
+    if taken in splits:
+        assert IdxImages(tmp_path).id(1) == f"{taken}-00001"
+        return
+    with pytest.raises(UsageError, match=taken) as raised:
+        IdxImages(tmp_path)
+    typed, _, folder = str(raised.value).partition("such as: ")[2].partition("; and type --data ")
+    subprocess.run(["sh", "-c", typed], check=True)
+    assert len(IdxImages(Path(folder))) == 7
 
 
 def test_numbers_of_images_and_labels_must_agree(tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_hidden_folders_and_files_are_passed_over(tmp_path: Path) -> None:
     assert targets(data) == [0, 1]
     assert str(data.passed_over) == "passed over: 2 files (hidden); 2 hidden folders"
     assert not data.passed_over.holds_pictures
+    # Those of systems: a NAS's previews were samples.
+    for name in (
+        "@eaDir/1.png",
+        "a/@eaDir/1.png/SYNOPHOTO_THUMB_S.jpg",
+        "__MACOSX/a/1.png",
+        "$RECYCLE.BIN/1.png",
+    ):
+        save(tmp_path / name)
+    data = ImageFolder(tmp_path, SMALL)
+    assert (data.classes, ids(data)) == (["a", "b"], ["a/1.png", "b/2.png"])
+    assert str(data.passed_over) == "passed over: 2 files (hidden); 6 hidden folders"
 
 
 def test_files_that_are_passed_over_are_counted(tmp_path: Path) -> None:
@@ -271,6 +282,12 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
         UsageError, match=f"train and val, which are parts .* one of them: --data {tmp_path}/val"
     ):
         class_folders(tmp_path, PassedOver())
+    save(tmp_path / "flat/val/1.png")
+    with pytest.raises(
+        UsageError, match=f"no class folder in {tmp_path}/flat/val: expected {tmp_path}/flat/val/CLASS"
+    ):
+        class_folders(tmp_path / "flat", PassedOver())
+    shutil.rmtree(tmp_path / "flat")
     (tmp_path / "cat").mkdir()
     assert class_folders(tmp_path, PassedOver()) == ["cat", "train", "val"]
 

@@ -276,3 +276,65 @@ def test_two_ways_at_once(tmp_path: Path) -> None:
         task(data, class_map=class_map(tmp_path, a=0), class_order="name")
     with pytest.raises(UsageError, match=r"--class-order 'size': expected one of name, number"):
         task(data, class_order="size")
+
+
+def test_weights_of_another_shape_than_the_folders_have_made(tmp_path: Path) -> None:
+    torch.save({"places": torch.arange(4.0)}, tmp_path / "w.pt")
+    data = lay_out(tmp_path / "val", {"a": 0, "b": 1, "junk": 2})
+    with pytest.raises(
+        UsageError,
+        match=r"\(3,\).*for 3 classes, as the data has 3 class folders: a, b, junk\. .* --class-map FILE",
+    ):
+        task(data, weights="w.pt").build_model(CPU)
+    with pytest.raises(UsageError, match=r"Give the weights of this --model\. Where the"):
+        task(data, weights="w.pt", num_classes=3).build_model(CPU)
+
+
+PETS = ["dog", "cat", "owl"]
+BESIDE: list[tuple[dict[str, Any], bool]] = [
+    # Whether the names are the folders'.
+    ({"class_to_idx": {name: index for index, name in enumerate(PETS)}}, True),
+    ({"idx_to_class": dict(enumerate(PETS)), "epoch": 3}, True),
+    ({"names": {str(index): name.title() for index, name in enumerate(PETS)}}, True),
+    ({"hyper_parameters": {"class_names": PETS}}, True),
+    ({"meta": {"CLASSES": tuple(PETS)}}, True),
+    ({"meta": {"dataset_meta": {"classes": PETS}}}, True),
+    ({"classes": ["wolf", "lynx", "owl"]}, False),
+    ({"classes": ["wolf", "lynx", "hawk"]}, False),
+    ({"classes": [*PETS, "newt"]}, False),
+]
+
+
+@pytest.mark.parametrize(("beside", "fits"), BESIDE)
+def test_a_checkpoint_that_names_its_classes(tmp_path: Path, beside: dict[str, Any], fits: bool) -> None:
+    state = {"places": torch.arange(3.0)}
+    torch.save({"state_dict": state, **beside}, tmp_path / "w.pt")
+    data = lay_out(tmp_path / "data", {name: index for index, name in enumerate(PETS)})
+    found = task(data, weights="w.pt")
+    assert found.dataset().labels.classes == {"cat": int(fits), "dog": int(not fits), "owl": 2}
+    said = [text for text in found.data_warnings() if "w.pt" in text]
+    assert len(said) == (not fits)
+    assert all("in the order cat, dog, owl." in text and "--class-order name" in text for text in said)
+    # Who says it is asked for nothing, and is no other job than before.
+    ordered = task(data, weights="w.pt", class_order="name")
+    assert [*ordered.dataset().labels.classes.values()] == [0, 1, 2]
+    assert not [text for text in ordered.data_warnings() if "w.pt" in text]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        # In the same order; indices, of which the checkpoint has names; no names of classes.
+        {"classes": ["0", "1"]},
+        {"names": ["zero", "one"]},
+        {"names": ["conv.weight", "conv.bias", "bn"], "classes": 2, "class_to_idx": {"a": 1, "b": 2}},
+        {"classes": ["a", "a"], "idx_to_class": {0: 0, 1: 1}, "meta": [3]},
+    ],
+)
+def test_names_in_a_checkpoint_that_change_nothing(tmp_path: Path, beside: dict[str, Any]) -> None:
+    torch.save({"state_dict": {"places": torch.arange(2.0)}, **beside}, tmp_path / "w.pt")
+    torch.save({"places": torch.arange(2.0)}, tmp_path / "plain.pt")
+    data = lay_out(tmp_path / "data", {"0": 0, "1": 1})
+    found, plain = (task(data, weights=name) for name in ("w.pt", "plain.pt"))
+    assert found.fingerprint() == plain.fingerprint()
+    assert found.data_warnings() == plain.data_warnings()

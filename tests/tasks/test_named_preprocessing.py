@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import dualeval
 from dualeval.cli.run import run as command
@@ -54,6 +54,12 @@ def halves(picture):
 
 def nothing(picture):
     return picture.size
+
+def pixels(picture):
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+def last(picture):
+    return scaled(picture).permute(1, 2, 0)
 """
 SIZE = {"resize": 48, "crop": 32, "mean": (0.25,), "std": (0.5,)}
 
@@ -152,6 +158,14 @@ def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
         (["steps.py:torch"], "expected none, imagenet or FILE.py:FUNCTION"),
         (["steps.py:scaled", "--crop", "3"], "--crop: the function scaled does it all. Leave --crop out"),
         (["steps.py:nothing"], "nothing returned a tuple, expected a torch.Tensor of shape (channels, "),
+        (
+            ["steps.py:pixels"],
+            "pixels returned uint8: return floats as the model takes them, e.g. .float() / 255",
+        ),
+        (
+            ["steps.py:last"],
+            f"a tensor of shape ({SIDE}, {SIDE}, 3), expected a torch.Tensor of shape (channels, ",
+        ),
     ],
 )
 def test_what_is_no_preprocessing(words: list[str], said: str) -> None:
@@ -328,13 +342,3 @@ def test_own_weights_of_a_torchvision_name_have_a_warning_in_the_result(here: Pa
     for weights, given in (("own.pt", {"mean": (0.5,), "std": (0.5,)}), ("random:0", {})):
         assert "preprocessing" not in warnings(weights, **given)
     assert "preprocessing" not in warnings("own.pt", preprocessing="imagenet", mean=(0.5,), std=(0.5,))
-
-
-def test_a_tensor_of_any_kind_is_stacked(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole numbers are pixels, and scaled; floats are what the model gets."""
-
-    def pixels(picture: Any) -> Tensor:
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-
-    model = carrying(monkeypatch, "preprocessing", pixels)
-    assert digest(made(model)) == digest(made(preprocessing={"preprocessing": "none"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -621,9 +622,57 @@ def test_pictures_that_exif_turns(
     assert torch.equal(samples[0][1], samples[1][1])
     found, over = task(tmp_path / "own").dataset().picture(0)
     assert found.size == over.size == shown[0].size
-    columns = {"target_pixels": torch.tensor([[1, 2]]), "ignored_pixels": torch.tensor([3])}
+    columns = {"target_pixels": torch.tensor([[1, 2]]), "ignored_pixels": torch.tensor([2])}
     measured = measure(PixelCheck(2), {**columns, "turned": torch.tensor([warns])})
     assert [text[:26] for text in measured.warnings] == ["EXIF turns 1 picture and n"] * warns
+
+
+VOC = [(0, 0, 0), (128, 0, 0), (0, 128, 0), (128, 128, 0)]
+OWN = [(9, 0, 0), (0, 9, 0), (0, 0, 9), (9, 9, 9)]
+PALETTES: list[tuple[list[list[tuple[int, int, int]]], str]] = [
+    # Of two masks that have the numbers 0 to 2 and 255; what is not there is black.
+    ([VOC, VOC[:3]], ""),
+    ([OWN, OWN], ""),
+    ([OWN, VOC], ""),
+    ([[VOC[0], *OWN], [VOC[0], *OWN]], ""),
+    ([VOC, [VOC[1], VOC[0], VOC[2]]], "has the colour (128, 0, 0) at the number 1, and .* at 0: "),
+    ([OWN, [*OWN[1:3], OWN[0]]], "has the colour (0, 9, 0) at the number 1, and .* at 0: "),
+    (
+        [[VOC[0], VOC[2], VOC[1]]] * 2,
+        "classes, type --mask-values 0=0,1=2,2=1,255=none; if the numbers are, --",
+    ),
+]
+
+
+@pytest.mark.parametrize(("palettes", "said"), PALETTES)
+def test_palettes_that_say_that_colours_are_the_classes(
+    tmp_path: Path, palettes: list[list[tuple[int, int, int]]], said: str
+) -> None:
+    for number, palette in enumerate(palettes):
+        image = Image.fromarray(np.array([[0, 1, 2, 255]], np.uint8)).convert("P")
+        image.frombytes(bytes((0, 1, 2, 255)))
+        image.putpalette([value for colour in palette for value in colour] + [0] * (768 - 3 * len(palette)))
+        for folder, picture in (("masks", image), ("img", Image.new("RGB", (4, 1)))):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            picture.save(tmp_path / folder / f"{number}.png")
+    task(tmp_path, mask_values="0=0,1=1,2=2,255=none").build_model(CPU)
+    if not said:
+        task(tmp_path).build_model(CPU)
+        return
+    with pytest.raises(UsageError, match=re.escape(said).replace(r"\.\*", ".*")) as raised:
+        task(tmp_path).build_model(CPU)
+    typed = str(raised.value).rpartition("--mask-values ")[2]
+    assert typed == "0=0,1=1,2=2,255=none"
+
+
+@pytest.mark.parametrize(
+    ("counted", "ignored", "share"), [(4, 3, ""), (3, 3, "50.0"), (1, 7, "87.5"), (0, 0, "")]
+)
+def test_most_pixels_are_ignored(counted: int, ignored: int, share: str) -> None:
+    columns = {"target_pixels": torch.tensor([[counted, 0]]), "ignored_pixels": torch.tensor([ignored])}
+    measured = measure(PixelCheck(2), {**columns, "turned": torch.tensor([False])})
+    said = [text.partition(",")[0] for text in measured.warnings if "of the pixels are ignored" in text]
+    assert said == [f"{share} % of the pixels are ignored"] * bool(share)
 
 
 def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from dualeval.data.contents import what_weights_are
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.distributed import METADATA, DistributedFolder
-from dualeval.models.checkpoints.finding import choose, is_state_dict
+from dualeval.models.checkpoints.finding import choose, class_names_in, is_state_dict
 from dualeval.models.checkpoints.late import FilePart, LateTensor, StampedFile, contiguous_strides
 from dualeval.models.checkpoints.torch_files import TorchFile
 from dualeval.wording import listed
@@ -49,6 +49,17 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
     file = TorchFile(saved, trust=trust)
     found, tensors = choose(path, file.tree, key)
     return StateDict(path=path, key=found, tensors=file.late_state_dict(found, tensors))
+
+
+def read_class_names(path: Path) -> tuple[str, tuple[str, ...]]:
+    """As ``class_names_in``, of a file of ``torch.save``; no code of its is run for that."""
+    if not path.is_file() or _is_index(path) or path.suffix == ".safetensors":
+        return "", ()
+    try:
+        _check_file(path)
+        return class_names_in(TorchFile(path).tree)
+    except UsageError:  # whoever loads the weights says why, or is trusted to run code
+        return "", ()
 
 
 def _check_file(path: Path) -> None:

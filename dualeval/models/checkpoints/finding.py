@@ -154,6 +154,37 @@ def _counted(content: Mapping[Any, Any]) -> str:
     return tensors if is_state_dict(content) else f"{tensors}, and {listed(others, 3)}"
 
 
+# -- names of classes ------------------------------------------------------------------------------------
+
+# Where trainings keep them, as a list, or as a dict of index and name in either order; and what these lie in.
+_CLASSES = ("class_to_idx", "idx_to_class", "id2label", "class_names", "CLASSES", "classes", "names")
+_AROUND = ((), ("hyper_parameters",), ("meta",), ("meta", "dataset_meta"))
+
+
+def class_names_in(content: object) -> tuple[str, tuple[str, ...]]:
+    """The key and the names of classes, by index, that a checkpoint has beside tensors; none without."""
+    for keys in _AROUND:
+        inner = content
+        for key in keys:
+            inner = dict(_items(inner)).get(key)
+        of_keys = dict(_items(inner))
+        for key in _CLASSES:
+            if names := _by_index(of_keys.get(key)):
+                return key, names
+    return "", ()
+
+
+def _by_index(given: object) -> tuple[str, ...]:
+    """Names in the order of their indices; none where these are not 0 to n - 1 and differ."""
+    pairs = _items(given)
+    if all(type(value) is int for _, value in pairs):
+        pairs = [(value, name) for name, value in pairs]
+    names = {str(index): name for index, name in pairs}
+    found = tuple(names.get(str(index)) for index in range(len(pairs)))
+    are_names = all(isinstance(name, str) for name in found) and len({*found}) == len(found)
+    return tuple(map(str, found)) if are_names else ()
+
+
 # -- walking ---------------------------------------------------------------------------------------------
 
 
