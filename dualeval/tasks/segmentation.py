@@ -24,6 +24,7 @@ from dualeval.tasks.options import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
+from dualeval.wording import listed
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
@@ -223,6 +224,8 @@ class Segmentation(PictureTask):
             ignored[group["places"]] = (group["labels"] == NO_LABEL).flatten(1).sum(1)
             flat = logits.flatten(1)
             nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
+        if absent := self._rule.without_label():
+            counts[:, 2, absent] = 0  # else they are in the means, with 0
         columns = dict(zip(COUNTS, counts.unbind(1), strict=True))
         columns |= {"ignored_pixels": ignored, "turned": batch["turned"]}
         return {**columns, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
@@ -256,6 +259,7 @@ class Segmentation(PictureTask):
             "ignore_index": [*self._rule.ignore],
             "reduce_labels": "yes" if self._rule.reduce else "no",
             **({"mask_values": self._rule.values_text} if self._rule.values else {}),
+            **({"left_out": absent} if (absent := self._rule.without_label()) else {}),
             "class_names": [*self._class_names] or None,
             "data_fingerprint": self._given.data_fingerprint,
         }
@@ -278,6 +282,8 @@ class Segmentation(PictureTask):
         ignored = "".join(f", {label} ignored" for label in self._rule.ignore)
         reduced = ", labels less 1 (0 ignored)" if self._rule.reduce else ""
         values = f", mask values {self._rule.values_text}" if self._rule.values else ""
+        absent = [str(number) for number in self._rule.without_label()]
+        without = f"; not in the means: {listed(absent)}, which no label is" if absent else ""
         masks = "" if self._given.masks is None else f", masks {self._given.masks}"
         return {
             "model": self._model.shown,
@@ -285,7 +291,7 @@ class Segmentation(PictureTask):
             "data": f"{self._given.data}{masks}",
             "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
             "compared": "at each mask's own size, logits by bilinear interpolation (align_corners=False); "
-            f"{self._num_classes} classes{values}{ignored}{reduced}",
+            f"{self._num_classes} classes{values}{ignored}{reduced}{without}",
         }
 
     def fingerprint(self) -> dict[str, Any]:

@@ -88,6 +88,28 @@ def test_counts_are_those_of_numpy(home: Path, tmp_path: Path) -> None:
     assert [name for name in table if name not in ("status", "error")] == names
 
 
+@pytest.mark.parametrize(
+    ("changes", "left_out"),
+    [
+        ({"ignore_index": (0, 255)}, [0]),
+        ({"mask_values": "0=none,1=1,2=2,3=3,4=4,255=none"}, [0]),
+        ({"mask_values": "0=0,1=1,2=3,3=3,4=4,255=none"}, [2]),
+    ],
+)
+def test_a_class_that_no_label_stands_for_is_in_no_mean(
+    home: Path, changes: dict[str, Any], left_out: list[int]
+) -> None:
+    made_task = task(home, **changes)
+    result = evaluate(made_task, None)
+    for name in ("iou", "dice"):
+        each = result.metrics[f"{name}_per_class"]
+        assert [number for number, value in enumerate(each) if value is None] == left_out
+        assert result.metrics[f"mean_{name}"] == pytest.approx(np.mean([v for v in each if v is not None]))
+    assert result.job["left_out"] == left_out
+    assert f"not in the means: {left_out[0]}, which no label is" in made_task.description()["compared"]
+    assert "left_out" not in evaluate(task(home), None).job
+
+
 def _own_iou(counts: Any) -> float:
     right, target, predicted = counts
     union = target + predicted - right
