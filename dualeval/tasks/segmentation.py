@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
+from dualeval.data.pictures import prepare
+from dualeval.data.preprocessing import OwnPreprocessing
 from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -28,7 +35,9 @@ from dualeval.wording import listed
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
-_TRIED = 16
+_TRIED, _PROBED = 16, 8
+# Of the input's sides: strides of networks, and of patches.
+_STRIDES = (1, 2, 4, 8, 16, 32, 7, 14)
 _PIXELS = ("resize", "interpolation", "channels", "mean", "std")
 
 
@@ -144,6 +153,9 @@ class Segmentation(PictureTask):
 
     def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._scale = self._scale_on(device)
+        if isinstance(wanted := self._preprocessing.values, OwnPreprocessing):
+            with suppress(OSError, ValueError):  # the loop names it
+                self._refuse_parts(wanted)
         blanks = (self._dataset.placeholder(index)[0] for index in range(min(_TRIED, len(self._dataset))))
         any_size = torch.zeros(3, 64, 64, dtype=torch.uint8)
         image = next((blank for blank in blanks if blank.numel()), any_size)
@@ -151,6 +163,26 @@ class Segmentation(PictureTask):
         logits = self._try_out(model, images, lambda copied: self._logits(copied, images), "--resize")
         self._check_classes(logits.shape[1])
         return model
+
+    def _refuse_parts(self, wanted: OwnPreprocessing) -> None:
+        """Refuse a function that pads or crops: another border of the picture has to change the tensor's."""
+        draw = np.random.default_rng(0)
+        for width, height in self._dataset.sizes(_PROBED):
+            noise = draw.integers(0, 256, (height, width, 3), np.uint8)
+            found = prepare(Image.fromarray(noise), wanted)
+            for axis, size in ((0, height), (1, width)):
+                strip = math.ceil(size / max(found.shape[axis + 1], 1))
+                for first, last in ((range(strip), 0), (range(size - strip, size), -1)):
+                    other = noise.copy()
+                    np.moveaxis(other, axis, 0)[first] ^= 255
+                    changed = prepare(Image.fromarray(other), wanted)
+                    if torch.equal(*(each.select(axis + 1, last) for each in (found, changed))):
+                        raise UsageError(
+                            f"--preprocessing: {wanted} makes {tuple(found.shape)} of a picture of {height} "
+                            f"x {width} (height x width), and its border is not the picture's: it pads or "
+                            "crops. Logits are stretched over the whole mask. Let it resize whole pictures, "
+                            "or leave their size; pad in the model's forward, which cuts its logits back."
+                        )
 
     def _check_classes(self, found: int) -> None:
         """Set the number of classes, on which the options must agree."""
@@ -207,6 +239,13 @@ class Segmentation(PictureTask):
                 f"the model {self._model.name} returned {described(outputs)} for {len(images)} pictures, "
                 "expected logits of shape (pictures, classes, height, width), or a dict with these as 'out'. "
                 "Wrap it in a module whose forward returns them."
+            )
+        if not _is_whole(images.shape[2:], found.shape[2:]):
+            raise UsageError(
+                f"the model {self._model.name} gives logits of {' x '.join(map(str, found.shape[2:]))} for "
+                f"pictures of {' x '.join(map(str, images.shape[2:]))}, which is none of 1, 1/2, 1/4, 1/8, "
+                "1/16, 1/32 of both sides: a network without padding loses the border, and logits are "
+                "stretched over the whole mask. Let its forward pad the pictures by what is lost."
             )
         return found
 
@@ -298,6 +337,14 @@ class Segmentation(PictureTask):
         """Model, labels and preprocessing; data and weights have fingerprints of their own."""
         done = self._preprocessing.to_json()
         return {**self._model_identity(), **self._label_options(), "preprocessing": done}
+
+
+def _is_whole(size: Sequence[int], found: Sequence[int]) -> bool:
+    """Whether logits are of the whole input: of a stride, up to one logit, or of patches made finer."""
+    ratio = Fraction(size[0], max(found[0], 1))
+    is_even = ratio.denominator & (ratio.denominator - 1) == 0 and ratio * found[1] == size[1]
+    sides = [*zip(size, found, strict=True)]
+    return is_even or any(all(abs(own * s - side) <= s for side, own in sides) for s in _STRIDES)
 
 
 def _predicted(logits: Tensor, size: torch.Size) -> Tensor:
