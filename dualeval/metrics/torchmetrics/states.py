@@ -22,6 +22,7 @@ _BASE = {
     *("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_update_signature"),
     *("_to_sync", "_should_unsync", "_enable_grad", "_dtype_convert", "update", "compute"),
 }
+_LEFT_OUT = frozenset({*_BASE, *vars(nn.Module())})
 
 
 class StateKind(enum.Enum):
@@ -136,7 +137,8 @@ def check_additive(
     metric: Any, states: list[State], update: Callable[[Any, range], object], samples: int
 ) -> None:
     """Check on some samples that an update adds to the states, and to nothing else."""
-    halves = range(samples // 2), range(samples // 2, samples)
+    third = max(samples // 3, 1)  # of unequal parts the mean of means is another one
+    halves = range(third), range(third, samples)
     alone = [copy.deepcopy(metric) for _ in halves]
     both = copy.deepcopy(metric)
     before = _others(both, states)
@@ -146,10 +148,7 @@ def check_additive(
     name = type(metric).__name__
     for attribute, now in _others(both, states).items():
         if now != before.get(attribute):
-            raise UsageError(
-                f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums "
-                f"of its states do not hold all that it has seen. {HOW_BY_ROWS}"
-            )
+            raise _changed(name, attribute)
     for state in states:
         if state.kind is StateKind.CONSTANT:
             continue
@@ -162,6 +161,59 @@ def check_additive(
                 f"two updates one after the other give {together.tolist()}, and the sum of both alone "
                 f"{added.tolist()}. {HOW_BY_ROWS}"
             )
+    if is_own(metric):
+        _check_batches(metric, both, states, update, samples)
+
+
+def is_own(metric: Any) -> bool:
+    """Whether a metric's class is none of the library's."""
+    return not type(metric).__module__.startswith("torchmetrics.")
+
+
+def _check_batches(
+    metric: Any, parts: Any, states: list[State], update: Callable[[Any, range], object], samples: int
+) -> None:
+    """Refuse a metric that computes another value where its samples come in one batch, not in two parts."""
+    whole = copy.deepcopy(metric)
+    update(whole, range(samples))
+    pairs = ([getattr(each, state.name).double() for each in (parts, whole)] for state in states)
+    if all(torch.allclose(*pair, rtol=2e-5, atol=1e-6 * _largest(pair[1]), equal_nan=True) for pair in pairs):
+        return  # a value may magnify how they are rounded
+    try:
+        of_parts, of_whole = (_numbers(each.compute()) for each in (parts, whole))
+    except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError):
+        return  # too few samples for it
+    if not torch.allclose(of_parts, of_whole, rtol=2e-5, atol=1e-8, equal_nan=True):
+        raise UsageError(
+            f"the value of {type(metric).__name__} depends on the batches: the same {samples} samples give "
+            f"{of_whole.tolist()} in one update and {of_parts.tolist()} in two, as a mean of the batches' "
+            f"means does. Let update add sums over samples. {HOW_BY_ROWS}"
+        )
+
+
+def _numbers(value: Any) -> Tensor:
+    parts = [*value.values()] if isinstance(value, Mapping) else value
+    if isinstance(parts, (list, tuple)):
+        return torch.cat([_numbers(part) for part in parts])
+    return torch.as_tensor(parts).to(torch.float64).reshape(-1)
+
+
+def check_attributes(before: Any, metric: Any) -> None:
+    """Refuse that an update has given an attribute besides the states another value."""
+    others = vars(before)
+    for name, value in vars(metric).items():
+        old = others.get(name)
+        if value is old or name in _LEFT_OUT or name in metric._defaults:
+            continue
+        if _plain(value) != _plain(old):
+            raise _changed(type(metric).__name__, name)
+
+
+def _changed(name: str, attribute: str) -> UsageError:
+    return UsageError(
+        f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums of its "
+        f"states do not hold all that it has seen. {HOW_BY_ROWS}"
+    )
 
 
 HOW_BY_ROWS = "Give by_rows=True: the metric is then computed from all rows, on rank 0."
@@ -196,7 +248,7 @@ def _largest(values: Tensor) -> float:
 
 def _others(metric: Any, states: list[State]) -> dict[str, Any]:
     """What a metric's attributes besides its states hold."""
-    left_out = {*_BASE, *(state.name for state in states), *vars(nn.Module())}
+    left_out = _LEFT_OUT.union(state.name for state in states)
     return {name: _plain(value) for name, value in vars(metric).items() if name not in left_out}
 
 
