@@ -212,14 +212,6 @@ class MaskedPictures(WithColumns):
         share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(found.size)
         return found, Image.composite(drawn, found, share)
 
-    def sizes(self, most: int) -> list[tuple[int, int]]:
-        """Width and height of some pictures, spread over all, each size once."""
-        found: dict[tuple[int, int], None] = {}
-        for index in np.unique(np.linspace(0, len(self) - 1, _LOOKED_INTO).astype(np.int64)).tolist():
-            with suppress(OSError, ValueError), Path(self.pictures.path(index)).open("rb") as file:
-                found[size_of(file)] = None
-        return [*found][:most]
-
     def placeholder(self, index: int) -> tuple[Tensor, Tensor, bool]:
         """A black picture of the size that the one at ``index`` has, of which no pixel counts.
 

@@ -35,7 +35,7 @@ from dualeval.wording import listed
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
-_TRIED, _PROBED = 16, 8
+_TRIED = 16
 # Of the input's sides: strides of networks, and of patches.
 _STRIDES = (1, 2, 4, 8, 16, 32, 7, 14)
 _PIXELS = ("resize", "interpolation", "channels", "mean", "std")
@@ -165,18 +165,19 @@ class Segmentation(PictureTask):
         return model
 
     def _refuse_parts(self, wanted: OwnPreprocessing) -> None:
-        """Refuse a function that pads or crops: another border of the picture has to change the tensor's."""
-        draw = np.random.default_rng(0)
-        for width, height in self._dataset.sizes(_PROBED):
+        """Refuse a function that pads or crops: the tensor's border does not depend on the picture's."""
+        draw, last = np.random.default_rng(0), len(self._dataset) - 1
+        some = (self._dataset.placeholder(last * place // _TRIED) for place in range(_TRIED))
+        for height, width in dict.fromkeys(tuple(labels.shape) for _, labels, _ in some if labels.numel()):
             noise = draw.integers(0, 256, (height, width, 3), np.uint8)
             found = prepare(Image.fromarray(noise), wanted)
             for axis, size in ((0, height), (1, width)):
                 strip = math.ceil(size / max(found.shape[axis + 1], 1))
-                for first, last in ((range(strip), 0), (range(size - strip, size), -1)):
+                for pixels, end in ((range(strip), 0), (range(size - strip, size), -1)):
                     other = noise.copy()
-                    np.moveaxis(other, axis, 0)[first] ^= 255
+                    np.moveaxis(other, axis, 0)[pixels] ^= 255
                     changed = prepare(Image.fromarray(other), wanted)
-                    if torch.equal(*(each.select(axis + 1, last) for each in (found, changed))):
+                    if torch.equal(*(each.select(axis + 1, end) for each in (found, changed))):
                         raise UsageError(
                             f"--preprocessing: {wanted} makes {tuple(found.shape)} of a picture of {height} "
                             f"x {width} (height x width), and its border is not the picture's: it pads or "
@@ -245,7 +246,8 @@ class Segmentation(PictureTask):
                 f"the model {self._model.name} gives logits of {' x '.join(map(str, found.shape[2:]))} for "
                 f"pictures of {' x '.join(map(str, images.shape[2:]))}, which is none of 1, 1/2, 1/4, 1/8, "
                 "1/16, 1/32 of both sides: a network without padding loses the border, and logits are "
-                "stretched over the whole mask. Let its forward pad the pictures by what is lost."
+                "stretched over the whole mask. Let its forward pad the pictures by what is lost; or, if they "
+                "are of the whole picture, resize them to its size."
             )
         return found
 

@@ -140,7 +140,8 @@ def check_additive(
     third = max(samples // 3, 1)  # of unequal parts the mean of means is another one
     halves = range(third), range(third, samples)
     alone = [copy.deepcopy(metric) for _ in halves]
-    both = copy.deepcopy(metric)
+    both, whole, differs = copy.deepcopy(metric), copy.deepcopy(metric), False
+    update(whole, range(samples))
     before = _others(both, states)
     for own, half in zip(alone, halves, strict=True):
         update(own, half)
@@ -154,15 +155,17 @@ def check_additive(
             continue
         parts = [checked(own, state) for own in alone]
         together, added = checked(both, state).to(torch.float64), parts[0].to(torch.float64) + parts[1]
+        once, least = checked(whole, state).to(torch.float64), 1e-6 * _largest(added)
+        differs |= not torch.allclose(together, once, rtol=2e-5, atol=least, equal_nan=True)
         # Floats are rounded within an update; the sums of one batch differ by no more than that.
-        if not torch.allclose(together, added, rtol=1e-3, atol=1e-6 * _largest(added), equal_nan=True):
+        if not torch.allclose(together, added, rtol=1e-3, atol=least, equal_nan=True):
             raise UsageError(
                 f"update of {name} does not add to its state {state.name!r}, though that is merged by a sum: "
                 f"two updates one after the other give {together.tolist()}, and the sum of both alone "
                 f"{added.tolist()}. {HOW_BY_ROWS}"
             )
-    if is_own(metric):
-        _check_batches(metric, both, states, update, samples)
+    if differs and is_own(metric):
+        _refuse_batches(name, both, whole)
 
 
 def is_own(metric: Any) -> bool:
@@ -170,24 +173,18 @@ def is_own(metric: Any) -> bool:
     return not type(metric).__module__.startswith("torchmetrics.")
 
 
-def _check_batches(
-    metric: Any, parts: Any, states: list[State], update: Callable[[Any, range], object], samples: int
-) -> None:
-    """Refuse a metric that computes another value where its samples come in one batch, not in two parts."""
-    whole = copy.deepcopy(metric)
-    update(whole, range(samples))
-    pairs = ([getattr(each, state.name).double() for each in (parts, whole)] for state in states)
-    if all(torch.allclose(*pair, rtol=2e-5, atol=1e-6 * _largest(pair[1]), equal_nan=True) for pair in pairs):
-        return  # a value may magnify how they are rounded
+def _refuse_batches(name: str, parts: Any, whole: Any) -> None:
+    """Refuse a metric that computes another value where the same samples come in two parts."""
     try:
         of_parts, of_whole = (_numbers(each.compute()) for each in (parts, whole))
+        agrees = torch.allclose(of_parts, of_whole, rtol=2e-5, atol=1e-8, equal_nan=True)
     except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError):
-        return  # too few samples for it
-    if not torch.allclose(of_parts, of_whole, rtol=2e-5, atol=1e-8, equal_nan=True):
+        return  # too few samples for it, or no numbers
+    if not agrees:
         raise UsageError(
-            f"the value of {type(metric).__name__} depends on the batches: the same {samples} samples give "
-            f"{of_whole.tolist()} in one update and {of_parts.tolist()} in two, as a mean of the batches' "
-            f"means does. Let update add sums over samples. {HOW_BY_ROWS}"
+            f"the value of {name} depends on the batches: the same samples give {of_whole.tolist()} in one "
+            f"update and {of_parts.tolist()} in two, as a mean of the batches' means does. Let "
+            f"update add sums over samples. {HOW_BY_ROWS}"
         )
 
 
