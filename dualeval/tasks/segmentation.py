@@ -246,8 +246,8 @@ class Segmentation(PictureTask):
                 f"the model {self._model.name} gives logits of {' x '.join(map(str, found.shape[2:]))} for "
                 f"pictures of {' x '.join(map(str, images.shape[2:]))}, which is none of 1, 1/2, 1/4, 1/8, "
                 "1/16, 1/32 of both sides: a network without padding loses the border, and logits are "
-                "stretched over the whole mask. Let its forward pad the pictures by what is lost; or, if they "
-                "are of the whole picture, resize them to its size."
+                "stretched over the whole mask. Let its forward pad the pictures by what is lost; or, if "
+                "they are of the whole picture, resize them to its size."
             )
         return found
 
