@@ -102,7 +102,7 @@ def test_a_class_that_no_label_stands_for_is_in_no_mean(
     made_task = task(home, **changes)
     result = evaluate(made_task, None)
     for name in ("iou", "dice"):
-        each = result.metrics[f"{name}_per_class"]
+        each: Any = result.metrics[f"{name}_per_class"]
         assert [number for number, value in enumerate(each) if value is None] == left_out
         assert result.metrics[f"mean_{name}"] == pytest.approx(np.mean([v for v in each if v is not None]))
     assert result.job["left_out"] == left_out

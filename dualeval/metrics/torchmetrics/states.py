@@ -141,11 +141,11 @@ def check_additive(
     halves = range(third), range(third, samples)
     alone = [copy.deepcopy(metric) for _ in halves]
     both, whole, differs = copy.deepcopy(metric), copy.deepcopy(metric), False
-    update(whole, range(samples))
     before = _others(both, states)
     for own, half in zip(alone, halves, strict=True):
         update(own, half)
         update(both, half)
+    update(whole, range(samples))
     name = type(metric).__name__
     for attribute, now in _others(both, states).items():
         if now != before.get(attribute):
