@@ -137,8 +137,8 @@ def check_additive(
     metric: Any, states: list[State], update: Callable[[Any, range], object], samples: int
 ) -> None:
     """Check on some samples that an update adds to the states, and to nothing else."""
-    third = max(samples // 3, 1)  # of unequal parts the mean of means is another one
-    halves = range(third), range(third, samples)
+    most = samples - max(samples // 3, 1)  # of unequal parts the mean of means is another one
+    halves = range(most), range(most, samples)
     alone = [copy.deepcopy(metric) for _ in halves]
     both, whole, differs = copy.deepcopy(metric), copy.deepcopy(metric), False
     before = _others(both, states)
