@@ -30,6 +30,10 @@ _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[nN][
 _CODE = re.compile(r"[+-]?(0[0-9]+|[0-9]{19,})", re.ASCII)
 _GAP, _LARGE = "gap", "large"
 _PLAIN: Mapping[type, str] = {bool: "bool", int: "whole", float: "number", str: "text", type(None): _GAP}
+# Columns of which part of a data set a row is, and their values.
+_OF_PARTS = re.compile(r"split|subset|set|partition|phase|fold|is_?(train|valid|val|validation|test)", re.I)
+_KINDS = ("train", "val", "test", "dev", "eval")
+_FLAGS = ({"true", "false"}, {"0", "1"})
 # Which have a text that says all of them.
 _AS_TEXT = (date, time, Decimal)
 
@@ -62,6 +66,19 @@ class KeptColumns:
             else values[chosen]
             for name, values in self.values.items()
         }
+
+    def train_beside_test(self) -> Iterator[tuple[str, str]]:
+        """Each column that says of rows to train with and of others which they are, and how many it has."""
+        for name, values in self.values.items():
+            if not _OF_PARTS.fullmatch(name):
+                continue
+            places, texts = (values.places, values.distinct) if isinstance(values, Texts) else (values, ())
+            found, counts = np.unique(places, return_counts=True)
+            parts = [str(texts[each] if texts else each) for each in found]
+            kinds = {next((k for k in _KINDS if part.casefold().startswith(k)), "") for part in parts}
+            is_flag = name.casefold().startswith("is") and {*map(str.casefold, parts)} in _FLAGS
+            if is_flag or {"train"} < kinds - {""}:
+                yield name, " and ".join(f"{n:,} of {part}" for part, n in zip(parts, counts, strict=True))
 
     def select(self, indices: npt.NDArray[np.int64]) -> KeptColumns:
         """Of some samples alone, in this order."""

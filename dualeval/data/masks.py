@@ -61,6 +61,11 @@ class LabelRule:
         """The class of each label, as it is typed."""
         return _typed(self.values)
 
+    def without_label(self) -> list[int]:
+        """The classes that no label stands for, once their number is known: no pixel is of them."""
+        stored = self.values or range(self.classes + self.reduce)
+        return sorted({*range(self.classes % _LARGEST)} - {*map(self.class_of, stored)})
+
     def class_of(self, label: int) -> int:
         """``NO_LABEL`` for one that does not count, ``_NO_CLASS`` for one that is no class."""
         # A stored -1 is a label like others: it counts unless it is named.

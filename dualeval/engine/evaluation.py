@@ -90,7 +90,15 @@ class Evaluation:
     @property
     def warnings(self) -> list[str]:
         """What the result says of it."""
-        return [] if self.measures else [_NO_METRICS]
+        kept = getattr(getattr(self.dataset, "whole", self.dataset), "kept", None)
+        parts = kept.train_beside_test() if isinstance(kept, KeptColumns) else ()
+        said = [
+            f"the column {name} of the data has {rows}, and none is left out: --by {name} gives metrics of "
+            "each; for those of one part alone give --data a table of its rows"
+            for name, rows in parts
+            if name not in columns_of_groups(self.run.options.by)
+        ]
+        return said if self.measures else [_NO_METRICS, *said]
 
 
 def plan_of(dataset: Dataset, run: Run) -> EvalPlan:

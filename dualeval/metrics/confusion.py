@@ -167,7 +167,7 @@ class PrecisionRecall(_ClassCounts):
 
     With t the samples of a class that are predicted as it: precision is t / predicted, recall t / support,
     F1 2 t / (predicted + support), and 0 where the divisor is 0. Micro uses the sums of the counts over all
-    classes; macro is the plain mean over the classes that occur as target or prediction.
+    classes; macro is the plain mean over the classes that occur as target or prediction, without ``ignore``.
 
     Ledger: t, support and predicted, num_classes slots each. A prediction of -1 is predicted as no class.
 
@@ -188,7 +188,8 @@ class PrecisionRecall(_ClassCounts):
     def compute(self, ledger: Tensor) -> Measured:
         """Keys micro_*, macro_* (None without samples) and per_class, for precision, recall and f1."""
         right, support, predicted = self._counts(ledger)
-        occurs = [bool(s or p) for s, p in zip(support, predicted, strict=True)]
+        counted = [bool(s or p) for s, p in zip(support, predicted, strict=True)]
+        occurs = [occurs and number != self.ignore for number, occurs in enumerate(counted)]
         micro = _precision_recall_f1(sum(right), sum(support), sum(predicted))
         each = [_precision_recall_f1(*counts) for counts in zip(right, support, predicted, strict=True)]
         values: dict[str, Value] = {}
@@ -198,7 +199,7 @@ class PrecisionRecall(_ClassCounts):
             present = [score for score, seen in zip(of_class, occurs, strict=True) if seen]
             values[f"micro_{key}"] = micro[place] if present else None
             values[f"macro_{key}"] = math.fsum(present) / len(present) if present else None
-            per_class[key] = list(of_class)
+            per_class[key] = [None if c == self.ignore else score for c, score in enumerate(of_class)]
         units = dict.fromkeys(values, FRACTION)
         directions = dict.fromkeys(values, "higher")
         per_class["support"] = list(support)
@@ -247,7 +248,8 @@ class IoU(_ClassCounts):
     """Intersection over union of each class, and the mean over the classes that occur: mIoU.
 
     With t the elements of a class that are predicted as it: t / (support + predicted - t), over all elements
-    of all samples. A class that is neither a target nor predicted has none, and is not in the mean.
+    of all samples. A class that is neither a target nor predicted has none, and is not in the mean; nor is
+    ``ignore``, which may be a class of the model that is predicted elsewhere.
 
     Ledger: t, support and predicted, num_classes slots each. A prediction of -1 is predicted as no class.
 
@@ -268,8 +270,8 @@ class IoU(_ClassCounts):
     def compute(self, ledger: Tensor) -> Measured:
         """The mean, and the list of all classes, with None for those that do not occur."""
         of_class = [
-            right / union if (union := support + predicted - right) else None
-            for right, support, predicted in zip(*self._counts(ledger), strict=True)
+            right / union if (union := support + predicted - right) and number != self.ignore else None
+            for number, (right, support, predicted) in enumerate(zip(*self._counts(ledger), strict=True))
         ]
         return of_classes(f"mean_{self.name}", f"{self.name}_per_class", of_class)
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
+from dualeval.data.pictures import prepare
+from dualeval.data.preprocessing import OwnPreprocessing
 from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -24,10 +31,13 @@ from dualeval.tasks.options import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
+from dualeval.wording import listed
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
 _TRIED = 16
+# Of the input's sides: strides of networks, and of patches.
+_STRIDES = (1, 2, 4, 8, 16, 32, 7, 14)
 _PIXELS = ("resize", "interpolation", "channels", "mean", "std")
 
 
@@ -143,6 +153,9 @@ class Segmentation(PictureTask):
 
     def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
         self._scale = self._scale_on(device)
+        if isinstance(wanted := self._preprocessing.values, OwnPreprocessing):
+            with suppress(OSError, ValueError):  # the loop names it
+                self._refuse_parts(wanted)
         blanks = (self._dataset.placeholder(index)[0] for index in range(min(_TRIED, len(self._dataset))))
         any_size = torch.zeros(3, 64, 64, dtype=torch.uint8)
         image = next((blank for blank in blanks if blank.numel()), any_size)
@@ -150,6 +163,27 @@ class Segmentation(PictureTask):
         logits = self._try_out(model, images, lambda copied: self._logits(copied, images), "--resize")
         self._check_classes(logits.shape[1])
         return model
+
+    def _refuse_parts(self, wanted: OwnPreprocessing) -> None:
+        """Refuse a function that pads or crops: the tensor's border does not depend on the picture's."""
+        draw, last = np.random.default_rng(0), len(self._dataset) - 1
+        some = (self._dataset.placeholder(last * place // _TRIED) for place in range(_TRIED))
+        for height, width in dict.fromkeys(tuple(labels.shape) for _, labels, _ in some if labels.numel()):
+            noise = draw.integers(0, 256, (height, width, 3), np.uint8)
+            found = prepare(Image.fromarray(noise), wanted)
+            for axis, size in ((0, height), (1, width)):
+                strip = math.ceil(size / max(found.shape[axis + 1], 1))
+                for pixels, end in ((range(strip), 0), (range(size - strip, size), -1)):
+                    other = noise.copy()
+                    np.moveaxis(other, axis, 0)[pixels] ^= 255
+                    changed = prepare(Image.fromarray(other), wanted)
+                    if torch.equal(*(each.select(axis + 1, end) for each in (found, changed))):
+                        raise UsageError(
+                            f"--preprocessing: {wanted} makes {tuple(found.shape)} of a picture of {height} "
+                            f"x {width} (height x width), and its border is not the picture's: it pads or "
+                            "crops. Logits are stretched over the whole mask. Let it resize whole pictures, "
+                            "or leave their size; pad in the model's forward, which cuts its logits back."
+                        )
 
     def _check_classes(self, found: int) -> None:
         """Set the number of classes, on which the options must agree."""
@@ -208,6 +242,14 @@ class Segmentation(PictureTask):
                 "expected logits of shape (pictures, classes, height, width), or a dict with these as 'out'. "
                 "Wrap it in a module whose forward returns them."
             )
+        if not _is_whole(images.shape[2:], found.shape[2:]):
+            raise UsageError(
+                f"the model {self._model.name} gives logits of {' x '.join(map(str, found.shape[2:]))} for "
+                f"pictures of {' x '.join(map(str, images.shape[2:]))}, which is none of 1, 1/2, 1/4, 1/8, "
+                "1/16, 1/32 of both sides: a network without padding loses the border, and logits are "
+                "stretched over the whole mask. Let its forward pad the pictures by what is lost; or, if "
+                "they are of the whole picture, resize them to its size."
+            )
         return found
 
     def observe(self, outputs: Sequence[Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -224,6 +266,8 @@ class Segmentation(PictureTask):
             ignored[group["places"]] = (group["labels"] == NO_LABEL).flatten(1).sum(1)
             flat = logits.flatten(1)
             nonfinite[group["places"]] = torch.stack([flat.isnan().any(1), flat.isinf().any(1)], dim=1)
+        if absent := self._rule.without_label():
+            counts[:, 2, absent] = 0  # else they are in the means, with 0
         columns = dict(zip(COUNTS, counts.unbind(1), strict=True))
         columns |= {"ignored_pixels": ignored, "turned": batch["turned"]}
         return {**columns, "nan_logits": nonfinite[:, 0], "inf_logits": nonfinite[:, 1]}
@@ -257,6 +301,7 @@ class Segmentation(PictureTask):
             "ignore_index": [*self._rule.ignore],
             "reduce_labels": "yes" if self._rule.reduce else "no",
             **({"mask_values": self._rule.values_text} if self._rule.values else {}),
+            **({"left_out": absent} if (absent := self._rule.without_label()) else {}),
             "class_names": [*self._class_names] or None,
             "data_fingerprint": self._given.data_fingerprint,
         }
@@ -279,6 +324,8 @@ class Segmentation(PictureTask):
         ignored = "".join(f", {label} ignored" for label in self._rule.ignore)
         reduced = ", labels less 1 (0 ignored)" if self._rule.reduce else ""
         values = f", mask values {self._rule.values_text}" if self._rule.values else ""
+        absent = [str(number) for number in self._rule.without_label()]
+        without = f"; not in the means: {listed(absent)}, which no label is" if absent else ""
         masks = "" if self._given.masks is None else f", masks {self._given.masks}"
         return {
             "model": self._model.shown,
@@ -286,13 +333,21 @@ class Segmentation(PictureTask):
             "data": f"{self._given.data}{masks}",
             "preprocessing": f"{self._preprocessing.values} ({self._preprocessing.origin})",
             "compared": "at each mask's own size, logits by bilinear interpolation (align_corners=False); "
-            f"{self._num_classes} classes{values}{ignored}{reduced}",
+            f"{self._num_classes} classes{values}{ignored}{reduced}{without}",
         }
 
     def fingerprint(self) -> dict[str, Any]:
         """Model, labels and preprocessing; data and weights have fingerprints of their own."""
         done = self._preprocessing.to_json()
         return {**self._model_identity(), **self._label_options(), "preprocessing": done}
+
+
+def _is_whole(size: Sequence[int], found: Sequence[int]) -> bool:
+    """Whether logits are of the whole input: of a stride, up to one logit, or of patches made finer."""
+    ratio = Fraction(size[0], max(found[0], 1))
+    is_even = ratio.denominator & (ratio.denominator - 1) == 0 and ratio * found[1] == size[1]
+    sides = [*zip(size, found, strict=True)]
+    return is_even or any(all(abs(own * s - side) <= s for side, own in sides) for s in _STRIDES)
 
 
 def _predicted(logits: Tensor, size: torch.Size) -> Tensor:

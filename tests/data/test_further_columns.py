@@ -141,6 +141,28 @@ def test_columns_of_many_rows_are_arrays_and_codes(monkeypatch: pytest.MonkeyPat
     assert chosen.of([0, 1])["scanner"] == ["A", "B"] and chosen.of([0])["age"].tolist() == [98]
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("split", ["train", "test", "train"], "2 of train and 1 of test"),
+        ("Subset", ["Training", "Validation", "Training"], "2 of Training and 1 of Validation"),
+        ("is_valid", ["True", "False", "False"], "1 of True and 2 of False"),
+        ("is_test", [True, False, False], "2 of False and 1 of True"),
+        ("split", ["test", "test", "val"], None),
+        ("fold", [1, 2, 3], None),
+        ("is_valid", [True, True, True], None),
+        ("label", ["train", "test", "train"], None),
+    ],
+)
+def test_rows_of_training_beside_others(name: str, values: list[Any], said: str | None) -> None:
+    further = FurtherColumns([name])
+    further.take({name: values})
+    kept = further.kept()
+    assert [*kept.train_beside_test()] == ([(name, said)] if said else [])
+    of_one_part = kept.select(np.flatnonzero([value == values[0] for value in values]))
+    assert not [*of_one_part.train_beside_test()]
+
+
 def test_texts_that_cannot_be_written_are_escaped() -> None:
     further = FurtherColumns(["a"])
     further.take({"a": ["\ud800x"]})

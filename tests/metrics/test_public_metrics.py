@@ -139,6 +139,17 @@ def test_ignored_targets_are_in_no_count() -> None:
     assert found.values == {"mean_iou": 0.25, "iou_per_class": [0.5, 0.0]}
 
 
+def test_an_ignored_class_of_the_model_is_in_no_mean() -> None:
+    """It is predicted where another class is right."""
+    columns = {"target": torch.tensor([0, 0, 1, 1, 2]), "prediction": torch.tensor([0, 1, 0, 1, 2])}
+    found = measure(IoU(3, ignore=0), columns).values
+    assert found == {"mean_iou": 0.75, "iou_per_class": [None, 0.5, 1.0]}
+    found = measure(PrecisionRecall(3, ignore=0), columns).values
+    assert (found["macro_recall"], found["micro_recall"]) == (0.75, 2 / 3)
+    assert found["per_class"]["recall"] == [None, 0.5, 1.0]  # type: ignore[index, call-overload]
+    assert found["per_class"]["predicted"] == [1, 1, 1]  # type: ignore[index, call-overload]
+
+
 @pytest.mark.parametrize("make", [Confusion, IoU, PrecisionRecall])
 def test_ragged_columns_count_by_element(make: Callable[[int], Metric]) -> None:
     target, prediction = pixels(4, 3)

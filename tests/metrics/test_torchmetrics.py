@@ -134,6 +134,49 @@ def test_an_update_that_reads_the_state_is_refused(package: ModuleType) -> None:
         of_batches(metric, {"value": torch.tensor([1, 2, 3])})
 
 
+def mean_of_means(self: Any, value: Tensor) -> None:
+    self.total += value.mean()
+    self.count += 1
+
+
+def mean_of_spreads(self: Any, value: Tensor) -> None:
+    self.total += value.std() * len(value)
+    self.count += len(value)
+
+
+@pytest.mark.parametrize("update", [mean_of_means, mean_of_spreads])
+def test_a_value_that_depends_on_the_batches_is_refused(package: ModuleType, update: Any) -> None:
+    """From all rows it gets these in one update, however many they are."""
+    values = torch.arange(10_000.0) ** 2
+    own = metric_with(package, update, total=(ZERO.float(), "sum"), count=(ZERO, "sum"))
+    type(own).compute = lambda self: self.total / self.count
+    with pytest.raises(UsageError, match=r"the value of Own depends on the batches.*by_rows=True"):
+        of_batches(from_torchmetrics(type(own)(), ["value"]), {"value": values[:40]})
+    found: Any = from_torchmetrics(type(own)(), ["value"], by_rows=True)
+    wanted = values.mean() if update is mean_of_means else values.std()
+    assert found.compute({"value": values.numpy()}).values["Own"] == pytest.approx(float(wanted))
+
+
+def test_a_count_of_batches_that_no_value_reads(package: ModuleType) -> None:
+    def update(self: Any, value: Tensor) -> None:
+        self.total += value.sum()
+        self.batches += 1
+
+    own = metric_with(package, update, total=(ZERO.float(), "sum"), batches=(ZERO, "sum"))
+    assert of_batches(from_torchmetrics(own, ["value"]), {"value": torch.ones(7)}).values == {"Own": 7}
+
+
+def test_an_attribute_that_a_later_batch_changes(package: ModuleType) -> None:
+    def update(self: Any, value: Tensor) -> None:
+        self.total += len(value)
+        if value.max() > 2:
+            self.bad = 1
+
+    metric = from_torchmetrics(metric_with(package, update, total=(ZERO, "sum")), ["value"])
+    with pytest.raises(UsageError, match=r"changes its attribute 'bad'.*by_rows=True"):
+        of_batches(metric, {"value": torch.tensor([1, 2])}, {"value": torch.tensor([1, 3])})
+
+
 @pytest.mark.parametrize(
     ("default", "reduction", "becomes", "message"),
     [

@@ -303,6 +303,13 @@ def test_a_column_of_the_manifest_says_which_samples_go_together(home: Path) -> 
         evaluate(task(path), None, cluster="patients")
 
 
+def test_rows_of_training_are_a_warning(home: Path) -> None:
+    parts = ["train", "test", "test"]
+    path = write(home / "m.csv", [{**row, "split": parts[n % 3]} for n, row in enumerate(rows_of())])
+    assert "--by split gives metrics of each" in " ".join(evaluate(task(path, num_classes=3), None).warnings)
+    assert "--by split" not in " ".join(evaluate(task(path, num_classes=3), None, by=("split",)).warnings)
+
+
 def test_paths_of_one_hash_are_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labelled_images, "hash", lambda text: 7, raising=False)
     assert opened(write(home / "m.csv", rows_of())).id(1) == "val/bee/0.png"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 from dualeval.data.masks import LabelRule
 from dualeval.data.preprocessing import Uncropped
@@ -23,7 +23,7 @@ from dualeval.metrics.segmentation import PixelCheck, counts_of, segmentation_me
 from dualeval.models.sources.processors import uncropped_of
 from dualeval.options.fields import fields_of
 from dualeval.tasks.options import SegmentationOptions
-from dualeval.tasks.segmentation import Segmentation
+from dualeval.tasks.segmentation import Segmentation, _is_whole
 from dualeval.vision_library import torchvision
 from tests import masked_pictures as made
 from tests.engine.test_evaluator import evaluate, rows
@@ -87,6 +87,28 @@ def test_counts_are_those_of_numpy(home: Path, tmp_path: Path) -> None:
     assert low < right.sum() / target.sum() < high
     names = ["id", "index", *task(home).rows]
     assert [name for name in table if name not in ("status", "error")] == names
+
+
+@pytest.mark.parametrize(
+    ("changes", "left_out"),
+    [
+        ({"ignore_index": (0, 255)}, [0]),
+        ({"mask_values": "0=none,1=1,2=2,3=3,4=4,255=none"}, [0]),
+        ({"mask_values": "0=0,1=1,2=3,3=3,4=4,255=none"}, [2]),
+    ],
+)
+def test_a_class_that_no_label_stands_for_is_in_no_mean(
+    home: Path, changes: dict[str, Any], left_out: list[int]
+) -> None:
+    made_task = task(home, **changes)
+    result = evaluate(made_task, None)
+    for name in ("iou", "dice"):
+        each: Any = result.metrics[f"{name}_per_class"]
+        assert [number for number, value in enumerate(each) if value is None] == left_out
+        assert result.metrics[f"mean_{name}"] == pytest.approx(np.mean([v for v in each if v is not None]))
+    assert result.job["left_out"] == left_out
+    assert f"not in the means: {left_out[0]}, which no label is" in made_task.description()["compared"]
+    assert "left_out" not in evaluate(task(home), None).job
 
 
 def _own_iou(counts: Any) -> float:
@@ -252,6 +274,48 @@ def test_a_function_prepares_pictures(home: Path) -> None:
     assert found.metrics["mean_iou"] != evaluate(task(home), None, batch_size=4).metrics["mean_iou"]
     with pytest.raises(UsageError, match=r"--resize: the function .*half does it all"):
         task(home, preprocessing=half, resize=32)
+
+
+PREPARED: dict[str, Callable[[Tensor], Tensor]] = {
+    "pads": lambda pixels: pad(pixels, (0, -pixels.shape[2] % 32, 0, -pixels.shape[1] % 32)),
+    "pads around": lambda pixels: pad(pixels, (2, 2, 2, 2), mode="reflect"),
+    "crops": lambda pixels: pixels[:, 2:, :-2],
+    "": lambda pixels: interpolate(pixels[None], size=(15, 33), mode="bilinear")[0],
+}
+
+
+@pytest.mark.parametrize("does", PREPARED)
+def test_a_function_that_pads_or_crops(home: Path, does: str) -> None:
+    """Its logits would be laid over the whole mask; a squash moves nothing."""
+
+    def own(picture: Image.Image) -> Tensor:
+        return PREPARED[does](torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255)
+
+    if not does:
+        assert evaluate(task(home, preprocessing=own), None).samples["evaluated"] == 13
+        return
+    with pytest.raises(UsageError, match=r"picture of 16 x 24 .height x width.*its border is not"):
+        evaluate(task(home, preprocessing=own), None)
+
+
+WHOLE = [
+    *[((713, 500), (-(-713 // stride), 500 // stride)) for stride in (1, 2, 4, 8, 16, 32)],
+    *[((518, 518), (148, 148)), ((64, 48), (128, 96)), ((41, 50), (40, 50)), ((520, 392), (37, 28))],
+]
+PARTS = [((40, 52), (24, 36)), ((572, 572), (388, 388)), ((64, 64), (60, 60)), ((512, 512), (250, 250))]
+
+
+@pytest.mark.parametrize(
+    ("size", "logits", "whole"), [(*e, True) for e in WHOLE] + [(*e, False) for e in PARTS]
+)
+def test_logits_of_a_part(size: tuple[int, int], logits: tuple[int, int], whole: bool) -> None:
+    assert _is_whole(size, logits) == whole
+
+
+def test_a_network_without_padding_is_refused(home: Path) -> None:
+    model = torch.nn.Sequential(Exact(), torch.nn.AvgPool2d(5, stride=1))
+    with pytest.raises(UsageError, match=r"logits of 12 x 20 for pictures of 16 x 24, .* forward pad"):
+        evaluate(task(home, model=model), None)
 
 
 def write_segformer(folder: Path, *, reduce: bool = False) -> None:

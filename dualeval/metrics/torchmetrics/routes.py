@@ -18,7 +18,17 @@ from dualeval.errors import RefusedSamples, UsageError, text_of
 from dualeval.metrics.exact import NONFINITE_KINDS, SUM_SLOTS, add_each, each_rounded
 from dualeval.metrics.metric import Measured, Value, direction
 from dualeval.metrics.torchmetrics.arguments import Arguments, normaliser_of
-from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
+from dualeval.metrics.torchmetrics.states import (
+    State,
+    StateKind,
+    check_additive,
+    check_attributes,
+    checked,
+    fresh,
+    is_own,
+    isolated,
+    states_of,
+)
 
 # Rows of one update. Fixed: the bits of a metric that rounds within an update depend on it.
 _PIECE_ROWS = 4_096
@@ -164,6 +174,7 @@ class InLedger(_Wrapped):
             for logits in (False, True) if self._normaliser else (False,):
                 metric = fresh(self.metric)
                 outside = self._update(metric, columns, range(samples), logits=logits)
+                check_attributes(self.metric, metric)
                 values += [checked(metric, state).reshape(-1) for state in self._states]
         ledger[:2] += torch.tensor([1, outside])
         for state, part, value in zip(self._states * 2, self._parts(ledger), values, strict=False):
@@ -211,7 +222,9 @@ class FromRows(_Wrapped):
         rows = len(columns[self.columns[0]])
         metric = isolated(self.metric)
         # All where these decide what scores are. No piece of one row: TorchMetrics drops a dimension of one.
-        piece = rows if any(map(normaliser_of, metric.modules())) else _PIECE_ROWS
+        # Of a user's own that could be summed all: it may average over an update.
+        at_once = any(map(normaliser_of, metric.modules())) or (is_own(metric) and states_of(metric))
+        piece = rows if at_once else _PIECE_ROWS
         starts = range(0, max(rows - 1, 1), piece) if rows else ()
         # What draws, as a bootstrap, draws the same each time.
         with _same_everywhere(), torch.random.fork_rng(devices=[]):

@@ -22,6 +22,7 @@ _BASE = {
     *("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_update_signature"),
     *("_to_sync", "_should_unsync", "_enable_grad", "_dtype_convert", "update", "compute"),
 }
+_LEFT_OUT = frozenset({*_BASE, *vars(nn.Module())})
 
 
 class StateKind(enum.Enum):
@@ -136,32 +137,80 @@ def check_additive(
     metric: Any, states: list[State], update: Callable[[Any, range], object], samples: int
 ) -> None:
     """Check on some samples that an update adds to the states, and to nothing else."""
-    halves = range(samples // 2), range(samples // 2, samples)
+    most = samples - max(samples // 3, 1)  # of unequal parts the mean of means is another one
+    halves = range(most), range(most, samples)
     alone = [copy.deepcopy(metric) for _ in halves]
-    both = copy.deepcopy(metric)
+    both, whole, differs = copy.deepcopy(metric), copy.deepcopy(metric), False
     before = _others(both, states)
     for own, half in zip(alone, halves, strict=True):
         update(own, half)
         update(both, half)
+    update(whole, range(samples))
     name = type(metric).__name__
     for attribute, now in _others(both, states).items():
         if now != before.get(attribute):
-            raise UsageError(
-                f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums "
-                f"of its states do not hold all that it has seen. {HOW_BY_ROWS}"
-            )
+            raise _changed(name, attribute)
     for state in states:
         if state.kind is StateKind.CONSTANT:
             continue
         parts = [checked(own, state) for own in alone]
         together, added = checked(both, state).to(torch.float64), parts[0].to(torch.float64) + parts[1]
+        once, least = checked(whole, state).to(torch.float64), 1e-6 * _largest(added)
+        differs |= not torch.allclose(together, once, rtol=2e-5, atol=least, equal_nan=True)
         # Floats are rounded within an update; the sums of one batch differ by no more than that.
-        if not torch.allclose(together, added, rtol=1e-3, atol=1e-6 * _largest(added), equal_nan=True):
+        if not torch.allclose(together, added, rtol=1e-3, atol=least, equal_nan=True):
             raise UsageError(
                 f"update of {name} does not add to its state {state.name!r}, though that is merged by a sum: "
                 f"two updates one after the other give {together.tolist()}, and the sum of both alone "
                 f"{added.tolist()}. {HOW_BY_ROWS}"
             )
+    if differs and is_own(metric):
+        _refuse_batches(name, both, whole)
+
+
+def is_own(metric: Any) -> bool:
+    """Whether a metric's class is none of the library's."""
+    return not type(metric).__module__.startswith("torchmetrics.")
+
+
+def _refuse_batches(name: str, parts: Any, whole: Any) -> None:
+    """Refuse a metric that computes another value where the same samples come in two parts."""
+    try:
+        of_parts, of_whole = (_numbers(each.compute()) for each in (parts, whole))
+        agrees = torch.allclose(of_parts, of_whole, rtol=2e-5, atol=1e-8, equal_nan=True)
+    except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError):
+        return  # too few samples for it, or no numbers
+    if not agrees:
+        raise UsageError(
+            f"the value of {name} depends on the batches: the same samples give {of_whole.tolist()} in one "
+            f"update and {of_parts.tolist()} in two, as a mean of the batches' means does. Let "
+            f"update add sums over samples. {HOW_BY_ROWS}"
+        )
+
+
+def _numbers(value: Any) -> Tensor:
+    parts = [*value.values()] if isinstance(value, Mapping) else value
+    if isinstance(parts, (list, tuple)):
+        return torch.cat([_numbers(part) for part in parts])
+    return torch.as_tensor(parts).to(torch.float64).reshape(-1)
+
+
+def check_attributes(before: Any, metric: Any) -> None:
+    """Refuse that an update has given an attribute besides the states another value."""
+    others = vars(before)
+    for name, value in vars(metric).items():
+        old = others.get(name)
+        if value is old or name in _LEFT_OUT or name in metric._defaults:
+            continue
+        if _plain(value) != _plain(old):
+            raise _changed(type(metric).__name__, name)
+
+
+def _changed(name: str, attribute: str) -> UsageError:
+    return UsageError(
+        f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums of its "
+        f"states do not hold all that it has seen. {HOW_BY_ROWS}"
+    )
 
 
 HOW_BY_ROWS = "Give by_rows=True: the metric is then computed from all rows, on rank 0."
@@ -196,7 +245,7 @@ def _largest(values: Tensor) -> float:
 
 def _others(metric: Any, states: list[State]) -> dict[str, Any]:
     """What a metric's attributes besides its states hold."""
-    left_out = {*_BASE, *(state.name for state in states), *vars(nn.Module())}
+    left_out = _LEFT_OUT.union(state.name for state in states)
     return {name: _plain(value) for name, value in vars(metric).items() if name not in left_out}
 
 
