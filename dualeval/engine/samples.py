@@ -71,6 +71,8 @@ def check_samples(data: Any) -> None:
         hint = ". Inputs and targets go together as torch.utils.data.TensorDataset(inputs, targets)"
     elif isinstance(data, str | bytes | PurePath):
         hint = ". Read the file first, or write a data set whose __getitem__ reads one sample of it"
+    elif type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
+        hint = '. Give its rows: data.to_dict("records")'
     elif hasattr(data, "__next__"):
         hint = ". Make a list of it, as list(data)"
     elif callable(data) and not hasattr(data, "__getitem__"):

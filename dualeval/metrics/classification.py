@@ -39,7 +39,7 @@ from dualeval.wording import nearest
 # is 1 from a margin of 17 on.
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": Tensor.float,
-    "probabilities": lambda logits: logits.float().double().softmax(dim=1),
+    "probabilities": lambda logits: _as_float32(logits).double().softmax(dim=1),
 }
 # Of ``observe_logits``, besides these.
 _COLUMNS = ("loss", "confidence", "prediction", "target", "rank", "nan_logits", "inf_logits", "top")
@@ -64,8 +64,8 @@ _TOP = re.compile(r"top([1-9][0-9]*)")
 def observe_logits(logits: Tensor, target: Tensor, top: int, read: Collection[str] = ()) -> dict[str, Tensor]:
     """Make the per-sample columns of one batch, on the device of the logits, without waiting for it.
 
-    Classes are in the order of descending logit (as float32), equal logits in the order of their index; -0.0
-    equals 0.0. Prediction, rank and ``top`` all follow this one order. A row's results depend on it alone.
+    Classes are in the order of descending logit (``_as_float32``), equal logits in the order of their index;
+    -0.0 equals 0.0. Prediction, rank and ``top`` all follow this order. A row's results depend on it alone.
     """
     return _columns_of(logits, target, top, _names(read))
 
@@ -79,7 +79,7 @@ def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]
     wanted = {*names}
     found = {name: scores(logits) for name, scores in SCORES.items() if name in wanted}
     target_index = target.to(torch.int64).unsqueeze(1)
-    values = logits.to(torch.float32) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
+    values = _as_float32(logits) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
     if wanted & {"loss", "confidence"}:
         found["loss"], found["confidence"] = _loss_and_confidence(values, target_index)
     nan_logits = found["nan_logits"] = values.amax(dim=1).isnan()
@@ -97,6 +97,14 @@ def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]
         found["prediction"] = first[:, 0]
     found["target"] = target.to(torch.int32)
     return {name: found[name] for name in names if name in found}
+
+
+def _as_float32(logits: Tensor) -> Tensor:
+    """Logits in float32; of float64 the distances to the row's largest, which the cast may lose."""
+    if logits.dtype == torch.float64:
+        largest = logits.amax(dim=1, keepdim=True)
+        logits = logits - largest.masked_fill(~largest.isfinite(), 0)
+    return logits.to(torch.float32)
 
 
 class LogitColumns(LateColumns, Mapping[str, Tensor]):

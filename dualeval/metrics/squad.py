@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -37,28 +37,37 @@ from dualeval.metrics.means import mean_of_sum
 from dualeval.metrics.metric import PERCENT, Measured, Value
 from dualeval.metrics.moments import Moments
 from dualeval.metrics.scores import Score
-from dualeval.options.choices import IGNORED
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Sign, exponent's sign and decimal point or comma make another number; a comma of thousands does not.
+_OF_NUMBERS = r"(?<!\w)-[$.]?\d|(?<=\d[eE])-\d|(?<![^\s\d$-])\.\d|(?<=\d),(?!(?:\d+,)*\d{3}(?!\d))\d"
+_PUNCTUATION = re.compile(f"(?!{_OF_NUMBERS})[{re.escape(string.punctuation)}]")
+# By the names of --ignore, in this order.
+_STEPS: dict[str, Callable[[str], str]] = {
+    "case": str.lower,
+    "punctuation": lambda text: _PUNCTUATION.sub("", text),
+    "articles": lambda text: _ARTICLES.sub(" ", text),
+    "whitespace": lambda text: " ".join(text.split()),
+}
 # Both scripts give percent.
 _PERCENT = 100.0
 # Keys as the official script of v2.0 has them.
 _PARTS = ("HasAns_", "NoAns_")
 
 
-def normalize_answer(text: str, ignored: Sequence[str] = IGNORED) -> str:
-    """Lower case, then without ASCII punctuation, the words a, an, the, and superfluous white space.
+def normalize_answer(text: str) -> str:
+    """Lower case, then without ASCII punctuation, the words a, an, the, and superfluous white space."""
+    text = text.lower().translate(_WITHOUT_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
 
-    Or only some of these.
-    """
-    if "case" in ignored:
-        text = text.lower()
-    if "punctuation" in ignored:
-        text = text.translate(_WITHOUT_PUNCTUATION)
-    if "articles" in ignored:
-        text = _ARTICLES.sub(" ", text)
-    return " ".join(text.split()) if "whitespace" in ignored else text
+
+def plain_text(text: str, ignored: Sequence[str]) -> str:
+    """As ``normalize_answer``, by some of its steps; but "A" is not nothing, and -3.5 not 35."""
+    for name, step in _STEPS.items():
+        shorter = step(text) if name in ignored else text
+        text = shorter if shorter.strip() or not text.strip() else text
+    return text
 
 
 def score_answer(answer: str, gold: Sequence[str], *, unanswerable: bool) -> tuple[bool, float]:

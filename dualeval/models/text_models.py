@@ -271,6 +271,13 @@ def try_out(folder: Path, run: Callable[[], Any], tokens: int) -> Any:
 
 # Stands for no token.
 NONE = -1
+# Of a generation_config: what changes greedy search in ``generate``, with the value that does not.
+_CHANGES_OF_SEARCH: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
 
 
 def is_of_library(model: nn.Module) -> bool:
@@ -333,6 +340,13 @@ def end_tokens(model: nn.Module, of_tokenizer: Sequence[int | None]) -> list[int
     )
 
 
+def changes_of_search(model: nn.Module) -> list[str]:
+    """What a model's own configuration changes in greedy search, as it is written there."""
+    own = getattr(model, "generation_config", None)
+    values = {name: getattr(own, name, None) for name in _CHANGES_OF_SEARCH}
+    return [f"{n} {v!s:.40}" for n, v in values.items() if v not in (None, [], _CHANGES_OF_SEARCH[n])]
+
+
 class CausalTokens:
     """A tokenizer as a causal language model uses it."""
 
@@ -362,7 +376,8 @@ class CausalTokens:
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that is not empty, as the tokenizer begins one."""
         ids: list[int] = self.fast.encode(text, add_special_tokens=False).ids
-        return [self.prefix, *ids] if self._begins else ids
+        # A chat template may have written it already.
+        return [self.prefix, *ids] if self._begins and ids[:1] != [self.prefix] else ids
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The tokens of a context, and those of what follows it.

@@ -19,7 +19,7 @@ from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
-from dualeval.metrics.squad import normalize_answer
+from dualeval.metrics.squad import plain_text
 from dualeval.models.text_models import NONE, CausalTokens, greedy, losses_of
 
 _ACCURACIES = ("acc", "acc_norm", "acc_bytes")
@@ -30,8 +30,13 @@ class Kind:
     """What the task does with the samples of one kind; the methods are those of a Task."""
 
     cluster: str | None = None
-    # Set with the model: which tokens end an answer and are none of it.
+    # Set with the model: which tokens end an answer and are none of it; what its ``generate`` does else.
     stops: Sequence[int] = ()
+    other_search: Sequence[str] = ()
+
+    def warnings(self) -> list[str]:
+        """What a reader of the numbers should know of the samples, and of how the model answers."""
+        return []
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
         return [losses_of(model, group) for group in batch["groups"]]
@@ -131,6 +136,13 @@ class Choices(RowKind):
             sequences.append((whole[-self.max_length - 1 :], len(after)))
         return {"sequences": sequences, "answer": answer, "cut": cut}
 
+    def warnings(self) -> list[str]:
+        contexts = (row[0] for row in self.of.values if self.target_delimiter[:1].isspace())
+        count = sum(isinstance(text, str) and text[-1:].isspace() for text in contexts)
+        said = f"{count} of {len(self)} contexts end in white space, and --target-delimiter "
+        without = f"give --target-delimiter {self.target_delimiter.lstrip()!r}, or contexts without it"
+        return [f"{said}{self.target_delimiter!r} adds more: {without}"] if count else []
+
     def show(self, index: int, row: Mapping[str, Any]) -> dict[str, str]:
         context, choices, answer = choices_of(self.of, index)
         found = {self.of.columns[0]: context}
@@ -197,6 +209,11 @@ class Answers(RowKind):
         self._ends = torch.zeros(count, dtype=torch.bool, device=device)
         self._ends[[*(stop for stop in stops if stop < count), *newlines]] = True
 
+    def warnings(self) -> list[str]:
+        asked = ", ".join(self.other_search)
+        said = f"the model's generation_config asks for {asked}, which is not done here: answers are plain "
+        return [f"{said}greedy ones, and may differ from those of model.generate()"] if asked else []
+
     def encode(self, index: int) -> dict[str, Any]:
         answers_of(self.of, index)
         tokens = self.tokens.encode(self.of.text(index, self.of.columns[0]))
@@ -237,7 +254,7 @@ class Answers(RowKind):
             answers = answers_of(self.of, index)
         except UsageError:  # of a row that could not be read
             return False
-        return normalize_answer(text, self.ignore) in [normalize_answer(one, self.ignore) for one in answers]
+        return plain_text(text, self.ignore) in [plain_text(one, self.ignore) for one in answers]
 
 
 def metrics_of_kind(kind: str) -> list[Metric]:

@@ -135,6 +135,7 @@ class LanguageModeling(TextTask):
         width = self._try_out(model, torch.zeros((1, self._max_length), dtype=torch.int64)).shape[2]
         if isinstance(self._kind, Answers):
             self._kind.end_at(text_models.end_tokens(model, self._tokens.ends), width, device)
+            self._kind.other_search = text_models.changes_of_search(model)
 
     def _check_causal(self, logits: Tensor) -> None:
         """Refuse a model that reads what follows a token: it would see the tokens that it predicts."""
@@ -217,9 +218,16 @@ class LanguageModeling(TextTask):
         data = f"{self._data.of}, {count}{_WORDS[self._data.kind]}"
         return {**self._model.description(), "data": data, "tokens": named}
 
+    def data_warnings(self) -> list[str]:
+        return [*super().data_warnings(), *self._kind.warnings()]
+
     def fingerprint(self) -> dict[str, Any]:
         """What the numbers depend on, besides data and weights."""
+        # Another rule than that of dualeval before it: -3.5 is not 35, and "A" is not nothing.
+        is_new = {"punctuation", "articles"} & {*self._own.get("ignore", ())}
+        rule = {"answers": "not as SQuAD"} if is_new else {}
         return {
+            **rule,
             "kind": self._data.kind,
             "config": self._model.fingerprint(),
             "tokenizer": self._tokens.fingerprint(),

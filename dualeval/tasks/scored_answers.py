@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from dualeval.wording import nearest
 NAME = "question-answering"
 # The column of the articles' titles: questions on one article are not independent.
 ARTICLE = "article"
+# Two characters of Thai, Lao, Burmese, Khmer, Japanese or Chinese.
+_WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]{2}")
 
 
 def answer_metrics(*, unanswerable: bool) -> list[Metric]:
@@ -70,6 +73,13 @@ class ScoredAnswers(Task):
     def findings(self, count: int) -> dict[str, list[str]]:
         """Questions with a gold answer that is not at its ``answer_start``; its text counts all the same."""
         return {"gold_answer_not_at_its_place": self._questions.misplaced(count)}
+
+    def data_warnings(self) -> list[str]:
+        gold = [text for question in self._questions.questions for text in question.answers]
+        joined = [text for text in gold if _WITHOUT_SPACES.search(text)]
+        said = f"{len(joined)} of {len(gold)} gold answers are in a script without white space between words"
+        said += ": f1 counts what stands between white space as one word, and is no F1 of words or characters"
+        return [*super().data_warnings(), *[said][: len(joined) > len(gold) // 10]]
 
     def _scored(self, answers: Sequence[str | None], samples: range) -> dict[str, Tensor]:
         """exact_match and f1 of answers to consecutive questions; None is wrong whatever is right."""

@@ -244,6 +244,16 @@ class TextClassification(TextTask):
         assert self._num_classes is not None, "build_model comes first"
         return _metrics(self._metric_names or _default_metrics(self._num_classes), self._num_classes)
 
+    def data_warnings(self) -> list[str]:
+        one = (
+            self._is_regression and len(self._targets) > 1 and bool((self._targets == self._targets[0]).all())
+        )
+        said = (
+            f"all labels are {self._targets[:1].sum().item():g}: where they are withheld, as in GLUE's test "
+        )
+        said += "splits (-1), give a split that has them"
+        return [*super().data_warnings(), *[said][:one]]
+
     def labels_used(self) -> dict[str, Any]:
         if self._labels is None or self._num_classes is None:
             return {}

@@ -64,7 +64,7 @@ class TextTask(Task):
         return self._model.notes()
 
     def data_warnings(self) -> list[str]:
-        return warnings_of(self.loaded_weights)
+        return [*super().data_warnings(), *warnings_of(self.loaded_weights)]
 
     def sources(self) -> list[Any]:
         return self._model.sources()

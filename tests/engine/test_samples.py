@@ -329,3 +329,12 @@ def test_ids_that_are_no_unicode(tmp_path: Path) -> None:
     dualeval.evaluate(model=nn.Identity(), data=wrapped, out=tmp_path, workers=0, launcher="none")
     ids = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")["id"].to_pylist()
     assert ids == [f"caf\\udce9-{number}" for number in range(4)]
+
+
+def test_a_data_frame_is_refused_by_what_to_type() -> None:
+    import pandas
+
+    frame = pandas.DataFrame({"input": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
+    with pytest.raises(UsageError, match=r'a DataFrame, .* Give its rows: data\.to_dict\("records"\)'):
+        dualeval.wrap(frame)
+    assert dualeval.wrap(frame.to_dict("records"))[1] == {"input": [3.0, 4.0], "label": 1}

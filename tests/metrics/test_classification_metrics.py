@@ -69,6 +69,18 @@ def order_by_hand(row: Tensor) -> list[int]:
 # The columns
 
 
+def test_float64_logits_far_from_zero_keep_their_order() -> None:
+    near, target = sample_logits(50, 4)
+    far = near.double() - 5e6
+    far[0, 0], far[1, 1], far[2] = math.nan, math.inf, -math.inf
+    found, wanted = (observe_logits(each, target, 2, ["probabilities"]) for each in (far, near))
+    assert all(torch.equal(found[name][3:], wanted[name][3:]) for name in ("rank", "top", "prediction"))
+    for name in ("loss", "probabilities"):
+        torch.testing.assert_close(found[name][3:], wanted[name][3:], rtol=1e-5, atol=1e-6)
+    assert found["nan_logits"].nonzero().flatten().tolist() == [0]
+    assert found["inf_logits"].nonzero().flatten().tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("samples", "classes"), [(64, 10), (16, 1000), (5, 1), (7, 2)])
 def test_columns_follow_a_stable_sort(dtype: torch.dtype, samples: int, classes: int) -> None:

@@ -28,8 +28,10 @@ from dualeval.metrics.squad import (
     ExactMatch,
     WindowWork,
     normalize_answer,
+    plain_text,
     score_answer,
 )
+from dualeval.options.choices import IGNORED
 from tests import questions as real
 from tests.measuring import measure, same_bits
 
@@ -374,3 +376,26 @@ def test_intervals() -> None:
     assert list(of_f1.values()) == list(intervals.values())
     all_right = measure(F1(parts=False), columns_of([right(0.0)] * 5)).intervals["f1"]
     assert all_right == pytest.approx((56.55, 100.0), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_equal"),
+    [
+        *(
+            (one, other, False)
+            for one, other in (("-3.5", "35"), ("-3.5", "3.5"), ("3,5", "35"), ("2e-5", "2e5"))
+        ),
+        *((one, other, False) for one, other in (("A", ""), ("A", "the"), ("?", "+"), ("is -3.", "is 3"))),
+        *(
+            (one, other, True)
+            for one, other in (("1,234,567", "1234567"), ("$1,000.50", "1000.50"), ("(3)", "3."))
+        ),
+        *(
+            (one, other, True)
+            for one, other in (("-$3.5", "-3.5%"), ("(A)", "a"), ("", " "), ("The sea!", "sea"))
+        ),
+        *((one, other, True) for one, other in (("2020-01-05", "2020/01/05"), ("x-3", "x3"), ("U.S.", "us"))),
+    ],
+)
+def test_plain_text_leaves_numbers_and_something(one: str, other: str, are_equal: bool) -> None:
+    assert (plain_text(one, IGNORED) == plain_text(other, IGNORED)) == are_equal

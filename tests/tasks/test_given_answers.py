@@ -19,6 +19,7 @@ from tests import questions
 from tests.engine.test_evaluator import evaluate, rows
 from tests.environments import read_variables
 from tests.questions import asked
+from tests.squad_files import file_of, question
 from tests.tasks.conftest import message_of
 from tests.tasks.test_question_answering import run
 
@@ -46,6 +47,25 @@ def test_missing_predictions_are_wrong_and_listed(tmp_path: Path) -> None:
     assert any("no prediction so wrong: 2 samples" in warning for warning in result.warnings)
     assert rows(tmp_path / "out")["answer"][:2] == [None, None]
     assert rows(tmp_path / "out")["answer"][2:] == list(given.values())
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "said"),
+    [
+        ("unanswerable", "One", ["3 questions without an answer have the prediction 'unanswerable', which"]),
+        ("two", "One", []),
+        ("", "\u5929\u6c14", ["1 of 1 gold answers are in a script without white space between words"]),
+    ],
+)
+def test_answers_that_mean_nothing_and_texts_without_words_are_warned_of(
+    tmp_path: Path, answer: str, gold: str, said: list[str]
+) -> None:
+    asked = [question(name, *([(gold, 0)] if name == "a" else [])) for name in "abcd"]
+    file = write(tmp_path / "data.json", file_of(*asked, context=f"{gold} and two.", version="v2.0"))
+    path = write(tmp_path / "given.json", {"a": gold, **dict.fromkeys("bcd", answer)})
+    warnings = evaluate(GivenAnswers(data=file, predictions=path), None).warnings
+    own = [one for one in warnings if "gold answers" in one or "have the prediction" in one]
+    assert [one.startswith(start) for one, start in zip(own, said, strict=True)] == [True] * len(said)
 
 
 def test_a_missing_prediction_is_wrong_also_where_there_is_no_answer(

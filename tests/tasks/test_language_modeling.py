@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.tasks.language_modeling import LanguageModeling
+from dualeval.models.text_models import CausalTokens, read_tokenizer
+from dualeval.tasks.language_modeling import USE, LanguageModeling
 from dualeval.tasks.options import LanguageModelingOptions
 from tests import questions
 from tests.causal_models import (
@@ -225,6 +228,22 @@ def test_equal_choices_and_those_of_nan(made: Made, tmp_path: Path) -> None:
     assert result.metrics["acc"] == 0.5
 
 
+def test_white_space_twice_before_a_choice_is_warned_of(made: Made) -> None:
+    def said(**options: Any) -> str:
+        return str(run(made["gpt2"], made["choices"], None, **options).warnings)
+
+    assert "10 of 14 contexts end in white space, and --target-delimiter ' ' adds more" in said()
+    assert "white space" not in said(target_delimiter="")
+
+
+def test_a_beginning_of_text_that_is_there_is_not_put_twice(made: Made) -> None:
+    """As where a chat template has written it."""
+    for kind, begun in (("llama", True), ("gpt2", False)):
+        tokens = CausalTokens(read_tokenizer(made[kind], USE), made[kind])
+        plain, marked = tokens.pair("the river", " ends"), tokens.pair("<s>the river", " ends")
+        assert marked == ([0, *plain[0][begun:]], plain[1])
+
+
 # -- greedy answers ------------------------------------------------------------------------------------
 
 
@@ -241,6 +260,17 @@ def test_answers_are_those_of_the_library(made: Made, tmp_path: Path, kind: str)
         assert text == tokenizer.decode(found[0, inputs.shape[1] :], skip_special_tokens=True)
     assert result.metrics == {"exact_match": 0.0, "cut_contexts": 0}
     assert len(set(table["generated"])) > 3
+
+
+def test_a_configuration_that_changes_greedy_search_is_named(made: Made, tmp_path: Path) -> None:
+    folder, plain = (shutil.copytree(made["gpt2"], tmp_path / name) for name in ("other", "plain"))
+    for each, changes in ((folder, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}), (plain, {})):
+        usual = {"repetition_penalty": 1.0, "num_beams": 1, "do_sample": True, "temperature": 0.6}
+        (each / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **usual, **changes}))
+    said = run(folder, made["prompts"], None, max_new_tokens=2).warnings
+    assert any("asks for repetition_penalty 1.3, no_repeat_ngram_size 2, which is not" in one for one in said)
+    asked = [(plain, "prompts"), (folder, "texts")]
+    assert not any("generation_config" in str(run(one, made[kind], None).warnings) for one, kind in asked)
 
 
 @pytest.mark.parametrize("kind", ["Mamba", "RecurrentGemma"])

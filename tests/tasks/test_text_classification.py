@@ -116,6 +116,13 @@ def test_a_regression(regression: Path, tmp_path: Path) -> None:
     assert rescore(tmp_path / "out", metrics=again).metrics_digest == result.metrics_digest
 
 
+def test_labels_that_are_withheld_are_warned_of(regression: Path) -> None:
+    for last, is_said in ((-1.0, True), (2.5, False)):
+        rows = [{**row, "label": -1.0} for row in texts.rows(3)]
+        found = run(regression, [*rows, {**rows[0], "label": last}], metrics=["mse"]).warnings
+        assert any("all labels are -1: where they are withheld" in one for one in found) == is_said
+
+
 @pytest.mark.parametrize("padding", [None, 7])
 def test_padding_changes_no_bits(model: Path, padding: int | None) -> None:
     """Whatever token fills up: it is masked; and the rows of a group do not depend on the texts' order."""
