@@ -246,7 +246,8 @@ class TableLabels:
                 return self._indices(texts, known, of_model=of_model)
             for number, text in sorted(zip(self._numbers, texts, strict=True), key=_is_whole):
                 if _OTHER_NUMBER.fullmatch(text):
-                    raise self._no_label(number, text, _NONE if text in _USUAL_NONE else _AS_NAMES)
+                    hint = _NONE * (text in _USUAL_NONE) + _AS_NAMES * (text not in _USUAL_NONE[1:])
+                    raise self._no_label(number, text, hint)
                 if of_model and not _WHOLE.fullmatch(text):
                     raise UsageError(
                         f"{self._at(number)} is {text!r}, which is no class of the model. "
@@ -281,7 +282,7 @@ class TableLabels:
         labels = replace(
             indices_of_classes((), known),
             indices=f"index {low}" if low == high else f"indices {low} to {high}",
-            otherwise=_OTHERWISE + " or number" * (low > 0) if differ else "",
+            otherwise=_OTHERWISE + " or number" * (low > 0 and high - low < len(by_name)) if differ else "",
             largest_at=f"{self._at(largest)} is {high}",
         )
         return labels, classes

@@ -22,7 +22,7 @@ _LEAST, _MOST = 100, 0.9
 _LARGEST = 1 << 20  # larger numbers are no classes
 _PREPARED = "check first that the trained weights were loaded, and that inputs are prepared as in training"
 _COUNTED = "check first whether labels and model both count from 0, and whether one has a class more"
-_ORDERED = "check first in which order the model was trained (of folders --class-order, --class-map)"
+_ORDERED = "check first in which order the model was trained (--class-order, --class-map)"
 
 
 def pair_among(columns: Collection[str]) -> list[str]:
@@ -119,6 +119,13 @@ def _of_numbers(target: Any, prediction: Any) -> Iterator[str]:
     known = np.isfinite(target) & np.isfinite(prediction)
     wanted, found = (each[known].astype(np.float64) for each in (target, prediction))
     if len(wanted) < _LEAST or not np.ptp(wanted):
+        return
+    if np.isin(wanted, (0, 1)).all():
+        yield (
+            "every target is 0 or 1, and the model gives one number a sample, so it is evaluated as a "
+            "regression. If the number is the logit of class 1, make two: "
+            "torch.nn.functional.pad(outputs.reshape(-1, 1), (1, 0))"
+        )
         return
     with np.errstate(all="ignore"):
         share = float(np.corrcoef(wanted, found)[0, 1]) ** 2

@@ -21,7 +21,7 @@ OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with on
 ONE_LOGIT = (
     "the targets are bool, and the model returns one number a sample, a logit or a probability. Make two "
     "logits of a logit: forward=lambda model, batch: torch.nn.functional.pad(model(batch[0]).reshape(-1, 1), "
-    "(1, 0)); of a probability, of model(batch[0]).logit()"
+    "(1, 0)); of a probability, of model(batch[0]).logit(1e-7)"
 )
 # Names of what is to be predicted, in samples that are dicts.
 TARGETS = ("target", "targets", "label", "labels", "y")

@@ -279,7 +279,7 @@ READ: list[tuple[list[Any], Asked, list[int], str]] = [
     ([" 1", 0, np.int64(1), torch.tensor(0)], PLAIN, [1, 0, 1, 0], "indices 0 to 1"),
     (["2", "1", "01"], PLAIN, [2, 1, 0], "3 names: 01, 1, 2 (order of names)"),
     (["1", "2", "cat"], PLAIN, [0, 1, 2], "3 names: 1, 2, cat (order of names)"),
-    (["1", "3"], PLAIN, [1, 3], f"indices 1 to 3 ({INDICES} or number)"),
+    (["1", "3"], PLAIN, [1, 3], f"indices 1 to 3 ({INDICES})"),
     ([*map(str, range(11))], PLAIN, [*range(11)], f"indices 0 to 10 ({INDICES})"),
     ([5], PLAIN, [5], f"index 5 ({INDICES} or number)"),
     (["1", "3"], Asked(order="name"), [0, 1], "2 names: 1, 3 (order of names)"),

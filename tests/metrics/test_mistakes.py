@@ -159,3 +159,9 @@ def test_a_run_says_it_once(tmp_path: Path, metrics: Any, writes: bool) -> None:
     assert rescore(out, metrics=[TopK(1)]).warnings.count(warning) == 1
     if metrics == [TopK(1)]:
         assert not [check for check in verify(out, metrics) if check.differences]
+
+
+def test_a_logit_of_class_1_is_no_regression() -> None:
+    targets = np.arange(200) % 2.0
+    [said] = mistakes.of_rows({"target": targets, "prediction": 8 * targets - 4}, 200)
+    assert "torch.nn.functional.pad(outputs" in said
