@@ -79,7 +79,7 @@ class ShardedTask(TinyTask):
             parts = torch.split(batch["features"], 1 + int(batch["targets"][0]) % 4)
             return torch.cat([model(part) for part in parts])
         logits = super().forward(model, batch)
-        return logits + torch.rand_like(logits) * len(self._wrong.get("draws", ""))
+        return logits + torch.rand_like(logits) if "draws" in self._wrong else logits
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if (
