@@ -122,8 +122,8 @@ class PixelCheck:
             mend = "are other classes, type --mask-values LABEL=CLASS,..."
             mend = "begin at 1, type --reduce-labels yes" if first == "0" else mend
             said.append(
-                f"no mask has a pixel of class {first}, which {100 * share:.1f} % of the pixels are taken for, "
-                f"and pixel accuracy is below guessing. If labels {mend}"
+                f"no mask has a pixel of class {first}, which {100 * share:.1f} % of the pixels are taken "
+                f"for, and pixel accuracy is below guessing. If labels {mend}"
             )
         if 2 * ignored >= pixels > 0:
             said.append(
