@@ -10,7 +10,7 @@ import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -21,14 +21,17 @@ from torch import Tensor
 
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
-from dualeval.data.pictures import picture_in, read_pixels
+from dualeval.data.pictures import left_out_of, picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of
 from dualeval.vision_library import torchvision
+from dualeval.wording import counted
 
 # The size that stands for a file that is not there.
 MISSING = -1
 _END_BYTES = 4096
 _PIECE_BYTES = 2**20
+# Of so many files what is left out is looked for.
+_LOOKED_INTO = 32
 # A file system behind a network answers many questions at a time, each after a while.
 _THREADS = 8
 _FILES_A_TURN = 64
@@ -221,7 +224,20 @@ class ImageFiles:
 
     def warnings(self) -> list[str]:
         """Where classes may be others than the model's."""
-        return [*self.labels.warnings]
+        return [*self.labels.warnings, *self.left_out()]
+
+    def left_out(self) -> list[str]:
+        """What some of the files have that is left out where they are read."""
+        places = range(0, len(self), -(-len(self) // _LOOKED_INTO))
+        found: dict[str, list[int]] = {}
+        for place in places:
+            # The loop names what cannot be read; a pipe is not waited for.
+            if Path(self.path(place)).is_file():
+                with suppress(OSError, ValueError), self.opened(place) as file:
+                    for kind in left_out_of(file, self.preprocessing):
+                        found.setdefault(kind, []).append(place)
+        of = f"of {counted(len(places), 'picture')} looked into"
+        return [f"{len(some)} {of} have, as {self.id(some[0])}, {kind}" for kind, some in found.items()]
 
     def labels_used(self, num_classes: int) -> dict[str, Any]:
         """How labels became classes, as in result.json."""

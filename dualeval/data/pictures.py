@@ -165,6 +165,12 @@ def _two_passes(
 # or hold no picture of their own (PDF, WMF). A GIF under the name of a JPEG is common in collected pictures.
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "GIF", tiff.TiffImageFile.format, "WEBP")
 assert WebPImagePlugin.WebPImageFile.format in FORMATS
+# What may be left out of a file.
+_PAGES = "several pages or frames, of which the first is read. Write the others as pictures if they count"
+_GETS = "but the function of --preprocessing gets RGB of 8 bits. If it uses them, write what it makes of them"
+_CLEAR, _WIDE = f"transparent pixels, {_GETS}", f"more than 8 bits, {_GETS}"
+# TIFF's tag NewSubfileType.
+_SUBFILE = 254
 # By a picture's number of channels.
 _MODES = {1: "L", 3: "RGB"}
 
@@ -221,6 +227,23 @@ def size_of(file: IO[bytes]) -> tuple[int, int]:
     """Width and height of a picture, of which no more than its head is read."""
     with _opened(file) as image:
         return image.size
+
+
+def left_out_of(file: IO[bytes], wanted: Normalisation) -> list[str]:
+    """What a file has and ``read_pixels`` leaves out: further pages; what a user's function could ask for."""
+    with _opened(file) as image:
+        found = []
+        if isinstance(wanted, OwnPreprocessing):
+            is_clear = image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
+            found = [_CLEAR] * is_clear + [_WIDE] * image.mode.startswith("I")
+        # Phones put previews into JPEGs as further frames.
+        pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+        for page in range(1, pages):
+            image.seek(page)
+            # Bit 0 of a TIFF's page says that it is smaller, bit 2 that it is a mask.
+            if not getattr(image, "tag_v2", {}).get(_SUBFILE, 0) & 5:
+                return [*found, _PAGES]
+        return found
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:

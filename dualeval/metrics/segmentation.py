@@ -18,6 +18,8 @@ from dualeval.metrics.means import Mean, Ratio
 from dualeval.metrics.metric import FRACTION, Measured, Metric
 from dualeval.wording import counted, listed
 
+# A part of the pixels that is predicted for a class without any.
+_OFTEN = 0.2
 COUNTS = ("intersection", "target_pixels", "predicted_pixels")
 
 
@@ -88,16 +90,16 @@ class Overlap:
 class PixelCheck:
     """No value, but warnings: most pixels are ignored, a class never occurs, EXIF turns pictures alone.
 
-    Ledger: pixels of each class, ignored pixels, turned pictures.
+    Ledger: the three counts of each class, ignored pixels, turned pictures.
     """
 
     name = "pixel_check"
-    columns = ("target_pixels", "ignored_pixels", "turned")
+    columns = (*COUNTS, "ignored_pixels", "turned")
     # It speaks of one run's masks: of a class the rows have the counts.
     keeps_rows = False
 
     def __init__(self, num_classes: int) -> None:
-        self.size = num_classes + 2
+        self.size = 3 * num_classes + 2
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the pictures' counts."""
@@ -105,10 +107,24 @@ class PixelCheck:
 
     def compute(self, ledger: Tensor) -> Measured:
         """No values; the warnings."""
-        *targets, ignored, turned = ledger.tolist()
+        right, targets, predicted = ledger[:-2].view(3, -1).tolist()
+        ignored, turned = ledger[-2:].tolist()
         absent = [str(number) for number, pixels in enumerate(targets) if not pixels]
-        pixels = ignored + sum(targets)
+        labelled = sum(targets)
+        pixels = ignored + labelled
         said = []
+        often = {
+            name: share for name in absent if (share := predicted[int(name)] / max(labelled, 1)) > _OFTEN
+        }
+        # Worse than guessing besides: the model knows the classes, by other numbers.
+        if often and len(targets) * sum(right) < labelled:
+            first, share = next(iter(often.items()))
+            mend = "are other classes, type --mask-values LABEL=CLASS,..."
+            mend = "begin at 1, type --reduce-labels yes" if first == "0" else mend
+            said.append(
+                f"no mask has a pixel of class {first}, which {100 * share:.1f} % of the pixels are taken "
+                f"for, and pixel accuracy is below guessing. If labels {mend}"
+            )
         if 2 * ignored >= pixels > 0:
             said.append(
                 f"{100 * ignored / pixels:.1f} % of the pixels are ignored, and in no metric: check first "

@@ -288,7 +288,7 @@ class Segmentation(PictureTask):
         return [*super().notes(), *self._dataset.notes]
 
     def data_warnings(self) -> list[str]:
-        return [*super().data_warnings(), *self._dataset.warnings]
+        return [*super().data_warnings(), *self._dataset.warnings, *self._dataset.pictures.left_out()]
 
     def labels_used(self) -> dict[str, Any]:
         known = self._model.known_classes(self._source)

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, TiffImagePlugin
 from PIL.Image import Resampling
 from torch import Tensor
 
 from dualeval.data import pictures
+from dualeval.data.labelled_images import ImageFolder
 from dualeval.data.pictures import FORMATS, read_picture, read_pixels, resized_part
-from dualeval.data.preprocessing import INTERPOLATIONS, Normalisation, Preprocessing
+from dualeval.data.preprocessing import INTERPOLATIONS, Normalisation, OwnPreprocessing, Preprocessing
 from tests.data.test_image_folder import SMALL, noise, only, reference, save
 
 GREY = Preprocessing(resize=20, crop=16, channels=1, mean=(0.5,), std=(0.5,))
@@ -73,9 +74,53 @@ def test_of_several_frames_the_first_counts(tmp_path: Path, extension: str) -> N
 
 
 def of_another_format(kind: str) -> bytes:
+    return saved(Image.fromarray(noise(40, 30)), kind)
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(noise(40, 30)).save(buffer, format=kind)
+    image.save(buffer, format=kind, **options)
     return buffer.getvalue()
+
+
+def pages(*kinds: int) -> bytes:
+    """A TIFF; of each page its NewSubfileType."""
+    file = io.BytesIO()
+    with TiffImagePlugin.AppendingTiffWriter(file, True) as writer:
+        for kind in kinds:
+            Image.new("L", (4, 4)).save(writer, "TIFF", tiffinfo={254: kind})
+            writer.newFrame()
+        return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "left_out", "of_function"),
+    [
+        (pages(0), "", ""),
+        (pages(0, 2), "several pages", ""),
+        (pages(0, 1, 4, 5), "", ""),
+        (saved(Image.new("L", (4, 4)), "PNG"), "", ""),
+        (saved(Image.new("RGBA", (4, 4), (1, 2, 3, 255)), "PNG"), "", ""),
+        (saved(Image.new("RGBA", (4, 4), (1, 2, 3, 254)), "PNG"), "", "transparent"),
+        (saved(Image.new("I;16", (4, 4)), "PNG"), "", "more than 8 bits"),
+        (saved(Image.new("L", (4, 4)), "MPO", save_all=True, append_images=[Image.new("L", (4, 4))]), "", ""),
+        (
+            saved(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 9)]),
+            "several",
+            "",
+        ),
+        (b"no picture", "", ""),
+    ],
+)
+def test_what_is_left_out_is_warned_of(
+    tmp_path: Path, content: bytes, left_out: str, of_function: str
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/0.png").write_bytes(content)
+    own = OwnPreprocessing(function=lambda image: image)
+    for wanted, expected in ((Preprocessing(), left_out), (own, left_out + of_function)):
+        said = ImageFolder(tmp_path, wanted).left_out()
+        assert len(said) == bool(expected) and expected in "".join(said)
 
 
 @pytest.mark.parametrize("kind", ["EPS", "PDF", "TGA", "ICO"])

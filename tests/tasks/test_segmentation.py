@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate, pad
 from dualeval.data.masks import LabelRule
 from dualeval.data.preprocessing import Uncropped
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics.segmentation import PixelCheck, counts_of, segmentation_metrics
+from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, segmentation_metrics
 from dualeval.models.sources.processors import uncropped_of
 from dualeval.options.fields import fields_of
 from dualeval.tasks.options import SegmentationOptions
@@ -686,8 +686,7 @@ def test_pictures_that_exif_turns(
     assert torch.equal(samples[0][1], samples[1][1])
     found, over = task(tmp_path / "own").dataset().picture(0)
     assert found.size == over.size == shown[0].size
-    columns = {"target_pixels": torch.tensor([[1, 2]]), "ignored_pixels": torch.tensor([2])}
-    measured = measure(PixelCheck(2), {**columns, "turned": torch.tensor([warns])})
+    measured = measure(PixelCheck(2), check_columns([1, 2], [1, 2], [1, 2], ignored=2, turned=warns))
     assert [text[:26] for text in measured.warnings] == ["EXIF turns 1 picture and n"] * warns
 
 
@@ -733,10 +732,33 @@ def test_palettes_that_say_that_colours_are_the_classes(
     ("counted", "ignored", "share"), [(4, 3, ""), (3, 3, "50.0"), (1, 7, "87.5"), (0, 0, "")]
 )
 def test_most_pixels_are_ignored(counted: int, ignored: int, share: str) -> None:
-    columns = {"target_pixels": torch.tensor([[counted, 0]]), "ignored_pixels": torch.tensor([ignored])}
-    measured = measure(PixelCheck(2), {**columns, "turned": torch.tensor([False])})
+    measured = measure(
+        PixelCheck(2), check_columns([counted, 0], [counted, 0], [counted, 0], ignored=ignored)
+    )
     said = [text.partition(",")[0] for text in measured.warnings if "of the pixels are ignored" in text]
     assert said == [f"{share} % of the pixels are ignored"] * bool(share)
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (([0, 2, 0], [0, 6, 4], [5, 5, 0]), "class 0, which 50.0 % of the pixels are"),
+        (([0, 0, 0], [6, 4, 0], [0, 6, 4]), "labels are other classes, type --mask-values"),
+        # As good as guessing, a class that few pixels are taken for, a model that misses: no other numbers.
+        (([0, 4, 0], [0, 6, 4], [5, 5, 0]), ""),
+        (([0, 2, 0], [0, 6, 4], [2, 6, 2]), ""),
+        (([0, 0, 0], [1, 6, 4], [11, 0, 0]), ""),
+    ],
+)
+def test_masks_with_other_numbers(counts: tuple[list[int], ...], said: str) -> None:
+    warnings = measure(PixelCheck(3), check_columns(*counts)).warnings
+    assert len(warnings) == bool(said) and said in "".join(warnings)
+
+
+def check_columns(*counts: list[int], ignored: int = 0, turned: bool = False) -> dict[str, Tensor]:
+    """What PixelCheck reads, of one picture: right, labelled and predicted pixels of each class."""
+    named = zip(COUNTS, (torch.tensor([each]) for each in counts), strict=True)
+    return {**dict(named), "ignored_pixels": torch.tensor([ignored]), "turned": torch.tensor([turned])}
 
 
 def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:
