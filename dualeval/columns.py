@@ -20,6 +20,7 @@ from dualeval.errors import UsageError
 
 # Parquet's lists and strings count their values in int32.
 _MOST_VALUES = 2**31 - 1
+_UNMASKED = {Tensor, np.ndarray, int, float, str}  # for speed: most samples hold these alone
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -416,6 +417,20 @@ def host_columns(made: Any, samples: range) -> Any:
         if isinstance(column, Ragged):
             _check_lengths(name, column, samples)
     return columns
+
+
+def refuse_masked(what: str, value: Any) -> None:
+    """Refuse masked entries of numpy at any depth: torch would read the numbers behind the mask."""
+    if isinstance(value, np.ndarray):
+        if type(value) is not np.ndarray and np.ma.is_masked(value):
+            raise UsageError(
+                f"{what} masked entries of numpy, whose mask torch ignores: leave these samples out of the "
+                "data, or give array.filled(0), and a column of weights that is 0 for them"
+            )
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            if type(each) not in _UNMASKED:
+                refuse_masked(what, each)
 
 
 def _check_lengths(name: str, column: Ragged, samples: range) -> None:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dualeval.columns import Column, Ragged, as_column, host_columns, kind_of, of_parts, parts_of, to_rows
+from dualeval.columns import (
+    Column,
+    Ragged,
+    as_column,
+    host_columns,
+    kind_of,
+    of_parts,
+    parts_of,
+    refuse_masked,
+    to_rows,
+)
 from dualeval.engine import numerics
 from dualeval.engine.agreement import agree
 from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
@@ -414,6 +424,7 @@ def column_of(name: str, values: Any, samples: range) -> Column:
 
 def _as_column(name: str, values: Any) -> Column:
     """What ``add`` was given as a column, on its device."""
+    refuse_masked(f"the column {name!r} has", values)
     if isinstance(values, np.ndarray) and values.dtype.kind == "U":
         values = values.tolist()
     if isinstance(values, (list, tuple)) and any(map(_is_row, values)):

@@ -161,6 +161,9 @@ class Task(ABC):
         """
         from torch.utils.data import default_collate
 
+        from dualeval.columns import refuse_masked
+
+        refuse_masked("the samples have", samples)
         return default_collate(samples)
 
     def _collates_as_torch(self) -> bool:

@@ -243,6 +243,10 @@ MISUSES: list[tuple[Callable[[OwnLoop, torch.Tensor, int], object], str]] = [
     (lambda loop, batch, number: loop.add(batch, value=batch.mean()), "has one number .* reduction='none'"),
     (lambda loop, batch, number: loop.add(batch), "no column"),
     (lambda loop, batch, number: loop.add(batch, value=[None] * 16), "'value' is a list"),
+    (
+        lambda loop, batch, number: loop.add(batch, value=np.ma.masked_less(batch.numpy(), 3)),
+        "'value' has masked entries",
+    ),
     (lambda loop, batch, number: loop.add(batch, wide=batch[:, None]), "'wide' has 2 dimensions"),
     (lambda loop, batch, number: loop.add(batch, id=batch), "the column 'id' is a name that is taken"),
     (

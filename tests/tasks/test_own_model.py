@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -406,6 +407,14 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(data={"validation": [1]}), r"Give one part of it: data\['validation'\]"),
     (lambda: wrong(data=iter([1])), "no length or no samples by index"),
     (lambda: wrong(data=[triple(i) for i in range(4)]), "the samples are 3 values"),
+    (
+        lambda: wrong(data=[(numbers(5), np.ma.masked_equal([index % 2], 1)) for index in range(8)]),
+        "torch ignores",
+    ),
+    (
+        lambda: wrong(data=[{"x": numbers(5), "y": each} for each in np.ma.masked_equal([1.0, 2.0], 2)]),
+        "torch ignores",
+    ),
     (lambda: wrong(data=[(object(), 1)]), "default_collate makes no batch of these samples"),
     (lambda: wrong(data=[{"x": numbers(5), "z": numbers(5), "y": 1}]), r"which is which cannot be seen"),
     (lambda: wrong(data=[{"x": numbers(5), "y": 1, "label": 1}]), r"'y' and 'label', both names of a target"),
