@@ -228,7 +228,7 @@ class ImageFiles:
 
     def left_out(self) -> list[str]:
         """What some of the files have that is left out where they are read."""
-        places = range(0, len(self), -(-len(self) // _LOOKED_INTO))
+        places = range(0, len(self), -(-len(self) // _LOOKED_INTO) or 1)
         found: dict[str, list[int]] = {}
         for place in places:
             # The loop names what cannot be read; a pipe is not waited for.
