@@ -234,8 +234,8 @@ def left_out_of(file: IO[bytes], wanted: Normalisation) -> list[str]:
     with _opened(file) as image:
         found = []
         if isinstance(wanted, OwnPreprocessing):
-            is_clear = image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
-            found = [_CLEAR] * is_clear + [_WIDE] * image.mode.startswith("I")
+            is_clear = image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255
+            found = [_CLEAR] * bool(is_clear) + [_WIDE] * image.mode.startswith("I")
         # Phones put previews into JPEGs as further frames.
         pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
         for page in range(1, pages):

@@ -117,7 +117,7 @@ def test_what_is_left_out_is_warned_of(
 ) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/0.png").write_bytes(content)
-    own = OwnPreprocessing(function=lambda image: image)
+    own: Any = OwnPreprocessing(function=lambda image: image)
     for wanted, expected in ((Preprocessing(), left_out), (own, left_out + of_function)):
         said = ImageFolder(tmp_path, wanted).left_out()
         assert len(said) == bool(expected) and expected in "".join(said)

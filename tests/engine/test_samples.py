@@ -332,7 +332,7 @@ def test_ids_that_are_no_unicode(tmp_path: Path) -> None:
 
 
 def test_a_data_frame_is_refused_by_what_to_type() -> None:
-    import pandas
+    import pandas  # type: ignore[import-untyped]
 
     frame = pandas.DataFrame({"input": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
     with pytest.raises(UsageError, match=r'a DataFrame, .* Give its rows: data\.to_dict\("records"\)'):
