@@ -32,6 +32,8 @@ TOKENS = torch.arange(12 * 5).view(12, 5) % 20
 
 
 def evaluated(**options: Any) -> dualeval.Result:
+    # The model decides which classes are predicted, and with them some messages.
+    torch.manual_seed(0)
     given = {"model": nn.Linear(4, 3).eval(), "data": TensorDataset(INPUTS, LABELS), "workers": 0, **options}
     return dualeval.evaluate(**given)
 
