@@ -109,9 +109,8 @@ class Compute:
     def _take_copy(self, copies: queue.SimpleQueue[nn.Module], caches_casts: bool) -> None:
         # Settings of a thread, which a new one does not inherit.
         numerics.set_thread()
-        if (
-            not caches_casts
-        ):  # in a caller's autocast: the end of a thread's outermost one would empty its cache
+        # In a caller's autocast: the end of a thread's outermost one would empty its cache.
+        if not caches_casts:
             torch.set_autocast_cache_enabled(False)
             torch.autocast_increment_nesting()
         self._own.model = copies.get_nowait()

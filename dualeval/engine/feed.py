@@ -46,6 +46,8 @@ _LOST_WORKER = re.compile(
 )
 
 _SHARED_MEMORY = Path("/dev/shm")
+# The files that this process has open, by their numbers.
+_DESCRIPTORS = Path("/proc/self/fd")
 # Of one process; as much as three more is for all together.
 _LOCKS_BYTES = 16 * 1024
 # What torch says when it can put no tensor there.
@@ -384,9 +386,9 @@ class Feed:
 
 
 def _read_by_position() -> dict[int, tuple[str, int]]:
-    """Path and position of each file that this process has open for reading alone."""
+    """Path and position of each file that this process has open for reading alone; none without /proc."""
     found = {}
-    for link in Path("/proc/self/fd").iterdir():
+    for link in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
         number = int(link.name)
         with suppress(OSError):  # the folder's own is closed by now
             is_file = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)

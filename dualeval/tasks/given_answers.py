@@ -126,9 +126,14 @@ class GivenAnswers(ScoredAnswers):
         asked = [one for one in self._questions.questions if not one.answers and self._answers.get(one.id)]
         absent = [t for one in asked if (t := self._answers[one.id]).lower() not in one.context.lower()]
         text, count = next(iter(Counter(absent).most_common(1)), ("", 0))
-        said = f"{count} questions without an answer have the prediction {text!r:.60}, which is not in their "
-        said += f'texts and counts as wrong: where it means no answer, write "" into {self._predictions}'
-        return [*super().data_warnings(), *[said][: count > max(2, len(asked) // 10)]]
+        warnings = super().data_warnings()
+        if count > max(2, len(asked) // 10):
+            warnings.append(
+                f"{count} questions without an answer have the prediction {text!r:.60}, which is not in "
+                f'their texts and counts as wrong: where it means no answer, write "" '
+                f"into {self._predictions}"
+            )
+        return warnings
 
     def description(self) -> dict[str, str]:
         return {"data": str(self._data), "predictions": str(self._predictions)}

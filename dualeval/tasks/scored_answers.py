@@ -77,9 +77,14 @@ class ScoredAnswers(Task):
     def data_warnings(self) -> list[str]:
         gold = [text for question in self._questions.questions for text in question.answers]
         joined = [text for text in gold if _WITHOUT_SPACES.search(text)]
-        said = f"{len(joined)} of {len(gold)} gold answers are in a script without white space between words"
-        said += ": f1 counts what stands between white space as one word, and is no F1 of words or characters"
-        return [*super().data_warnings(), *[said][: len(joined) > len(gold) // 10]]
+        warnings = [*super().data_warnings()]
+        if len(joined) > len(gold) // 10:
+            warnings.append(
+                f"{len(joined)} of {len(gold)} gold answers are in a script without white space between "
+                "words: f1 counts what stands between white space as one word, and is no F1 of words or "
+                "characters"
+            )
+        return warnings
 
     def _scored(self, answers: Sequence[str | None], samples: range) -> dict[str, Tensor]:
         """exact_match and f1 of answers to consecutive questions; None is wrong whatever is right."""

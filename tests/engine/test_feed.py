@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dualeval.engine import feed
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.nests import zeros_like
 from dualeval.errors import DualevalError, UsageError
@@ -446,3 +447,13 @@ def test_the_others_rows_are_the_same(inputs: Path, tmp_path: Path, kind: str) -
     assert list(whole) == list(range(max(whole) + 1))
     for rows, failing in zip(found, FAILING[kind], strict=True):
         assert rows == {index: row for index, row in whole.items() if index not in failing}
+
+
+def test_positions_in_files_are_not_looked_at_without_proc(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "file").open("w+") as written, (tmp_path / "file").open() as read:
+        found = feed._read_by_position()
+        assert read.fileno() in found and written.fileno() not in found
+        monkeypatch.setattr(feed, "_DESCRIPTORS", tmp_path / "none")
+        assert feed._read_by_position() == {}
