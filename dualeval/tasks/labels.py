@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.class_folders import imagenet_wnids
-from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
+from dualeval.data.labels import (
+    KnownClasses,
+    Labels,
+    are_wnids,
+    begins_at_one,
+    check_indices,
+    choose_labels,
+    read_class_map,
+)
 from dualeval.data.table import Rows
 from dualeval.errors import UsageError
 from dualeval.models import published
@@ -156,6 +164,7 @@ def check_classes(
         raise UsageError(
             f"{label}, but {model} has {classes} classes (labels "
             f"0 to {classes - 1}). Give data and model of the same classes.{names}{otherwise}"
+            f"{begins_at_one(labels.classes, classes)}"
         )
 
 
