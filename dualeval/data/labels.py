@@ -521,17 +521,11 @@ def check_indices(classes: Mapping[str, int], count: int, said: str, because: st
     """Check that each folder's class is one of ``count`` classes."""
     for folder, index in classes.items():
         if index >= count:
+            shifted = (min(classes.values()), max(classes.values())) == (1, count)
+            hint = " Its indices begin at 1, those of a model at 0: write each one less." * shifted
             raise UsageError(
-                f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1})."
-                f"{begins_at_one(classes, count)}"
+                f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).{hint}"
             )
-
-
-def begins_at_one(classes: Mapping[str, int], count: int) -> str:
-    """What to say of a class map from 1 to ``count``, the number of a model's classes; "" of others."""
-    if not classes or (min(classes.values()), max(classes.values())) != (1, count):
-        return ""
-    return " Its indices begin at 1, those of a model at 0: write each one less."
 
 
 # -- words -----------------------------------------------------------------------------------------------

@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.class_folders import imagenet_wnids
-from dualeval.data.labels import (
-    KnownClasses,
-    Labels,
-    are_wnids,
-    begins_at_one,
-    check_indices,
-    choose_labels,
-    read_class_map,
-)
+from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
 from dualeval.data.table import Rows
 from dualeval.errors import UsageError
 from dualeval.models import published
@@ -157,14 +149,16 @@ def check_classes(
             f"data and model of the same classes.{hint_for(labels, classes)}"
         )
     if largest >= classes:
-        whose = "the data has" if class_map is None else f"the class map {class_map} gives"
-        label = labels.largest_at or f"{whose} a label {largest}"
+        if class_map is not None:
+            check_indices(
+                labels.classes, classes, f"--class-map {class_map}", f"{model} has {classes} classes"
+            )
+        label = labels.largest_at or f"the data has a label {largest}"
         names = f" Its classes: {first_of([*labels.names.values()], _NAMED_AT_MOST)}." if labels.names else ""
         otherwise = f" {labels.otherwise.capitalize()}." if labels.otherwise else ""
         raise UsageError(
             f"{label}, but {model} has {classes} classes (labels "
             f"0 to {classes - 1}). Give data and model of the same classes.{names}{otherwise}"
-            f"{begins_at_one(labels.classes, classes)}"
         )
 
 

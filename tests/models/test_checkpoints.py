@@ -243,9 +243,9 @@ def test_unknown_keys_are_offered(tmp_path: Path, state: dict[str, Tensor]) -> N
 @pytest.mark.parametrize(
     ("above", "key", "said"),
     [
-        ("", None, ": 0.weight, 0.bias"),
-        ("net", None, ": net.0.weight"),
-        ("net", "net", " under the key net, exp"),
+        ("", None, "(found: 0.weight, 0"),
+        ("net", None, "(found: net)"),
+        ("net", "net", "under the key net ("),
     ],
 )
 def test_arrays_of_numpy_are_named(tmp_path: Path, above: str, key: str | None, said: str) -> None:

@@ -220,7 +220,9 @@ def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 0, "b": 2})
     chosen = class_map(tmp_path, a=0, b=4)
     message = refused(task(data, "reds:three", class_map=chosen))
-    assert f"the class map {chosen} gives a label 4, but the model reds:three has 3 classes" in message
+    assert (
+        f"--class-map {chosen} makes 'b' class 4, but the model reds:three has 3 classes (0 to 2)" in message
+    )
     with pytest.raises(UsageError, match="makes 'b' class 4, but --num-classes is 3"):
         task(data, class_map=chosen, num_classes=3)
 
@@ -240,7 +242,9 @@ def test_a_class_map_that_begins_at_1(tmp_path: Path) -> None:
         made.build_model(CPU)
     with pytest.raises(UsageError, match=f"--num-classes is 2 .*{advice}"):
         task(data, class_map=chosen, num_classes=2)
-    with pytest.raises(UsageError, match=f"gives a label 2, but .* has 2 classes.*{advice}"):
+    with pytest.raises(
+        UsageError, match=f"makes 'b' class 2, but the model reds2:red has 2 classes.*{advice}"
+    ):
         task(data, "reds2:red", class_map=chosen).build_model(CPU)
     task(data, "reds3:red", class_map=chosen).build_model(CPU)
     task(data, "squeezenet1_1", class_map=chosen, weights=str(tmp_path / "3.pt")).build_model(CPU)

@@ -145,15 +145,10 @@ def _none_there(path: Path, content: object, above: str) -> UsageError:
     others = _state_dicts(content, above)
     hint = f" State_dicts lie under {_listed(others)}; --weights-key KEY takes one." if others else ""
     place = f" under the key {above}" if above else ""
-    arrays = [
-        f"{key}.{name}".lstrip(".")
-        for key, inner in _mappings(content, above)
-        for name, value in inner.items()
-        if isinstance(value, ArrayInFile)
-    ]
-    if arrays:
+    inside = [value for _, inner in _mappings(content, above) for value in inner.values()]
+    if any(isinstance(value, ArrayInFile) for value in inside):
         return UsageError(
-            f"{path} holds numpy arrays{place}, expected tensors: {listed(arrays, 3)}. Save them as such: "
+            f"{path} holds numpy arrays{place} ({_keys_of(content)}), expected tensors. Save them as such: "
             "torch.save({name: torch.as_tensor(value) for name, value in STATE.items()}, PATH)."
         )
     return UsageError(
@@ -234,10 +229,7 @@ def arguments_in(content: object) -> dict[str, Any]:
     groups: list[Mapping[Any, Any]] = [_by_name(content)]
     for _ in range(2):
         groups += [_by_name(group.get(key)) for group in groups for key in _ARGUMENTS]
-    found: dict[str, Any] = {}
-    for group in reversed(groups):
-        found |= {name: value for name, value in group.items() if isinstance(name, str) and is_plain(value)}
-    return found
+    return {key: value for group in reversed(groups) for key, value in group.items() if is_plain(value)}
 
 
 def is_plain(value: object) -> bool:

@@ -89,10 +89,8 @@ class FactoryModel(ModelSource):
         }
         if other:
             pairs = [f"{name} is {file!r}, called with {call!r}" for name, (file, call) in other.items()]
-            of_file, of_call = (
-                " ".join(f"--model-arg {_typed(name, pair[each])}" for name, pair in other.items())
-                for each in (0, 1)
-            )
+            of_file = " ".join(_typed(name, file) for name, (file, _) in other.items())
+            of_call = " ".join(_typed(name, call) for name, (_, call) in other.items())
             raise UsageError(
                 f"--model {self.name}: {found.path} was saved with other arguments: {'; '.join(pairs)}. Type "
                 f"{of_file} to take those of the file, or {of_call} to keep these."
@@ -150,7 +148,7 @@ def _as_tuple(value: Any) -> Any:
 def _typed(name: str, value: Any) -> str:
     """An argument as a shell takes it: a text as it is where that is no Python literal."""
     is_word = isinstance(value, str) and value.isidentifier() and value not in ("None", "True", "False")
-    return shlex.quote(f"{name}={value if is_word else repr(value)}")
+    return "--model-arg " + shlex.quote(f"{name}={value if is_word else repr(value)}")
 
 
 def _in_no_checkpoint(model: nn.Module) -> dict[str, list[Tensor]]:
