@@ -521,7 +521,11 @@ def check_indices(classes: Mapping[str, int], count: int, said: str, because: st
     """Check that each folder's class is one of ``count`` classes."""
     for folder, index in classes.items():
         if index >= count:
-            raise UsageError(f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).")
+            shifted = (min(classes.values()), max(classes.values())) == (1, count)
+            hint = " Its indices begin at 1, those of a model at 0: write each one less." * shifted
+            raise UsageError(
+                f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).{hint}"
+            )
 
 
 # -- words -----------------------------------------------------------------------------------------------

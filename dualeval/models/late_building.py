@@ -81,7 +81,8 @@ def late_model(
         loaded = load_state_dict(model, found, prefix=prefix, source=f"the weights {weights}")
         for said in warnings_of(loaded):
             warnings.warn(said, stacklevel=2)
-        return model.eval()
+        model.eval()
+        return model
 
     return late_or_whole(build, lambda said: warnings.warn(said, stacklevel=3))
 

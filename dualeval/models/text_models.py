@@ -167,7 +167,7 @@ class TextModel:
     def build(self) -> nn.Module:
         """Make the model on the CPU, in evaluation mode."""
         if self._module is not None:
-            model = self._module.create(None).eval()
+            model = self._module.build(self._module.find_weights(None), None)
             if (to_dict := getattr(getattr(model, "config", None), "to_dict", None)) is not None:
                 self._config = _hash(to_dict())
             return model
@@ -188,11 +188,11 @@ class TextModel:
             refuse_foreign_kernels(config_of(folder), folder)
             model: nn.Module = kind.from_config(config, trust_remote_code=False)
             add_generation_config(model, folder)
-        model = model.float().eval()
+        model = model.float()
         if seed is None:
             found = read_state_dict(Path(weights), self._key, trust=self.trust)
             self.loaded = load_state_dict(model, found, prefix=self._prefix, source=f"the weights {weights}")
-        return model
+        return model.eval()
 
     def build_late(self) -> nn.Module:
         """As ``build``: the values of the parameters stay in their files where they can."""

@@ -183,7 +183,8 @@ def _advice(fitting: list[str]) -> str:
 def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     """Copy tensors into a model, one after the other; all of them, and no others.
 
-    The model's own loading goes first: some modules convert an older layout of their tensors.
+    The model's own loading goes first: some modules convert an older layout of their tensors. It is left in
+    training mode, for ``eval`` to merge what is loaded.
     """
     own = model.state_dict()
     state = _with_tied_names(model, state, source)
@@ -201,6 +202,8 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
         state = OrderedDict(state)
         state._metadata = own._metadata  # type: ignore[attr-defined]
+    # In evaluation mode, some keep weights that were merged of the ones that are replaced: loralib's layers.
+    model.train(True)
     kept = model.state_dict(keep_vars=True)
     # A module may still make them of others, or load less strictly than torch does and say nothing.
     lacking = {

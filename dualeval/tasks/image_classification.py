@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dualeval.columns import KEEPING_LATE, keeps_late
 from dualeval.data.cache import DataCache
-from dualeval.data.labels import KnownClasses
+from dualeval.data.labels import KnownClasses, check_indices
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -210,6 +210,9 @@ class ImageClassification(picture_task.PictureTask):
             labels = self._dataset.labels
             if self._may_have_more_classes and error.found > labels.largest:
                 return build(self._source, error.found, self._loading)
+            if labels.are_partial:
+                because = f"the weights {self._source.text} are for {error.found} classes"
+                check_indices(labels.classes, error.found, f"--class-map {self._class_map}", because)
             raise UsageError(f"{error}{self._folders_as_classes()}{hint_for(labels, error.found)}") from error
         except OtherShapes as error:
             if (found := error.found.get(self._num_classes or 0)) is None:

@@ -149,8 +149,11 @@ def check_classes(
             f"data and model of the same classes.{hint_for(labels, classes)}"
         )
     if largest >= classes:
-        whose = "the data has" if class_map is None else f"the class map {class_map} gives"
-        label = labels.largest_at or f"{whose} a label {largest}"
+        if class_map is not None:
+            check_indices(
+                labels.classes, classes, f"--class-map {class_map}", f"{model} has {classes} classes"
+            )
+        label = labels.largest_at or f"the data has a label {largest}"
         names = f" Its classes: {first_of([*labels.names.values()], _NAMED_AT_MOST)}." if labels.names else ""
         otherwise = f" {labels.otherwise.capitalize()}." if labels.otherwise else ""
         raise UsageError(

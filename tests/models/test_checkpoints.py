@@ -241,6 +241,18 @@ def test_unknown_keys_are_offered(tmp_path: Path, state: dict[str, Tensor]) -> N
 
 
 @pytest.mark.parametrize(
+    ("above", "key", "said"),
+    [("", None, "(found: 0.weight, 0"), ("net", None, "(found: net)"), ("net", "net", "under the key net (")],
+)
+def test_arrays_of_numpy_are_named(tmp_path: Path, above: str, key: str | None, said: str) -> None:
+    arrays = {name: value.numpy() for name, value in small().state_dict().items()}
+    torch.save({above: arrays} if above else arrays, tmp_path / "w.pt")
+    message = refused(tmp_path / "w.pt", key)
+    assert "holds numpy arrays" in message and said in message
+    assert "torch.as_tensor(value)" in message
+
+
+@pytest.mark.parametrize(
     ("content", "key"),
     [
         (lambda s: {"generator": s, "critic": s}, "generator"),

@@ -220,9 +220,34 @@ def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 0, "b": 2})
     chosen = class_map(tmp_path, a=0, b=4)
     message = refused(task(data, "reds:three", class_map=chosen))
-    assert f"the class map {chosen} gives a label 4, but the model reds:three has 3 classes" in message
+    assert (
+        f"--class-map {chosen} makes 'b' class 4, but the model reds:three has 3 classes (0 to 2)" in message
+    )
     with pytest.raises(UsageError, match="makes 'b' class 4, but --num-classes is 3"):
         task(data, class_map=chosen, num_classes=3)
+
+
+def test_a_class_map_that_begins_at_1(tmp_path: Path) -> None:
+    """It is the map that is wrong, not the weights; with an output more than classes, it is right."""
+    data, chosen = lay_out(tmp_path / "val", {"a": 1, "b": 2}), class_map(tmp_path, a=1, b=2)
+    for outputs in (2, 3):
+        network = TORCHVISION.models.squeezenet1_1(num_classes=outputs)
+        torch.save(network.state_dict(), tmp_path / f"{outputs}.pt")
+        (tmp_path / f"reds{outputs}.py").write_text(f"from reds import Red\ndef red(): return Red({outputs})")
+    advice = r"begin at 1, those of a model at 0: write each one less\."
+    made = task(data, "squeezenet1_1", class_map=chosen, weights=str(tmp_path / "2.pt"))
+    with pytest.raises(
+        UsageError, match=f"makes 'b' class 2, but the weights .* are for 2 classes.*{advice}"
+    ):
+        made.build_model(CPU)
+    with pytest.raises(UsageError, match=f"--num-classes is 2 .*{advice}"):
+        task(data, class_map=chosen, num_classes=2)
+    with pytest.raises(
+        UsageError, match=f"makes 'b' class 2, but the model reds2:red has 2 classes.*{advice}"
+    ):
+        task(data, "reds2:red", class_map=chosen).build_model(CPU)
+    task(data, "reds3:red", class_map=chosen).build_model(CPU)
+    task(data, "squeezenet1_1", class_map=chosen, weights=str(tmp_path / "3.pt")).build_model(CPU)
 
 
 def test_folders_that_are_some_of_imagenets_wnids(tmp_path: Path) -> None:
@@ -294,6 +319,7 @@ PETS = ["dog", "cat", "owl"]
 BESIDE: list[tuple[dict[str, Any], bool]] = [
     # Whether the names are the folders'.
     ({"class_to_idx": {name: index for index, name in enumerate(PETS)}}, True),
+    ({"class_to_idx": {name: index for index, name in enumerate(PETS, 1)}}, True),
     ({"idx_to_class": dict(enumerate(PETS)), "epoch": 3}, True),
     ({"names": {str(index): name.title() for index, name in enumerate(PETS)}}, True),
     ({"hyper_parameters": {"class_names": PETS}}, True),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from dualeval.data.contents import what_weights_are
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.distributed import METADATA, DistributedFolder
-from dualeval.models.checkpoints.finding import choose, class_names_in, is_state_dict
+from dualeval.models.checkpoints.finding import arguments_in, choose, class_names_in, is_state_dict
 from dualeval.models.checkpoints.late import FilePart, LateTensor, StampedFile, contiguous_strides
 from dualeval.models.checkpoints.torch_files import TorchFile
 from dualeval.wording import listed
@@ -30,6 +31,8 @@ class StateDict:
     # By name, read when they are used; with the `_metadata` that torch keeps beside them where there are any.
     # An entry `_extra_state` may be anything, and hold objects that were passed over.
     tensors: OrderedDict[str, Any]
+    # Plain values beside them, as those that the model was made with.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) -> StateDict:
@@ -48,7 +51,8 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
         return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
     file = TorchFile(saved, trust=trust)
     found, tensors = choose(path, file.tree, key)
-    return StateDict(path=path, key=found, tensors=file.late_state_dict(found, tensors))
+    beside = arguments_in(file.tree)
+    return StateDict(path=path, key=found, tensors=file.late_state_dict(found, tensors), arguments=beside)
 
 
 def read_class_names(path: Path) -> tuple[str, tuple[str, ...]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -38,6 +41,20 @@ class PassedOver:
 
     def __setstate__(self, _: object) -> None:
         """Keep nothing."""
+
+
+class ArrayInFile(PassedOver):
+    """Takes the place of one of numpy's arrays in a file."""
+
+
+class NamespaceInFile(PassedOver):
+    """Takes the place of a namespace in a file: it keeps what the file says, as a mapping."""
+
+    held: object = None
+
+    def __setstate__(self, state: object) -> None:
+        """Keep the attributes apart from this object's own."""
+        self.held = state
 
 
 def _is_extra_state(name: str) -> bool:
@@ -128,6 +145,12 @@ def _none_there(path: Path, content: object, above: str) -> UsageError:
     others = _state_dicts(content, above)
     hint = f" State_dicts lie under {_listed(others)}; --weights-key KEY takes one." if others else ""
     place = f" under the key {above}" if above else ""
+    inside = [value for _, inner in _mappings(content, above) for value in inner.values()]
+    if any(isinstance(value, ArrayInFile) for value in inside):
+        return UsageError(
+            f"{path} holds numpy arrays{place} ({_keys_of(content)}), expected tensors. Save them as such: "
+            "torch.save({name: torch.as_tensor(value) for name, value in STATE.items()}, PATH)."
+        )
     return UsageError(
         f"{path} holds no state_dict{place} ({_keys_of(content)}); expected tensors by name, or such a "
         f"mapping under one of {', '.join(KNOWN_KEYS)}.{hint} Save one with torch.save(model.state_dict(), "
@@ -175,14 +198,52 @@ def class_names_in(content: object) -> tuple[str, tuple[str, ...]]:
 
 
 def _by_index(given: object) -> tuple[str, ...]:
-    """Names in the order of their indices; none where these are not 0 to n - 1 and differ."""
+    """Names in the order of their indices; none where these are not 0 to n - 1, or 1 to n, and differ."""
     pairs = _items(given)
     if all(type(value) is int for _, value in pairs):
         pairs = [(value, name) for name, value in pairs]
     names = {str(index): name for index, name in pairs}
-    found = tuple(names.get(str(index)) for index in range(len(pairs)))
+    first = int("0" not in names)
+    found = tuple(names.get(str(first + index)) for index in range(len(pairs)))
     are_names = all(isinstance(name, str) for name in found) and len({*found}) == len(found)
     return tuple(map(str, found)) if are_names else ()
+
+
+# -- arguments of what makes the model -------------------------------------------------------------------
+
+# Where trainings keep them; and in each of these, as Lightning keeps a namespace that a module was given.
+_ARGUMENTS = (
+    "model_args",
+    "model_kwargs",
+    "model_config",
+    "hyper_parameters",
+    "hparams",
+    "config",
+    "cfg",
+    "args",
+)
+
+
+def arguments_in(content: object) -> dict[str, Any]:
+    """Plain values by name that a checkpoint has beside tensors: at its top, and under known keys."""
+    groups: list[Mapping[Any, Any]] = [_by_name(content)]
+    for _ in range(2):
+        groups += [_by_name(group.get(key)) for group in groups for key in _ARGUMENTS]
+    return {key: value for group in reversed(groups) for key, value in group.items() if is_plain(value)}
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is None, a bool, a finite number, a text, or a list of these."""
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(each) and not isinstance(each, (list, tuple)) for each in value)
+    return value is None or isinstance(value, (int, str)) or (isinstance(value, float) and isfinite(value))
+
+
+def _by_name(content: object) -> Mapping[Any, Any]:
+    if isinstance(content, (Namespace, SimpleNamespace)):  # of a file that was trusted
+        return vars(content)
+    inner = content.held if isinstance(content, NamespaceInFile) else content
+    return inner if isinstance(inner, Mapping) else {}
 
 
 # -- walking ---------------------------------------------------------------------------------------------

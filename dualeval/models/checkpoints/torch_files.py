@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from dualeval.data.contents import names_in_zip
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.finding import PassedOver, choose
+from dualeval.models.checkpoints.finding import ArrayInFile, NamespaceInFile, PassedOver, choose
 from dualeval.models.checkpoints.late import FilePart, LateTensor, Record, StampedFile
 from dualeval.own_code import importable
 
@@ -251,7 +251,7 @@ class _AsList:
 # matter what they would do with it: numpy's believe the offsets in a dtype, and follow them. What a file puts
 # into one of them is read by the same rules, so nothing else can hide there.
 _ADMITTED: dict[str, Callable[..., object]] = {
-    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), PassedOver),
+    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), NamespaceInFile),
     **{
         f"{module}.{name}": PassedOver
         for module in ("pathlib", "pathlib._local")  # the latter in files of Python 3.13
@@ -260,9 +260,9 @@ _ADMITTED: dict[str, Callable[..., object]] = {
     # Scalars and arrays; numpy 1 and numpy 2.
     **dict.fromkeys(("numpy.dtype", "numpy.ndarray"), PassedOver),
     **{
-        f"{module}.multiarray.{name}": PassedOver
+        f"{module}.multiarray.{name}": made
         for module in ("numpy.core", "numpy._core")
-        for name in ("scalar", "_reconstruct")
+        for name, made in (("scalar", PassedOver), ("_reconstruct", ArrayInFile))
     },
     **{f"datetime.{name}": PassedOver for name in ("datetime", "date", "time", "timedelta", "timezone")},
     # As values, and as what a defaultdict makes.

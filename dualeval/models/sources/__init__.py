@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints import StateDict, read_state_dict
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
 from dualeval.models.weights_name import check_weights_file, is_published_name
@@ -104,6 +104,10 @@ class ModelSource(ABC):
         """Give tensors of a file that has older names the present ones, in place; here none has."""
         return
 
+    def compare(self, model: nn.Module, found: StateDict) -> str | None:
+        """Refuse a file that says that its model was made otherwise; else a warning of what is beside."""
+        return None
+
     @contextmanager
     def blaming_arguments(self, *kinds: type[Exception]) -> Iterator[None]:
         """Say that ``--model-arg`` is why a model cannot be made, where there are arguments."""
@@ -121,8 +125,11 @@ class ModelSource(ABC):
         assert weights.path is not None, "weights are in a file or drawn"
         found = read_state_dict(weights.path, loading.key, trust=self.trust)
         model = self.create(num_classes, entry=weights.entry)
+        warning = self.compare(model, found)
         self.rename(found.tensors, model)
         loaded = load_state_dict(model, found, prefix=loading.prefix, source=f"the weights {weights.text}")
+        if warning is not None:
+            loaded = replace(loaded, warning=". ".join(filter(None, [loaded.warning, warning])))
         if not is_published_name(weights.text):
             loading.on_load(loaded)
         return model
@@ -136,8 +143,11 @@ class ModelSource(ABC):
             if weights.path is None:
                 assert weights.seed is not None, "weights are in a file or drawn"
                 torch.manual_seed(weights.seed)
-                return self.create(num_classes).eval()
-            return self.load(weights, num_classes, loading or Loading()).eval()
+                model = self.create(num_classes)
+            else:
+                model = self.load(weights, num_classes, loading or Loading())
+        model.eval()  # a train() of the user's may return nothing
+        return model
 
     def build_late(
         self,

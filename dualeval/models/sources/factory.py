@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dualeval.errors import UsageError
+from dualeval.models.checkpoints import StateDict
+from dualeval.models.checkpoints.finding import is_plain
 from dualeval.models.late_building import is_building
 from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.sources.processors import preprocessing_beside
@@ -26,6 +29,13 @@ from dualeval.wording import listed, nearest
 _OF_TORCH = {*vars(nn.Module())} - {"_buffers"}
 # Parameters of a model that is made again in a moment.
 _MADE_AGAIN_BELOW = 10**8
+# Arguments that decide no output of an evaluation: dropout's, those of the training; and the data's number.
+_OF_TRAINING = re.compile(
+    r"num_classes|(.*_)?drop(out|path)?\d*(_block|_connect|_path)?(_rate|_prob|_p|_ratio)?|(lr_)?schedul\w*"
+    r"|(.*_)?(lr|learning_rate|wd|weight_decay|momentum|betas|optim\w*|epochs?|warmup|max_steps|batch_size"
+    r"|num_workers|devices?|gpus?|patience|label_smoothing|loss|criterion|pretrained|weights|ema|mixup|cutmix"
+    r"|augment\w*|verbose|(data|log|save|output)_(dir|path))(_.*)?"
+)
 
 
 class FactoryModel(ModelSource):
@@ -69,6 +79,34 @@ class FactoryModel(ModelSource):
             )
         return model
 
+    def compare(self, model: nn.Module, found: StateDict) -> str | None:
+        takes = inspect.signature(_import_factory(self.name)).parameters
+        other = {
+            name: (value, takes[name].default)
+            for name, value in found.arguments.items()
+            if name in takes and is_plain(takes[name].default) and not _OF_TRAINING.fullmatch(name)
+            if name not in self.arguments and _as_tuple(value) != _as_tuple(takes[name].default)
+        }
+        if other:
+            pairs = [f"{name} is {file!r}, called with {call!r}" for name, (file, call) in other.items()]
+            of_file = " ".join(_typed(name, file) for name, (file, _) in other.items())
+            of_call = " ".join(_typed(name, call) for name, (_, call) in other.items())
+            raise UsageError(
+                f"--model {self.name}: {found.path} was saved with other arguments: {'; '.join(pairs)}. Type "
+                f"{of_file} to take those of the file, or {of_call} to keep these."
+            )
+        hook = getattr(type(model), "on_load_checkpoint", None)
+        if "pytorch-lightning_version" not in found.arguments or hook is None:
+            return None
+        if hook.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            return None
+        kind = type(model).__name__
+        return (
+            f"{kind}.on_load_checkpoint is not called: what it takes from {found.path} beside the state_dict "
+            f"is missing. If that decides the outputs, evaluate in Python what {kind}.load_from_checkpoint "
+            "returns: dualeval.evaluate(model=...)"
+        )
+
     def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
         model = super().load(weights, num_classes, loading)
         beside = {} if is_building() else _in_no_checkpoint(model)
@@ -101,6 +139,16 @@ class FactoryModel(ModelSource):
     def sources(self) -> list[Any]:
         """The factory and its module."""
         return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _typed(name: str, value: Any) -> str:
+    """An argument as a shell takes it: a text as it is where that is no Python literal."""
+    is_word = isinstance(value, str) and value.isidentifier() and value not in ("None", "True", "False")
+    return "--model-arg " + shlex.quote(f"{name}={value if is_word else repr(value)}")
 
 
 def _in_no_checkpoint(model: nn.Module) -> dict[str, list[Tensor]]:
@@ -216,7 +264,9 @@ class ModuleModel(ModelSource):
         self, weights: WeightsSource, num_classes: int | None, loading: Loading | None = None
     ) -> nn.Module:
         # Before it is tried: in training mode batch norms would learn from that.
-        return self.create(num_classes).eval()
+        model = self.create(num_classes)
+        model.eval()
+        return model
 
     def why_whole(self, weights: WeightsSource) -> str | None:
         return "it is made in Python"
