@@ -19,6 +19,8 @@ NOT_NAMED = "--keep does not name it"
 # Letters of a text, and different texts, of a column that is kept without being named.
 _LONGEST = 100
 _MOST_TEXTS = 1 << 20
+# Numbers of a column that may be names, as versions are. More are measured, and --by cuts them.
+_MOST_NAMES = 100
 _ROWS_AT_ONCE = 1 << 14
 _MOST_WHOLE = 2**63
 # Beyond this float64, which has a gap as NaN, has no place for each whole number.
@@ -216,9 +218,22 @@ class _Column:
             return self._array(np.int64, int)
         if kinds == {"whole", _GAP} and _LARGE in self._kinds:
             return self._texts()
-        if numbers and numbers <= {"whole", "number"}:
+        if numbers and numbers <= {"whole", "number"} and not self._has_spellings():
             return self._array(np.float64, lambda value: math.nan if value in (None, "") else float(value))
         return self._texts()
+
+    def _has_spellings(self) -> bool:
+        """Whether two cells are one number in other digits: as versions 1.1 and 1.10 are two names."""
+        known: dict[float, str] = {}
+        is_twice = False
+        for block in self._blocks if self._cells and "number" in self._kinds else ():
+            for text in {*json.loads(block)} - {""}:
+                # 1.0 and 1 are a float and an int, as programs write them; -0.0 is rounded.
+                digits = text.removesuffix(".0").lstrip("-")
+                is_twice |= known.setdefault(float(text), digits) != digits
+            if len(known) > _MOST_NAMES:
+                return False
+        return is_twice
 
     def _array(self, dtype: Any, of: Any) -> npt.NDArray[Any]:
         return np.concatenate([np.array([of(value) for value in part], dtype) for part in self._parts()])
