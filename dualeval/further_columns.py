@@ -34,6 +34,9 @@ _GAP, _LARGE = "gap", "large"
 _PLAIN: Mapping[type, str] = {bool: "bool", int: "whole", float: "number", str: "text", type(None): _GAP}
 # Columns of which part of a data set a row is, and their values.
 _OF_PARTS = re.compile(r"split|subset|set|partition|phase|fold|is_?(train|valid|val|validation|test)", re.I)
+# Of which fold of a cross-validation it is; more values than these are no folds.
+_OF_FOLDS = re.compile(r"(k_?|cv_?)?fold(_?id)?", re.I)
+_MOST_FOLDS = 20
 _KINDS = ("train", "val", "test", "dev", "eval")
 _FLAGS = ({"true", "false"}, {"0", "1"})
 # Which have a text that says all of them.
@@ -70,9 +73,9 @@ class KeptColumns:
         }
 
     def train_beside_test(self) -> Iterator[tuple[str, str]]:
-        """Each column that says of rows to train with and of others which they are, and how many it has."""
+        """Each column by which some rows are to train with, or may be, and what it has."""
         for name, values in self.values.items():
-            if not _OF_PARTS.fullmatch(name):
+            if not _OF_PARTS.fullmatch(name) and not _OF_FOLDS.fullmatch(name):
                 continue
             places, texts = (values.places, values.distinct) if isinstance(values, Texts) else (values, ())
             found, counts = np.unique(places, return_counts=True)
@@ -81,6 +84,9 @@ class KeptColumns:
             is_flag = name.casefold().startswith("is") and {*map(str.casefold, parts)} in _FLAGS
             if is_flag or {"train"} < kinds - {""}:
                 yield name, " and ".join(f"{n:,} of {part}" for part, n in zip(parts, counts, strict=True))
+            elif _OF_FOLDS.fullmatch(name) and 1 < len(parts) <= _MOST_FOLDS:
+                held = f"rows of {len(parts)} folds ({', '.join(parts)})"
+                yield name, f"{held}, of which a model is usually trained with all but one"
 
     def select(self, indices: npt.NDArray[np.int64]) -> KeptColumns:
         """Of some samples alone, in this order."""
