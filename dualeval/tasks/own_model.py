@@ -200,7 +200,9 @@ class ModelTask(Task):
         tensors = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         named = {name: inputs[name] for name in inputs if name in takes or (whole and name in tensors)}
         if named and all(name in named or not _is_required(kind) for name, kind in takes.items()):
-            left_out = [name for name in tensors if name not in named]
+            # An observe of the task's own gets the whole batch.
+            observes = self._observe is None and type(self).observe is ModelTask.observe
+            left_out = [name for name in tensors if name not in named and observes]
             # Another object would be taken for something that a batch decides.
             self._left_out = self._left_out if left_out == self._left_out else left_out
             return model(**named)
