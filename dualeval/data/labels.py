@@ -299,7 +299,8 @@ class TableLabels:
             value = ""
         text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
         if not text or not is_unicode(text):
-            raise self._no_label(number, f"{text!a}" if text else "empty", _NONE)
+            found = ("empty", _NONE) if not text else (f"{text!a} (half a surrogate pair)", "")
+            raise self._no_label(number, *found)
         return text
 
     def _no_label(self, number: int, found: str, hint: str = "") -> UsageError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns import KEEPING_LATE, LateColumns, keeps_late
-from dualeval.errors import UsageError
+from dualeval.errors import UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
@@ -143,10 +143,11 @@ class ModelTask(Task):
             return super().collate(
                 [_with_tensors(each) if isinstance(each, Mapping) else each for each in samples]
             )
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, RuntimeError, ValueError) as error:  # ValueError: a byte order
             raise UsageError(
-                f"torch's default_collate makes no batch of these samples: {error}. Give collate=, a "
-                "function of a list of samples, or samples of tensors and numbers, in pairs or dicts."
+                f"torch's default_collate makes no batch of these samples: {text_of(error).rstrip('.')}. "
+                "Give collate=, a function of a list of samples, or samples of tensors, numbers, arrays of "
+                "this machine's byte order (array.astype(array.dtype.newbyteorder('='))), in pairs or dicts."
             ) from error
 
     def _collates_as_torch(self) -> bool:

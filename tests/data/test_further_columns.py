@@ -318,7 +318,7 @@ def test_names_of_classes_that_a_data_set_of_hugging_face_has(tmp_path: Path) ->
         (" \n", "is empty"),
         (None, "is empty"),
         (3, "is 3 (int)"),
-        ("half \ud800", "is 'half \\ud800' (str)"),
+        ("half \ud800", "is 'half \\ud800' (half a surrogate pair)"),
     ],
 )
 def test_what_is_no_text_is_named_with_its_row(value: Any, said: str) -> None:

@@ -433,6 +433,10 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
         lambda: wrong(data=[{"x": numbers(5), "y": each} for each in np.ma.masked_equal([1.0, 2.0], 2)]),
         "torch ignores",
     ),
+    (
+        lambda: wrong(data=[(np.ones(5, ">f4"), 1)]),
+        r"byte order different .*newbyteorder\('='\)\)\), in pairs",
+    ),
     (lambda: wrong(data=[(object(), 1)]), "default_collate makes no batch of these samples"),
     (lambda: wrong(data=[{"x": numbers(5), "z": numbers(5), "y": 1}]), r"which is which cannot be seen"),
     (lambda: wrong(data=[{"x": numbers(5), "y": 1, "label": 1}]), r"'y' and 'label', both names of a target"),
