@@ -38,15 +38,14 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def message_of(error: BaseException) -> str:
-    """What an error is called in a message to people: its text, with its type where it is not one of ours."""
-    if isinstance(error, DualevalError):
-        return text_of(error)
+    """What an error is called in a message to people."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else with_type(error)
 
 
 def with_type(error: BaseException) -> str:
-    """An error's text behind its type, as "ValueError: text"."""
-    return f"{type(error).__name__}: {text_of(error)}"
+    """An error's text, behind its type where it is not one of ours, as "ValueError: text"."""
+    said = text_of(error)
+    return said if isinstance(error, DualevalError) else f"{type(error).__name__}: {said}"
 
 
 def text_of(error: BaseException) -> str:

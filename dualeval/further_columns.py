@@ -19,6 +19,8 @@ NOT_NAMED = "--keep does not name it"
 # Letters of a text, and different texts, of a column that is kept without being named.
 _LONGEST = 100
 _MOST_TEXTS = 1 << 20
+# Numbers of a column that may be names, as versions are. More are measured, and --by cuts them.
+_MOST_NAMES = 100
 _ROWS_AT_ONCE = 1 << 14
 _MOST_WHOLE = 2**63
 # Beyond this float64, which has a gap as NaN, has no place for each whole number.
@@ -32,6 +34,9 @@ _GAP, _LARGE = "gap", "large"
 _PLAIN: Mapping[type, str] = {bool: "bool", int: "whole", float: "number", str: "text", type(None): _GAP}
 # Columns of which part of a data set a row is, and their values.
 _OF_PARTS = re.compile(r"split|subset|set|partition|phase|fold|is_?(train|valid|val|validation|test)", re.I)
+# Of which fold of a cross-validation it is; more values than these are no folds.
+_OF_FOLDS = re.compile(r"(k_?|cv_?)?fold(_?id)?", re.I)
+_MOST_FOLDS = 20
 _KINDS = ("train", "val", "test", "dev", "eval")
 _FLAGS = ({"true", "false"}, {"0", "1"})
 # Which have a text that says all of them.
@@ -68,9 +73,9 @@ class KeptColumns:
         }
 
     def train_beside_test(self) -> Iterator[tuple[str, str]]:
-        """Each column that says of rows to train with and of others which they are, and how many it has."""
+        """Each column by which some rows are to train with, or may be, and what it has."""
         for name, values in self.values.items():
-            if not _OF_PARTS.fullmatch(name):
+            if not _OF_PARTS.fullmatch(name) and not _OF_FOLDS.fullmatch(name):
                 continue
             places, texts = (values.places, values.distinct) if isinstance(values, Texts) else (values, ())
             found, counts = np.unique(places, return_counts=True)
@@ -79,6 +84,9 @@ class KeptColumns:
             is_flag = name.casefold().startswith("is") and {*map(str.casefold, parts)} in _FLAGS
             if is_flag or {"train"} < kinds - {""}:
                 yield name, " and ".join(f"{n:,} of {part}" for part, n in zip(parts, counts, strict=True))
+            elif _OF_FOLDS.fullmatch(name) and 1 < len(parts) <= _MOST_FOLDS:
+                held = f"rows of {len(parts)} folds ({', '.join(parts)})"
+                yield name, f"{held}, of which a model is usually trained with all but one"
 
     def select(self, indices: npt.NDArray[np.int64]) -> KeptColumns:
         """Of some samples alone, in this order."""
@@ -216,9 +224,22 @@ class _Column:
             return self._array(np.int64, int)
         if kinds == {"whole", _GAP} and _LARGE in self._kinds:
             return self._texts()
-        if numbers and numbers <= {"whole", "number"}:
+        if numbers and numbers <= {"whole", "number"} and not self._has_spellings():
             return self._array(np.float64, lambda value: math.nan if value in (None, "") else float(value))
         return self._texts()
+
+    def _has_spellings(self) -> bool:
+        """Whether two cells are one number in other digits: as versions 1.1 and 1.10 are two names."""
+        known: dict[float, str] = {}
+        is_twice = False
+        for block in self._blocks if self._cells and "number" in self._kinds else ():
+            for text in {*json.loads(block)} - {""}:
+                # 1.0 and 1 are a float and an int, as programs write them; -0.0 is rounded.
+                digits = text.removesuffix(".0").lstrip("-")
+                is_twice |= known.setdefault(float(text), digits) != digits
+            if len(known) > _MOST_NAMES:
+                return False
+        return is_twice
 
     def _array(self, dtype: Any, of: Any) -> npt.NDArray[Any]:
         return np.concatenate([np.array([of(value) for value in part], dtype) for part in self._parts()])

@@ -212,7 +212,7 @@ class ImageFiles:
     @functools.cached_property
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample; those of the first one where nothing else says them."""
-        return shape_of(self.preprocessing, self.id(0), lambda: self._image(0))
+        return shape_of(self.preprocessing, self.id(0), self._image, len(self))
 
     def id(self, index: int) -> str:
         """The image's path, for text files: bytes that are no UTF-8 as ``\\xNN``."""

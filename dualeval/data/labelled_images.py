@@ -14,7 +14,7 @@ from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
 from dualeval.data.image_files import FileNames, ImageFiles
 from dualeval.data.labels import LEFT_OUT, Labeler, Labels, TableLabels, choose_labels
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
@@ -29,7 +29,7 @@ class ImageFolder(ImageFiles):
     def __init__(
         self,
         root: Path,
-        preprocessing: Preprocessing,
+        preprocessing: Normalisation,
         *,
         label: Callable[[Sequence[str]], Labels] = choose_labels,
         whole_files: bool = False,

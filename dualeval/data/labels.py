@@ -238,8 +238,8 @@ class TableLabels:
         names = label.class_map.classes if label.class_map else known.names if known else ()
         values = [value for _, value in self._places]
         texts = [self._text(*each, names) for each in zip(self._numbers, values, strict=True)]
-        if not by_name and not _named(texts, known):
-            texts = _as_whole(texts, bools=of_model)
+        if not ({*texts} & {*names} if label.class_map else not by_name and _named(texts, known)):
+            texts = _as_whole(texts, bools=label.order != "name" if by_name else of_model)
         are_whole = all(map(_WHOLE.fullmatch, texts))
         if not by_name and (not _named(texts, known) or (are_whole and self._class_names)):
             if are_whole:
@@ -299,7 +299,8 @@ class TableLabels:
             value = ""
         text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
         if not text or not is_unicode(text):
-            raise self._no_label(number, f"{text!a}" if text else "empty", _NONE)
+            found = ("empty", _NONE) if not text else (f"{text!a} (half a surrogate pair)", "")
+            raise self._no_label(number, *found)
         return text
 
     def _no_label(self, number: int, found: str, hint: str = "") -> UsageError:

@@ -104,10 +104,12 @@ class LabelRule:
             return f"{labels}: write masks anew without resizing or loss, or give --mask-values FILE.json"
         counting = [label for label, number in every.items() if number != NO_LABEL]
         pairs = {label: place if place < self.classes else NO_LABEL for place, label in enumerate(counting)}
+        # Where no label would be left there is no such choice.
+        ignored = f"--ignore-index {','.join(map(str, [*self.ignore, *beyond]))}"
+        or_ignored = f", or, if these pixels do not count, {ignored}" if beyond != counting else ""
         return (
             f"{said}{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or "
-            f"say which class each label is, as in --mask-values {_typed(pairs)}, or, if these "
-            f"pixels do not count, --ignore-index {','.join(map(str, [*self.ignore, *beyond]))}"
+            f"say which class each label is, as in --mask-values {_typed(pairs)}{or_ignored}"
         )
 
 

@@ -13,6 +13,8 @@ from dualeval.options.choices import check_choice, check_count, check_mean, chec
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CHANNELS = (1, 3)
+# Pictures of which one may give the size of all.
+_TRIED = 8
 RESIZE_MODES = ("shorter", "squash", "inside", "cover")
 CROP_ROUNDINGS = ("nearest", "down")
 CHANNEL_ORDERS = ("rgb", "bgr")
@@ -156,20 +158,27 @@ class OwnPreprocessing(Normalisation):
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
 
-def shape_of(wanted: Normalisation, name: str, read: Callable[[], Tensor]) -> tuple[int, int, int]:
+def shape_of(
+    wanted: Normalisation, name: str, read: Callable[[int], Tensor], count: int
+) -> tuple[int, int, int]:
     """Channels, height and width of every picture; where ``wanted`` sets no size, those of the first one."""
     if isinstance(wanted, Preprocessing):
         return (wanted.channels, *wanted.crop_size)
-    try:
-        channels, height, width = read().shape
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"the first picture, {name}, cannot be prepared ({with_type(error)}). Expected a tensor of shape "
-            "(channels, height, width)."
-        ) from error
-    return channels, height, width
+    first: Exception | None = None
+    for index in range(min(count, _TRIED)):
+        try:
+            channels, height, width = read(index).shape
+        except UsageError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of one that is damaged, which the loop names; or of all
+            first = first or error
+        else:
+            return channels, height, width
+    assert first is not None
+    raise UsageError(
+        f"the first picture, {name}, cannot be prepared ({with_type(first)}). Expected a tensor of shape "
+        "(channels, height, width)."
+    ) from first
 
 
 def _colours(wanted: Preprocessing | Uncropped) -> str:

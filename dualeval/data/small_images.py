@@ -133,7 +133,7 @@ class ResizedImages(SmallImages):
     @functools.cached_property
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample, as they are evaluated."""
-        return shape_of(self._preprocessing, self.id(0), lambda: self.__getitems__([0])[0][0])
+        return shape_of(self._preprocessing, self.id(0), lambda at: self.__getitems__([at])[0][0], len(self))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """(uint8 (channels, height, width), label) for each index."""

@@ -184,8 +184,10 @@ def _next_cells(path: Path, reader: Any) -> list[str] | None:
         return next(reader, None)
     except csv.Error as error:
         raise UsageError(
-            f"{path}, line {reader.line_num} is not {path.suffix[1:].upper()}: {error}. Where quotation "
-            "marks are part of the texts, give --quoting none."
+            f"{path}, line {reader.line_num} is not {path.suffix[1:].upper()}: {error}. A quotation mark "
+            'in a quoted cell is written twice, as ""; where the file has \\", write it anew: '
+            'pandas.read_csv(FILE, escapechar="\\\\").to_csv(NEW, index=False). Where no cell is quoted and '
+            "the marks are part of the texts, give --quoting none."
         ) from error
     finally:
         csv.field_size_limit(limit)
@@ -369,7 +371,8 @@ class Rows:
         if isinstance(value, str) and value.strip() and is_unicode(value):
             return value
         empty = value is None or (isinstance(value, str) and not value.strip())
-        found = "is empty" if empty else f"is {value!a} ({type(value).__name__})"
+        kind = "half a surrogate pair" if isinstance(value, str) else type(value).__name__
+        found = "is empty" if empty else f"is {value!a} ({kind})"
         raise UsageError(f"{self.where(index)}: the column {column!r} {found}, expected a text")
 
     def fingerprint(self, count: int) -> str:

@@ -28,6 +28,24 @@ def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, An
     return found
 
 
+def job_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Where two jobs differ; of other metrics these alone, and not what comes with them."""
+    found = differences({"job": there}, {"job": here})
+    one, other = (
+        [name for name in job.get("metrics", ()) if not name.startswith("nonfinite_")]
+        for job in (there, here)
+    )
+    if one == other:
+        return found
+    rest = [
+        (name, *values)
+        for name, *values in found
+        if not name.startswith(("job.metrics", "job.columns"))
+        and not (name.startswith("job.metric_options.") and None in values)
+    ]
+    return [("job.metrics", one, other), *rest]
+
+
 def differing_fingerprints(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """How two runs' data differ beyond the samples' ids, for a message; nothing where they do not.
 

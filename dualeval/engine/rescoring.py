@@ -35,7 +35,7 @@ from dualeval.engine.measured import (
 )
 from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import RowSource, StoredRows
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import DualevalError, UsageError, with_type
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.by_name import check_metrics
 from dualeval.metrics.clusters import ClusterIntervals
@@ -281,7 +281,7 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         measured = _recompute(rows, metrics)
     except (DualevalError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         # Such as a class beyond the number of classes: values that no run has written.
-        said = f"the metrics cannot be computed from these rows: {type(error).__name__}: {error}"
+        said = f"the metrics cannot be computed from these rows: {with_type(error)}"
         yield Check(name="metrics", says="they can be computed", differences=(said,))
         return
     found = replace(_with_measured(result, measured, rows), failed=[{"id": name} for name in failed])

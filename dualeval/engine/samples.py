@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
 from dualeval.engine.identity.plain import attributes_of, module_name
@@ -62,7 +62,11 @@ def as_dataset(data: Any) -> Dataset:
 def check_samples(data: Any) -> None:
     """Check that something has a length, and samples by index."""
     if isinstance(data, DataLoader):
-        hint = ". Give the loader's data set (loader.dataset), and batch_size beside it"
+        # Torch's others draw from the whole set, or divide it.
+        is_of_torch = type(data.sampler).__module__.startswith("torch.")
+        is_part = isinstance(data.sampler, SubsetRandomSampler) or not is_of_torch
+        some = "Subset(loader.dataset, sorted(loader.sampler))" if is_part else "loader.dataset"
+        hint = f". Give the loader's data set ({some}), and batch_size beside it"
     elif isinstance(data, Mapping):
         hint = f". Give one part of it: data[{next(iter(data), 'test')!r}]"
     elif isinstance(data, IterableDataset):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns import KEEPING_LATE, LateColumns, keeps_late
-from dualeval.errors import UsageError
+from dualeval.errors import UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
@@ -143,10 +143,11 @@ class ModelTask(Task):
             return super().collate(
                 [_with_tensors(each) if isinstance(each, Mapping) else each for each in samples]
             )
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, RuntimeError, ValueError) as error:  # ValueError: a byte order
             raise UsageError(
-                f"torch's default_collate makes no batch of these samples: {error}. Give collate=, a "
-                "function of a list of samples, or samples of tensors and numbers, in pairs or dicts."
+                f"torch's default_collate makes no batch of these samples: {text_of(error).rstrip('.')}. "
+                "Give collate=, a function of a list of samples, or samples of tensors, numbers, arrays of "
+                "this machine's byte order (array.astype(array.dtype.newbyteorder('='))), in pairs or dicts."
             ) from error
 
     def _collates_as_torch(self) -> bool:
@@ -200,7 +201,9 @@ class ModelTask(Task):
         tensors = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         named = {name: inputs[name] for name in inputs if name in takes or (whole and name in tensors)}
         if named and all(name in named or not _is_required(kind) for name, kind in takes.items()):
-            left_out = [name for name in tensors if name not in named]
+            # An observe of the task's own gets the whole batch.
+            observes = self._observe is None and type(self).observe is ModelTask.observe
+            left_out = [name for name in tensors if name not in named and observes]
             # Another object would be taken for something that a batch decides.
             self._left_out = self._left_out if left_out == self._left_out else left_out
             return model(**named)

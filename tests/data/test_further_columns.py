@@ -59,6 +59,11 @@ CELLS = {
     "code": (["001", "002", "010"], "text", ["001", "002", "010"]),
     "mixed": (["1", "b", ""], "text", ["1", "b", ""]),
     "grouped": (["1_0", "2", "3"], "text", ["1_0", "2", "3"]),
+    "versions": (["1.1", "1.10", "1.2"], "text", ["1.1", "1.10", "1.2"]),
+    "sites": (["1E2", "100", ""], "text", ["1E2", "100", ""]),
+    "signs": (["+1", "1", "2"], "text", ["+1", "1", "2"]),
+    "measured": (["-0.0", "0", "0.0"], "float64", [-0.0, 0.0, 0.0]),
+    "padded": (["1.10", "-1.10", "nan"], "float64", [1.1, -1.1, math.nan]),
     "huge": (["12345678901234567890123", "1", "2"], "text", ["12345678901234567890123", "1", "2"]),
 }
 
@@ -149,7 +154,16 @@ def test_columns_of_many_rows_are_arrays_and_codes(monkeypatch: pytest.MonkeyPat
         ("is_valid", ["True", "False", "False"], "1 of True and 2 of False"),
         ("is_test", [True, False, False], "2 of False and 1 of True"),
         ("split", ["test", "test", "val"], None),
-        ("fold", [1, 2, 3], None),
+        (
+            "fold",
+            [1, 2, 3],
+            "rows of 3 folds (1, 2, 3), of which a model is usually trained with all but one",
+        ),
+        ("kfold", [*"aba"], "rows of 2 folds (a, b), of which a model is usually trained with all but one"),
+        ("cv_fold", [*range(21)], None),
+        ("fold", [2, 2, 2], None),
+        ("folder", [1, 2, 3], None),
+        ("fold", ["train", "test", "train"], "2 of train and 1 of test"),
         ("is_valid", [True, True, True], None),
         ("label", ["train", "test", "train"], None),
     ],
@@ -304,7 +318,7 @@ def test_names_of_classes_that_a_data_set_of_hugging_face_has(tmp_path: Path) ->
         (" \n", "is empty"),
         (None, "is empty"),
         (3, "is 3 (int)"),
-        ("half \ud800", "is 'half \\ud800' (str)"),
+        ("half \ud800", "is 'half \\ud800' (half a surrogate pair)"),
     ],
 )
 def test_what_is_no_text_is_named_with_its_row(value: Any, said: str) -> None:

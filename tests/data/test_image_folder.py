@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders
 from dualeval.data.labelled_images import ImageFolder
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import OwnPreprocessing, Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.vision_library import torchvision
 from tests.engine.test_evaluator import evaluate
@@ -63,6 +63,18 @@ def test_order_and_targets(tmp_path: Path) -> None:
     assert [(str(tmp_path / name), target) for name, target in found] == reference.samples
     assert data.classes == reference.classes
     assert set(EXTENSIONS) == set(TORCHVISION.datasets.folder.IMG_EXTENSIONS)
+
+
+def test_a_damaged_first_picture_leaves_the_size_to_the_next(tmp_path: Path) -> None:
+    """What --on-error skip leaves out, as any other; where none can be prepared the first is named."""
+    for name in ("a/1.png", "a/2.png"):
+        save(tmp_path / name)
+    own = OwnPreprocessing(function=lambda picture: torch.zeros(3, *picture.size))
+    (tmp_path / "a/1.png").write_bytes((tmp_path / "a/1.png").read_bytes()[:60])
+    assert ImageFolder(tmp_path, own).sample_shape == (3, 40, 30)
+    (tmp_path / "a/2.png").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"the first picture, a/1\.png, cannot be prepared \(OSError: "):
+        ImageFolder(tmp_path, own).sample_shape  # noqa: B018
 
 
 def test_links_are_followed(tmp_path: Path) -> None:

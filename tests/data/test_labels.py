@@ -248,10 +248,11 @@ def test_folders_that_are_refused(folders: str, options: dict[str, Any], said: s
 class Asked:
     """What was asked for about labels, and the model's classes."""
 
-    def __init__(self, *names: str, order: str | None = None, **classes: int) -> None:
+    def __init__(self, *names: str, order: str | None = None, of: Any = None, **classes: int) -> None:
         self.known = KnownClasses(of="the model", names=names) if names else None
         self.order = order
-        self.class_map = ClassMap(path=Path("m.json"), classes={**classes}) if classes else None
+        mapped = {**(of or {}), **classes}
+        self.class_map = ClassMap(path=Path("m.json"), classes=mapped) if mapped else None
 
     def __call__(self, names: Sequence[str], noun: str, where: Callable[[str], str]) -> Labels:
         return choose_labels(
@@ -284,6 +285,12 @@ READ: list[tuple[list[Any], Asked, list[int], str]] = [
     ([5], PLAIN, [5], f"index 5 ({INDICES} or number)"),
     (["1", "3"], Asked(order="name"), [0, 1], "2 names: 1, 3 (order of names)"),
     (["9", "10"], Asked(order="number"), [0, 1], "2 names: 9, 10 (order of numbers)"),
+    (["9.0", "10.0"], Asked(order="number"), [0, 1], "2 names: 9, 10 (order of numbers)"),
+    (["True", "False"], Asked(order="number"), [1, 0], "2 names: 0, 1 (order of numbers)"),
+    (["True", "False"], Asked(order="name"), [1, 0], "2 names: False, True (order of names)"),
+    (["1.0", "2.0"], Asked(of={"1": 5, "2": 3}), [5, 3], "2 names: 2, 1 (class map)"),
+    (["1.0", "2.0"], Asked(of={"1.0": 5, "2.0": 3}), [5, 3], "2 names: 2.0, 1.0 (class map)"),
+    (["True", "False"], Asked(of={"1": 2, "0": 3}), [2, 3], "2 names: 1, 0 (class map)"),
     (["1.0", "0.0"], PLAIN, [1, 0], "indices 0 to 1"),
     ([1.0, 0], PLAIN, [1, 0], "indices 0 to 1"),
     ([True, False], PLAIN, [1, 0], "indices 0 to 1"),

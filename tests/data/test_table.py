@@ -38,6 +38,12 @@ REFUSED: list[tuple[str, str | bytes, str | None, str]] = [
     ("a.tsv", '"text"\t"label"\na\t1\n', None, "line 1 has a cell that begins with a quotation mark"),
     ("a.tsv", "text\tlabel\na\t1\nb\n", None, "line 3 has 1 columns, expected 2 as in the first line"),
     ("a.csv", 'text,label\na,1\n"b" c,1\n', None, "line 3 is not CSV: ',' expected after '\"'"),
+    (
+        "a.csv",
+        'text,label\n"a \\"b\\" c",1\n',
+        None,
+        'where the file has \\", write it anew: pandas.read_csv(F',
+    ),
     ("a.csv", 'text,label\na,1\n"b,1\n', None, "line 3 is not CSV: unexpected end of data"),
     ("a.csv", "text\tlabel\na\t1\n", None, "Where '\\t' separates columns, rename it to a.tsv"),
     ("a.tsv", "text,label\na,1\n", None, "Where ',' separates columns, rename it to a.csv"),

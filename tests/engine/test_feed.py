@@ -22,7 +22,7 @@ from torch import Tensor
 from dualeval.engine import feed
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.nests import zeros_like
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import DualevalError, UsageError, with_type
 from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.question_answering import QuestionAnswering
@@ -101,6 +101,11 @@ def test_reading_processes_share_no_position_in_a_file(
     finally:
         for file in task.files:
             file.close()
+
+
+def test_an_error_of_ours_says_no_type() -> None:
+    assert with_type(UsageError("a mask is no picture")) == "a mask is no picture"
+    assert with_type(ValueError("a mask is no picture")) == "ValueError: a mask is no picture"
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -194,6 +194,7 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
     [
         ("result.json", "{}", r"holds an earlier run \(result.json\), but no job.json.*--fresh"),
         ("job.json", '{"mine": 1}', r"job\.json is damaged, or not a run's"),
+        ("job.json", '{"job": 5}', r"job\.json is damaged, or not a run's"),
     ],
 )
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:

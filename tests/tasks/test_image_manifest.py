@@ -129,7 +129,7 @@ def test_labels_and_columns_that_python_or_parquet_cannot_hold(home: Path) -> No
     said = refused(text(home, f"path,label\nval/ant/0.png,{'9' * 5000}\nval/bee/0.png,1\n"))
     assert "999, beyond any index, expected a whole number from 0 or a class's name. If the labels" in said
     said = refused(text(home, '{"path": "val/ant/0.png", "label": "\\ud800"}\n', "m.jsonl"))
-    assert "line 1: the label (column 'label') is '\\ud800'" in said
+    assert "line 1: the label (column 'label') is '\\ud800' (half a surrogate pair), expected a" in said
     said = refused(text(home, '{"path": "a", "label": ' + "[" * 100_000 + "}\n", "m.jsonl"))
     assert "line 1 is not JSON" in said
     columns = [pyarrow.array([value]) for value in ("val/ant/0.png", 0, 1)]

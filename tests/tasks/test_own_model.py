@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
 
 import dualeval
 from dualeval.errors import UsageError
@@ -278,6 +278,20 @@ def test_tensors_that_the_model_does_not_get_are_named() -> None:
     assert any("does not get 'picture', 'number'" in each for each in whole.warnings)
     given = [{key: row[key] for key in ("picture", "file", "y")} for row in rows]
     assert not any("does not get" in each for each in evaluate(model=Picture(3, 4), data=given).warnings)
+    read = evaluate(model=Picture(3, 4), data=rows, observe=lambda outputs, batch: {"n": batch["number"]})
+    assert not any("does not get" in each for each in read.warnings), "its observe gets them"
+
+
+def test_of_other_metrics_these_alone_are_named(tmp_path: Path) -> None:
+    data = TensorDataset(numbers(SAMPLES, 3), torch.arange(SAMPLES) % 4)
+    evaluate(model=linear(3, 4), data=data, metrics=["top1"], out=tmp_path / "run")
+    said = (
+        r"another job \(job\.metrics: \['top1'\] there, \['top1', 'auroc'\] now%s\)\. Give .* start over\.$"
+    )
+    with pytest.raises(UsageError, match=said % ""):
+        evaluate(model=linear(3, 4), data=data, metrics=["top1", "auroc"], out=tmp_path / "run")
+    with pytest.raises(UsageError, match=said % "; job.samples: .*"):
+        evaluate(model=linear(3, 4), data=Subset(data, [2]), metrics=["top1", "auroc"], out=tmp_path / "run")
 
 
 def test_no_metrics_are_a_warning() -> None:
@@ -404,6 +418,10 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(metrics=["top8"]), "needs at least 8 classes, found 7"),
     (lambda: wrong(metrics=["nothing"]), "there is no metric 'nothing'"),
     (lambda: wrong(data=DataLoader(Mapped())), r"Give the loader's data set \(loader\.dataset\)"),
+    (
+        lambda: wrong(data=DataLoader(Mapped(), sampler=SubsetRandomSampler([4, 2]))),
+        r"\(Subset\(loader\.dataset, sorted\(loader\.sampler\)\)\)",
+    ),
     (lambda: wrong(data={"validation": [1]}), r"Give one part of it: data\['validation'\]"),
     (lambda: wrong(data=iter([1])), "no length or no samples by index"),
     (lambda: wrong(data=[triple(i) for i in range(4)]), "the samples are 3 values"),
@@ -414,6 +432,10 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (
         lambda: wrong(data=[{"x": numbers(5), "y": each} for each in np.ma.masked_equal([1.0, 2.0], 2)]),
         "torch ignores",
+    ),
+    (
+        lambda: wrong(data=[(np.ones(5, ">f4"), 1)]),
+        r"byte order different .*newbyteorder\('='\)\)\), in pairs",
     ),
     (lambda: wrong(data=[(object(), 1)]), "default_collate makes no batch of these samples"),
     (lambda: wrong(data=[{"x": numbers(5), "z": numbers(5), "y": 1}]), r"which is which cannot be seen"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dualeval.engine.differences import differences, listing, structure_hint
+from dualeval.engine.differences import job_differences, listing, structure_hint
 from dualeval.engine.folder import layout
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S, Process
@@ -221,7 +221,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     """Check that a folder holds no run, or one of this job."""
     old = [name for name in (RESULT, PREDICTIONS, STATUS) if (path / name).exists()]
     try:
-        kept = {"job": json.loads((path / JOB).read_text("utf-8"))["job"]}
+        kept = {**json.loads((path / JOB).read_text("utf-8"))["job"]}
     except FileNotFoundError:
         if (path / MODELS).exists():
             raise UsageError(
@@ -247,8 +247,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             "--fresh, which removes it and the run that it belongs to."
         ) from error
     # As JSON has them: a tuple comes back as a list.
-    own = json.loads(json.dumps({"job": facts["job"]}))
-    differing = differences(kept, own)
+    differing = job_differences(kept, json.loads(json.dumps(facts["job"])))
     if differing:
         shown = listing(differing, "there", "now")
         remedy = (
