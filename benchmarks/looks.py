@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -120,12 +121,11 @@ def small(rounds: int, folder: str) -> tuple[str, list[list[str]]]:
     for samples in (1000, 10_000):
         run = ["run", "--no-progress", "--json", "--limit", str(samples), "--out", f"{folder}/s", "--fresh"]
 
-        def timed(arguments: list[str]) -> float:
-            environ = {**ONE_THREAD, "OMP_NUM_THREADS": "1"}
-            return run_process([sys.executable, *arguments], timeout_s=_TIMEOUT_S, environ=environ).wall_s
+        def timed(given: list[str]) -> float:
+            return run_process([sys.executable, *given], timeout_s=_TIMEOUT_S, environ=ONE_THREAD).wall_s
 
         kinds = {"with": ["-m", "dualeval", *run], "without": [__file__, "--without", *run]}
-        walls = take_turns(rounds, {kind: (lambda a=given: timed(a)) for kind, given in kinds.items()})
+        walls = take_turns(rounds, {kind: partial(timed, given) for kind, given in kinds.items()})
         pair = walls["with"], walls["without"]
         ms = f"{1000 * (statistics.median(pair[0]) - statistics.median(pair[1])):.0f}"
         rows.append([f"dualeval run, {samples:,} images, process", spread(*pair), ms, "", ""])
@@ -163,7 +163,8 @@ def main() -> None:
     if asked.without is not None:
         run_without_looks(asked.without)
     if asked.small is not None:
-        evaluate_small(*asked.small, asked.rounds)
+        samples, workers = asked.small
+        evaluate_small(samples, workers, asked.rounds)
         return
     if asked.large:
         evaluate_large()
