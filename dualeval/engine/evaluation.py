@@ -22,12 +22,12 @@ from dualeval.engine.measured import kept_columns
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.run_state import Run
-from dualeval.engine.samples import HuggingFaceSamples
+from dualeval.engine.samples import HuggingFaceSamples, random_transforms
 from dualeval.errors import UsageError
 from dualeval.further_columns import NOT_NAMED, FurtherColumns, KeptColumns
 from dualeval.metrics import Metric, RowMetric, split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
-from dualeval.metrics.classification import NonfiniteWarning
+from dualeval.metrics.classification import NonfiniteWarning, TieWarning
 from dualeval.metrics.confusion import Confusion
 from dualeval.metrics.mistakes import pair_among
 from dualeval.options.choices import NO_COLUMN, columns_of_groups
@@ -40,6 +40,8 @@ _NO_METRICS = (
 )
 # The columns that predictions.parquet and the journal have by themselves.
 RESERVED = ("id", "index", EVALUATED)
+# Names of metrics without a number.
+_ONLY_WARN = (NonfiniteWarning.name, TieWarning.name)
 # Columns of tasks whose targets and predictions are one number a sample.
 _SCALAR = {"rank", "answer", "squared_error"}
 # Samples whose targets and predictions are kept in memory for a look at the result: 50 MB.
@@ -74,9 +76,9 @@ class Evaluation:
 
     @property
     def measures(self) -> list[Metric | RowMetric]:
-        """The metrics that give numbers: one only warns."""
+        """The metrics that give numbers: some only warn."""
         given: list[Metric | RowMetric] = [*self.metrics, *self.row_metrics]
-        return [metric for metric in given if metric.name != NonfiniteWarning.name]
+        return [metric for metric in given if metric.name not in _ONLY_WARN]
 
     @property
     def added(self) -> DataColumns | None:
@@ -98,6 +100,7 @@ class Evaluation:
             for name, rows in parts
             if name not in columns_of_groups(self.run.options.by)
         ]
+        said += random_transforms(self.dataset)
         return said if self.measures else [_NO_METRICS, *said]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -18,7 +18,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial, layout_of
-from dualeval.engine.looks import Lasting, as_before, differing, look
+from dualeval.engine.looks import LATER, Lasting, Widest, as_before, differing, is_short, length_of, look
 from dualeval.engine.loop import Loop, compute_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -49,9 +49,9 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
         looked = look(evaluation, loop.remaining, partial(compute_of, evaluation))
         loop.times["look"] = perf_counter() - start
         evaluation.run.note_all([*looked.notes, *looked.warnings, *(looked.unlike or [])])
-        lasting = Lasting(evaluation.model)
+        lasting, widest = Lasting(evaluation.model), Widest()
         with compute_of(evaluation, looked.threads) as compute:
-            under_way = UnderWay(evaluation, loop, compute)
+            under_way = UnderWay(evaluation, loop, compute, widest)
             for work, data in loop.read():
                 under_way.start(work, compute.start, data)
                 under_way.count(all_but=compute.ahead)
@@ -62,39 +62,59 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
     switched = lasting.warnings(*compute.models, decides=decides)
     loop.unlike = [*(looked.unlike or []), *switched] if switched else looked.unlike
     loop.notes = [*looked.of_reading, *loop.notes]
-    return [*looked.warnings, *settings.check_after_loop(compute.changed_settings)]
+    warnings = [*looked.warnings]
+    if loop.unlike == [] and not warnings:
+        warnings, loop.unlike = _of_widest(evaluation, widest, loop.times["evaluate"] * looked.threads)
+    return [*warnings, *settings.check_after_loop(compute.changed_settings)]
+
+
+def _of_widest(evaluation: Evaluation, widest: Widest, seconds: float) -> tuple[list[str], list[str]]:
+    """Warnings of samples that are computed alone after a loop of so many seconds; and what is unlike."""
+    batches, several = max(widest.batches, 1), 4
+    if is_short(seconds * several / batches, several, batches * evaluation.plan.batch_size):
+        with suppress(Exception):  # some models want batches of one size
+            said, is_other = widest.warnings(evaluation, partial(compute_of, evaluation))
+            return ([], [LATER]) if is_other else (said, [])
+    return [], []
 
 
 class UnderWay:
     """The batches that are being computed, in the order in which they were handed out."""
 
-    def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
+    def __init__(
+        self, evaluation: Evaluation, loop: Loop, compute: Compute, widest: Widest | None = None
+    ) -> None:
         self._loop = loop
         self._progress = evaluation.run.control.progress
         self._waits = compute.ahead > 0
         # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
         self._stage: Stage = "forward" if evaluation.run.device.type == "cpu" else "device"
-        self._batches: deque[tuple[Work, Pending | None]] = deque()
+        # Of a batch also the length of its samples, where it is asked for.
+        self._batches: deque[tuple[Work, Pending | None, float]] = deque()
+        self._widest = widest
         # Seconds in which batches were begun, or waited for.
         self.compute_s = 0.0
 
     def start(self, work: Work | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
         """Begin with a batch; ``data`` is None where no sample of it could be read."""
         start = perf_counter()
+        length = 0.0 if work is None or self._widest is None else length_of(data, len(work.samples))
         pending = None if data is None else begin(data)
         if work is not None:
-            self._batches.append((work, pending))
+            self._batches.append((work, pending, length))
         self.compute_s += perf_counter() - start
 
     def count(self, *, all_but: int = 0) -> None:
         """Wait for the oldest batches and count them, until so many are left."""
         while len(self._batches) > all_but:
             start = perf_counter()
-            work, pending = self._batches.popleft()
+            work, pending, length = self._batches.popleft()
             if self._waits:
                 self._progress.step(self._stage, work.chunk)
             columns = None if pending is None else pending()
             self.compute_s += perf_counter() - start
+            if self._widest is not None and columns is not None and not work.failed:
+                self._widest.see(work.samples, length, columns)
             self._loop.count(work, columns)
 
 

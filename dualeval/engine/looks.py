@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Column
+from dualeval.columns import Column, LateColumns
 from dualeval.engine.compute import THREADS, Compute, is_compiled, map_batch, usable_threads
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.guest import OF_TASK, Generators, Kept, Snapshot, plain_values
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.loop import read_alone
+from dualeval.engine.nests import tensors_in
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, with_type
@@ -42,9 +43,11 @@ _FEWEST, _MOST = 2, 8
 _LARGEST = 1 << 26
 # Samples that are read twice more where the first were read within so many seconds.
 _MORE, _READ_WITHIN_S = 16, 0.2
-# What rounding may change of a column, as a part of its largest value, or of 0.1; in half precision.
+# What rounding may change of a column, as a part of its largest value, or of 0.1; in half precision and TF32.
 _ROUNDING, _ROUNDING_OF_HALF, _LEAST = 0.01, 0.05, 0.1
 _HALF = {torch.float16, torch.bfloat16}
+# Samples that are computed each alone after the loop.
+_ALONE = 4
 # Names in a sentence.
 _NAMED = 3
 # How long one of two batches waits for the other where they are computed at the same time.
@@ -164,6 +167,61 @@ def _has_text(value: Any) -> bool:
     return any(map(_has_text, value)) if isinstance(value, tuple) else isinstance(value, (str, Enum))
 
 
+class Widest:
+    """The batch of a rank with the longest samples; of several the one with the largest outputs.
+
+    What is decided by a whole batch, as a rotary embedding by its longest text and a quantization by its
+    largest value, is other there than for a sample alone.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self._samples = range(0)
+        self._columns: Mapping[str, Column] = {}
+        self._size = -1.0, 0.0
+
+    def see(self, samples: range, length: float, columns: Mapping[str, Column]) -> None:
+        """Look at a batch whose input has at most so many numbers a sample."""
+        self.batches += 1
+        if length < self._size[0]:
+            return
+        of_batch = columns.given if isinstance(columns, LateColumns) else columns
+        floats = (each for each in of_batch.values() if isinstance(each, Tensor) and each.is_floating_point())
+        size = length, max((float(each.abs().max()) for each in floats if each.numel()), default=0.0)
+        if size > self._size:
+            self._samples, self._columns, self._size = samples, columns, size
+
+    def warnings(self, evaluation: Evaluation, computes: Callable[..., Compute]) -> tuple[list[str], bool]:
+        """Compute some of its samples each alone; a warning where they have other numbers than in the loop.
+
+        And whether the batch, computed once more, has them as well: then no batch size decides them.
+        """
+        samples, least = self._samples, 2 if _is_rough(evaluation) else 1
+        places = sorted({(len(samples) - 1) * part // (_ALONE - 1) for part in range(_ALONE)})
+        if len(samples) < 2 or is_compiled(evaluation.model):
+            return [], False
+        evaluation.run.control.progress.step("forward")
+        with as_before(evaluation.model, evaluation.task) as reset, computes(1) as compute:
+
+            def unlike(several: Sequence[range]) -> list[str]:
+                found: list[str] = []
+                for part, (data, failed) in zip(several, read_alone(evaluation, *several), strict=True):
+                    reset()
+                    if data is not None and not failed:
+                        first, columns = part.start - samples.start, compute.start(data)()
+                        found += _of_batch(self._columns, columns, first, _allowed_of(evaluation))
+                return found
+
+            # In half precision one may be at a border: a token, and with it all that follow.
+            found = unlike([samples[place : place + 1] for place in places])
+            return (found[:1], bool(unlike([samples]))) if len(found) >= least else ([], False)
+
+
+def length_of(data: Any, samples: int) -> float:
+    """How many numbers the largest tensor of a batch has a sample."""
+    return max((tensor.numel() for _, tensor in tensors_in(data)), default=0) / samples
+
+
 def is_short(seconds: float, forwards: int, of: float) -> bool:
     """Whether some more forwards, of so many seconds together, are three seconds or a twentieth of a run."""
     return seconds <= _ALWAYS_S or forwards <= of * _PART
@@ -232,7 +290,7 @@ def _look(
         if not unlike and reads_fast:
             [(one, _), (other, _)] = read_alone(evaluation, more, more)
             unlike = differences({}, {}, one, other, why)
-        warnings, allowed = list[str](), _ROUNDING_OF_HALF if _has_half(evaluation) else _ROUNDING
+        warnings, allowed = list[str](), _allowed_of(evaluation)
         for samples, data in zip(beside, others, strict=True) if not unlike else ():
             with suppress(Exception):  # some models want batches of one size
                 at = samples.start - pieces[0].start
@@ -260,15 +318,21 @@ _DRAWS = (
 )
 _BY_BATCH = (
     "the numbers depend on the batch size: the same samples give other values in another batch ({}). "
-    "A model computes so with a batch's own statistics (BatchNorm with "
-    "track_running_stats=False), where it reads what collate pads, or where observe combines outputs (n, 1) "
-    "and a target (n,). The numbers of batch size 1 are each sample's own"
+    "A model computes so with a batch's own statistics (BatchNorm with track_running_stats=False), its "
+    "largest value (dynamic quantization) or longest text (rotary embeddings longrope and dynamic), where it "
+    "reads what collate pads, or where observe combines outputs (n, 1) and a target (n,). The numbers of "
+    "batch size 1 are each sample's own"
 )
 _RANDOM = (
     "forward or observe gives other values for the same input, as dropout does without training=self.training"
 )
 _MADE = "what is made of the first batch decides those of others, and each process begins with another one"
 _OTHER_DATA = "the data set gives other values each time it is read. Leave random augmentation out"
+LATER = (
+    "the same samples of a later batch give other numbers when they are read and computed again: the data "
+    "set, forward or observe draws random numbers, or keeps something from one batch to the next. Another "
+    "run, or another number of processes, gives another result"
+)
 _BY_READING = (
     "forward or observe reads what is kept when a batch is read, and batches are read ahead of the one that "
     "is computed. Have collate put it into the batch"
@@ -297,9 +361,13 @@ def differences(
     ]
 
 
-def _has_half(evaluation: Evaluation) -> bool:
+def _is_rough(evaluation: Evaluation) -> bool:
     kinds = {parameter.dtype for parameter in evaluation.model.parameters()}
-    return evaluation.run.options.precision not in ("fp32", "tf32") or bool(kinds & _HALF)
+    return evaluation.run.options.precision != "fp32" or bool(kinds & _HALF)
+
+
+def _allowed_of(evaluation: Evaluation) -> float:
+    return _ROUNDING_OF_HALF if _is_rough(evaluation) else _ROUNDING
 
 
 def _tensors_in(batch: Any) -> list[Tensor]:
@@ -321,7 +389,7 @@ def _of_batch(
             continue
         here = column[first:][: len(there)].double()
         apart = (here - there[: len(here)].double()).abs().nan_to_num(0, 0, 0)
-        size = here.abs().nan_to_num(0, 0, 0)
+        size = (column.double() if floats and allowed > _ROUNDING else here).abs().nan_to_num(0, 0, 0)
         found, of = (apart.max(), size.max()) if floats else (apart.sum(), size.sum())
         if found > allowed * max(float(of), _LEAST):
             return [_BY_BATCH.format(name)]

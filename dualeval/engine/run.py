@@ -78,7 +78,9 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
         stack.enter_context(compiler_settings(run.options.optimize))
         model, identity = identify_and_prepare(task, dataset, model, run, mesh, stack)
         evaluation = evaluation_of(task, dataset, model, run, _rows(task, dataset, model, run))
-        warnings = [*evaluation.warnings, *task.data_warnings(), *mode_warnings]
+        # Once for all: pictures are opened for them.
+        of_data = task.data_warnings() if run.backend.world.is_main else ()
+        warnings = [*evaluation.warnings, *of_data, *mode_warnings]
         # The task's own code has run: it may have set torch's settings, which are set again.
         changed = settings.check_after_build()
         run.note_all([*warnings, *changed])

@@ -11,8 +11,8 @@ from dualeval.metrics.metric import Metric, RowMetric
 from dualeval.options.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 from dualeval.wording import nearest
 
-# The columns of NonfiniteLogits, whose module imports torch.
-_NONFINITE = ("nan_logits", "inf_logits")
+# The columns of NonfiniteLogits and TieWarning, whose module imports torch.
+_NONFINITE, _TIES = ("nan_logits", "inf_logits"), ("ties", "rank")
 
 
 def chosen_metrics(
@@ -29,13 +29,17 @@ def chosen_metrics(
 
 
 def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]) -> list[Metric | RowMetric]:
-    """Metrics, and behind them one that warns of logits that are not finite, where no other does."""
+    """Metrics, and behind them those that warn of logits: not finite, where no other does, and of ties."""
     if not {*_NONFINITE} <= {*columns}:
         return list(metrics)
-    from dualeval.metrics.classification import NonfiniteLogits, NonfiniteWarning
+    from dualeval.metrics.classification import NonfiniteLogits, NonfiniteWarning, TieWarning
 
-    warns = any(isinstance(metric, NonfiniteLogits) for metric in metrics)
-    return [*metrics, *([] if warns else [NonfiniteWarning()])]
+    found = list(metrics)
+    if not any(isinstance(metric, NonfiniteLogits) for metric in found):
+        found.append(NonfiniteWarning())
+    if {*_TIES} <= {*columns} and not any(isinstance(metric, TieWarning) for metric in found):
+        found.append(TieWarning())
+    return found
 
 
 def check_metrics(metrics: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ The columns, one value per sample, are made by ``observe_logits``:
     rank        int32    number of classes ahead of the target; at least num_classes where a logit is NaN
     nan_logits  bool     at least one logit is NaN
     inf_logits  bool     at least one logit is infinite
+    ties        int32    on request: classes with the largest logit, where the true class is one; else 0
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "logits": Tensor.float,
     "probabilities": lambda logits: _as_float32(logits).double().softmax(dim=1),
 }
+# Columns that are made for a metric that reads them.
+ON_REQUEST = (*SCORES, "ties")
 # Of ``observe_logits``, besides these.
 _COLUMNS = ("loss", "confidence", "prediction", "target", "rank", "nan_logits", "inf_logits", "top")
 # The logits of so many classes wait for those of other batches: 4 MiB until the ledger takes their rows.
@@ -71,7 +74,7 @@ def observe_logits(logits: Tensor, target: Tensor, top: int, read: Collection[st
 
 
 def _names(read: Collection[str]) -> tuple[str, ...]:
-    return (*_COLUMNS, *(name for name in SCORES if name in read))
+    return (*_COLUMNS, *(name for name in ON_REQUEST if name in read))
 
 
 def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]) -> dict[str, Tensor]:
@@ -82,7 +85,11 @@ def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]
     values = _as_float32(logits) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
     if wanted & {"loss", "confidence"}:
         found["loss"], found["confidence"] = _loss_and_confidence(values, target_index)
-    nan_logits = found["nan_logits"] = values.amax(dim=1).isnan()
+    largest = values.amax(dim=1, keepdim=True)
+    nan_logits = found["nan_logits"] = largest.squeeze(1).isnan()
+    if "ties" in wanted:
+        is_largest = values.gather(1, target_index) == largest
+        found["ties"] = (values == largest).logical_and_(is_largest).sum(dim=1, dtype=torch.int32)
     if "inf_logits" in wanted:
         # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
         sums = torch.nansum(values, dim=1, dtype=torch.float64)
@@ -375,6 +382,42 @@ class NonfiniteWarning(NonfiniteLogits):
     def compute(self, ledger: Tensor) -> Measured:
         """No value; a warning where there is a NaN or an infinity."""
         return Measured(values={}, warnings=super().compute(ledger).warnings)
+
+
+class TieWarning:
+    """Warns where the order of the classes decides which of several with the largest logit is predicted.
+
+    Ledger: samples; those whose class shares the largest logit; of these the right ones, and those that would
+    be by chance, in parts of 2**-32.
+    """
+
+    name = "tie_warning"
+    columns = ("ties", "rank")
+    size = 4
+    keeps_rows = False
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of columns ``ties`` and ``rank``."""
+        tied = columns["ties"] > 1
+        ledger[0] += len(tied)
+        ledger[1] += torch.count_nonzero(tied)
+        ledger[2] += torch.count_nonzero(tied & (columns["rank"] == 0))
+        ledger[3] += ((1 << 32) // columns["ties"][tied].to(torch.int64)).sum()
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """No value; a warning where chance would give at least 1 % of the samples otherwise."""
+        samples, tied, right, parts = ledger.tolist()
+        by_chance = parts / 2**32
+        # Half precision has ties, too, whose classes are in no order: four standard deviations.
+        if abs(right - by_chance) < max(0.01 * samples, 2 * tied**0.5) or not tied:
+            return Measured(values={})
+        said = (
+            f"in {tied} of {samples} samples the target shares the largest logit with other classes, and the "
+            f"first of these in the order of classes is predicted: {right} are right, {by_chance:.0f} would "
+            "be by chance. Check first whether logits are rounded or saturated (float16, a sigmoid), and "
+            "whether the right choice always has the same index"
+        )
+        return Measured(values={}, warnings=(said,))
 
 
 class MacroF1(PrecisionRecall):

@@ -292,9 +292,10 @@ class Task(ABC):
         return {}
 
     def data_warnings(self) -> Sequence[str]:
-        """What a reader of the numbers should know of the data, in sentences; called after ``build_model``.
+        """What a reader of the numbers should know of the data, in sentences.
 
-        They are printed at the start, and are among the result's warnings.
+        Called on rank 0, after ``build_model``. They are printed at the start, and are among the result's
+        warnings.
         """
         return ()
 

@@ -15,7 +15,12 @@ from dualeval.data.labels import KnownClasses, check_indices
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.classification import SCORES, classification_metric, default_metrics, observed_logits
+from dualeval.metrics.classification import (
+    ON_REQUEST,
+    classification_metric,
+    default_metrics,
+    observed_logits,
+)
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses, OtherShapes
 from dualeval.options.fields import of_python
@@ -64,7 +69,7 @@ class ImageClassification(picture_task.PictureTask):
     name = "image-classification"
     # All that any metric reads, so that each can be computed later.
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
-    on_request = SCORES
+    on_request = ON_REQUEST
 
     def __init__(
         self,

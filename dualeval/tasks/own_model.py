@@ -15,7 +15,7 @@ from dualeval.errors import UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
-    SCORES,
+    ON_REQUEST,
     as_labels,
     classification_metric,
     default_metrics,
@@ -286,7 +286,7 @@ class ModelTask(Task):
     def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> Sequence[str]:
         self._columns = dict(columns)
         self._asked = tuple(asked)
-        self.on_request = () if self._classes is None or self._observe is not None else SCORES
+        self.on_request = () if self._classes is None or self._observe is not None else ON_REQUEST
         return self._rows or tuple(self._columns)
 
     def metrics(self) -> list[Metric | RowMetric]:
@@ -295,7 +295,7 @@ class ModelTask(Task):
         else:
             own = [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
         known = {metric.name for metric in own}
-        return with_warning([*own, *self._asked_for(known)], self._columns)
+        return with_warning([*own, *self._asked_for(known)], {*self._columns, *self.on_request})
 
     def data_warnings(self) -> list[str]:
         left, takes = ", ".join(map(repr, self._left_out)), ", ".join(self._signature.parameters)

@@ -19,7 +19,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
     LARGEST_CONFUSION,
-    SCORES,
+    ON_REQUEST,
     BinaryF1,
     classification_metric,
     observe_logits,
@@ -79,7 +79,7 @@ class TextClassification(TextTask):
 
     name = "text-classification"
     wants_workers = True
-    on_request = SCORES
+    on_request = ON_REQUEST
 
     def __init__(
         self,

@@ -316,6 +316,54 @@ def test_numbers_that_depend_on_the_batch_are_a_warning(
     assert result.deterministic is True
 
 
+class ByLargest(Net):
+    """Scales by whether a value of the batch is large, as dynamic quantization."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows) * (2 if (rows == 9).any() else 1)
+
+
+class ByLongest(Net):
+    """Computes by the length of the batch's longest row, as longrope."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = super().forward(nn.functional.pad(rows, (0, 8 - rows.shape[1])))
+        return out * (2 if rows.shape[1] > 6 else 1)
+
+
+def padded_to_6(samples: Any) -> Any:
+    rows = [row if row[0] == 9 else row[: 5 + int(abs(row[1]) * 9) % 2] for row, _ in samples]
+    return torch.nn.utils.rnn.pad_sequence(rows, True), torch.tensor([label for _, label in samples])
+
+
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [(ByLargest, {}), (ByLargest, {"precision": "bf16"}), (ByLongest, {"collate": padded_to_6})],
+)
+def test_numbers_that_a_later_batch_shows_to_depend_on_it_are_a_warning(
+    evaluate: Evaluate, made: Callable[[], nn.Module], given: dict[str, Any]
+) -> None:
+    result, _ = evaluate(made(), **given)
+    assert result.warnings == []
+    result, _ = evaluate(made(), data=with_switch(200), **given)
+    [warning] = result.warnings
+    assert "depend on the batch size" in warning and result.deterministic is True
+
+
+def test_numbers_that_are_others_in_a_later_batch_alone_are_a_warning(evaluate: Evaluate) -> None:
+    class Erases(Dataset[Any]):
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __getitem__(self, index: int) -> Any:
+            row, label = data()[index]
+            return row * (1 + (index > 200) * torch.rand(1)), label
+
+    result, _ = evaluate(Net(), data=Erases())
+    [warning] = result.warnings
+    assert "of a later batch give other numbers" in warning and result.deterministic is False
+
+
 class WritesInput(Net):
     def forward(self, rows: Tensor) -> Tensor:
         return super().forward(rows.mul_(2))

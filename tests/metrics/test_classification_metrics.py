@@ -15,10 +15,12 @@ from sklearn import metrics as sklearn_metrics
 from torch import Tensor
 from torch.nn import functional
 
+import dualeval
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Value
 from dualeval.metrics.classification import (
     LogitColumns,
+    TieWarning,
     classification_metric,
     default_metrics,
     log_odds,
@@ -471,3 +473,40 @@ def test_kernels_of_a_batch() -> None:
         counts = kernels.counts - of_samples.counts
         assert counts.total() <= 21, counts
         assert not [name for name in counts if "arange" in name], "the batch before has made it"
+
+
+@pytest.mark.parametrize(
+    ("levels", "targets", "warned"),
+    [
+        (3, lambda best: torch.zeros_like(best), True),  # the right choice is always the first
+        (3, lambda best: torch.randint(10, best.shape), False),  # such ties even out
+        (2**20, lambda best: torch.zeros_like(best), False),  # no ties
+        (3, lambda best: best, True),
+    ],
+)
+def test_ties_that_the_order_of_the_classes_decides_are_a_warning(
+    levels: int, targets: Any, warned: bool
+) -> None:
+    torch.manual_seed(0)
+    logits = (torch.rand(2000, 10) * levels).floor()
+    columns = observe_logits(logits, targets(logits.argmax(1)), 5, {"ties"})
+    is_best = logits.gather(1, columns["target"].long()[:, None]) == logits.amax(1, keepdim=True)
+    wanted = (logits == logits.amax(1, keepdim=True)).sum(1) * is_best[:, 0]
+    assert torch.equal(columns["ties"].long(), wanted)
+    metric, ledger = TieWarning(), torch.zeros(4, dtype=torch.int64)
+    for part in (slice(0, 700), slice(700, 2000)):
+        metric.update(ledger, {name: columns[name][part] for name in metric.columns})
+    measured = metric.compute(ledger)
+    assert measured.values == {}
+    assert ["shares the largest logit" in each for each in measured.warnings] == ([True] if warned else [])
+
+
+def test_ties_are_counted_in_a_run_and_not_kept(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.zeros(200, dtype=torch.int64))
+    model = torch.nn.Linear(4, 3)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    result = dualeval.evaluate(model=model, data=data, batch_size=32, out=tmp_path)
+    assert result.metrics["top1"] == 1.0
+    assert any("in 200 of 200 samples" in each and "67 would be" in each for each in result.warnings)
+    assert "ties" not in result.predictions().column_names
