@@ -50,6 +50,7 @@ MISTAKES: dict[str, Callable[[Classes, Classes, int], Classes]] = {
     "labels from 1": lambda target, predicted, classes: predicted - 1,
     "a class more": lambda target, predicted, classes: predicted + 1,
     "sorted by name": lambda target, predicted, classes: np.array(sorted(range(classes), key=str))[predicted],
+    "two exchanged": lambda target, predicted, classes: np.r_[1, 0, np.arange(2, classes)][predicted],
     "reversed": lambda target, predicted, classes: classes - 1 - predicted,
     "one class": lambda target, predicted, classes: 0 * predicted,
 }

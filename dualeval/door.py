@@ -72,6 +72,7 @@ def evaluate(
         what, of_run = _task_of(made, others)
     with Session(**of_session) as session:
         result = session.evaluate(what, last=True, **of_run)
+        session.say_warnings(result)
     if of_run.get("loggers") and session.world.is_main:
         from dualeval.report.loggers import targets_of
         from dualeval.report.loggers.log import log_result

@@ -239,6 +239,7 @@ class Session:
             write_at_end(result, task, self.note)
         if last:
             return result
+        self.say_warnings(result)
         if targets and self.world.is_main:
             from dualeval.report.loggers.log import log_result
 
@@ -511,6 +512,7 @@ class Session:
             result = loop.result()
         self._loop = None
         self._idle()
+        self.say_warnings(result)
         return result
 
     def _current_loop(self) -> OwnLoop:
@@ -531,6 +533,15 @@ class Session:
             self._options.note(sentence)
         else:
             say(f"dualeval: note: {sentence}")
+
+    def say_warnings(self, result: Result) -> None:
+        """Note what a reader of the numbers should know, for a caller who prints them alone."""
+        from dualeval.engine.measured import rough_warnings
+
+        of_intervals = rough_warnings(result.rough)
+        for sentence in result.warnings if self.world.is_main else ():
+            if sentence not in of_intervals:
+                self.note(sentence)
 
     def _check_usable(self) -> None:
         if self.is_concluded:

@@ -42,7 +42,7 @@ def of_counts(parts: Iterable[tuple[Any, Any]], samples: int) -> list[str] | Non
             own, none = np.arange(len(right)), np.full(len(right), NO_CLASS)
             count = np.concatenate([right, targets - right, predictions - right])
             target, predicted = np.concatenate([own, own, none]), np.concatenate([own, none, own])
-            return [*_of_classes(target, predicted, count, samples)]
+            return [*_of_classes(target, predicted, count, samples, least=1)]
     return None
 
 
@@ -58,7 +58,9 @@ def of_rows(columns: Mapping[str, Any], samples: int) -> Iterator[str]:
     return _of_classes(keys // width, keys % width + NO_CLASS, count, samples, _NOUNS[name])
 
 
-def _of_classes(target: Any, predicted: Any, count: Any, samples: int, noun: str = "class") -> Iterator[str]:
+def _of_classes(
+    target: Any, predicted: Any, count: Any, samples: int, noun: str = "class", *, least: int = _LEAST
+) -> Iterator[str]:
     """From pairs of classes, -1 for one that is not known, of so many independent samples."""
     size, total = 1 + int(max(target.max(initial=0), predicted.max(initial=0))), int(count[target >= 0].sum())
     if not total or size > _LARGEST:
@@ -68,7 +70,7 @@ def _of_classes(target: Any, predicted: Any, count: Any, samples: int, noun: str
     )
     right = int(count[(target == predicted) & (target >= 0)].sum()) / total
     guessed, only = float(of_target @ of_prediction), np.flatnonzero(of_prediction)
-    if len(only) == 1 and samples >= _LEAST and of_target[only[0]] < _MOST:
+    if len(only) == 1 and samples >= least and of_target[only[0]] < _MOST:
         yield f"every prediction is {noun} {only[0]}, the target of {of_target[only[0]]:.1%}: {_PREPARED}"
         return
     known, numbers, fits = (target >= 0) & (predicted >= 0), np.arange(size), []
@@ -83,8 +85,9 @@ def _of_classes(target: Any, predicted: Any, count: Any, samples: int, noun: str
         # ln of how many such orders there are.
         seen, targets = np.count_nonzero(of_target + of_prediction), np.count_nonzero(of_target)
         orders = 1.0 if said else math.lgamma(seen + 1) - math.lgamma(seen - targets + 1)
-        if part >= max(0.5, 2 * right) and _evidence(part, by_chance, samples) > _EVIDENCE + orders:
-            named = ", ".join(f"{each} as {order[each]}" for each in inside[:3])
+        most = part >= max(0.5, 2 * right) and _evidence(part, by_chance, samples) > _EVIDENCE + orders
+        if most or (not said and _exchanges(order, target, predicted, count, samples / total)):
+            named = ", ".join(f"{each} as {order[each]}" for each in inside[order[inside] != inside][:3])
             fits.append((part, said or f"the target in another order of classes ({named})", check))
     if fits:
         part, said, check = max(fits, key=lambda each: each[0])
@@ -96,7 +99,23 @@ def _of_classes(target: Any, predicted: Any, count: Any, samples: int, noun: str
         )
 
 
-def _evidence(share: float, by_chance: float, samples: int) -> float:
+def _exchanges(order: Any, target: Any, predicted: Any, count: Any, weight: float) -> bool:
+    """Whether an order exchanges some classes alone, of which most samples are predicted as the other one.
+
+    No honest model takes two classes for each other more often than for themselves, even at chance.
+    """
+    moved = {each for each in np.flatnonzero(order != np.arange(len(order))) if order[each] < len(order)}
+    while moved != (kept := {each for each in moved if order[each] in moved}):
+        moved = kept
+    inside = np.isin(target, [*moved])
+    other = int(count[inside & (order[target] == predicted)].sum())
+    own = int(count[inside & (target == predicted)].sum())
+    targets = np.unique(target[target >= 0]).size
+    chosen = _EVIDENCE + math.lgamma(targets + 1) - math.lgamma(targets - len(moved) + 1)
+    return other > 2 * own and _evidence(other / (own + other), 0.5, weight * (own + other)) > chosen
+
+
+def _evidence(share: float, by_chance: float, samples: float) -> float:
     """-ln of a bound of how often chance is so far off (H. Chernoff, Ann. Math. Stat. 23, 1952)."""
     terms = ((share, by_chance), (1 - share, 1 - by_chance))
     return samples * sum(part * math.log(part / chance) for part, chance in terms if part > 0 < chance)
@@ -124,7 +143,7 @@ def _of_numbers(target: Any, prediction: Any) -> Iterator[str]:
         yield (
             "every target is 0 or 1, and the model gives one number a sample, so it is evaluated as a "
             "regression. If the number is the logit of class 1, make two: "
-            "torch.nn.functional.pad(outputs.reshape(-1, 1), (1, 0))"
+            "torch.nn.functional.pad(outputs.reshape(-1, 1), (1, 0)); of a probability take torch.logit first"
         )
         return
     with np.errstate(all="ignore"):

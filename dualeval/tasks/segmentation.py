@@ -191,7 +191,8 @@ class Segmentation(PictureTask):
         if found == 1:
             raise UsageError(
                 f"the model {self._model.name} gives one logit a pixel, expected one for each class. Of two "
-                "classes let its forward return torch.cat([torch.zeros_like(logits), logits], dim=1)."
+                "classes let its forward return torch.cat([torch.zeros_like(logits), logits], dim=1); of "
+                "probabilities p, as a sigmoid gives them, torch.cat([1 - p, p], dim=1)."
             )
         if self._num_classes not in (None, found):
             raise UsageError(

@@ -38,6 +38,7 @@ def rows_of(classes: int, samples: int, right: float = 0.9) -> tuple[Rows, Rows]
 T, P = rows_of(10, 200)
 BY_NAME = np.array(sorted(range(120), key=str))
 MANY = rows_of(120, 1_000)
+EXCHANGED = np.array([0, 1, 2, 7, 4, 5, 6, 3, 8, 9])
 FEW = np.repeat([0, 1], 100)
 OTHER = np.where(np.arange(200) % 15, 1 - FEW, FEW)
 ORDER = "of the predictions are the target in another order of classes"
@@ -45,7 +46,8 @@ WARNED: dict[str, tuple[str, Rows, Rows]] = {
     "labels count from 1": ("are the target minus 1, 0", T + 1, P),
     "the model has a class more": ("90.0% of the predictions are the target plus 1, 1", T, P + 1),
     "two classes exchanged": (f"93.0% {ORDER} (0 as 1, 1 as 0), 7", FEW, OTHER),
-    "sorted by name": (f"{ORDER} (0 as 0, 1 as 1, 2 as 10), ", MANY[0], BY_NAME[MANY[1]]),
+    "two of ten exchanged": (f"{ORDER} (3 as 7, 7 as 3), ", T, EXCHANGED[P]),
+    "sorted by name": (f"{ORDER} (2 as 10, 3 as 100, 4 as 101), ", MANY[0], BY_NAME[MANY[1]]),
     "one of the targets' classes alone": ("every prediction is class 3, the target of 1", T, 0 * P + 3),
     "one class that no target has": ("every prediction is class 12, the target of 0.0%", T, 0 * P + 12),
     "fewer than by guessing": ("0.0% are right, fewer than the 9.", T, (T + 1 + np.arange(200) % 9) % 10),
@@ -57,6 +59,8 @@ NOT_WARNED: dict[str, tuple[Rows, Rows]] = {
     "one class of targets and predictions": (0 * T, 0 * T),
     "one class predicted, as most targets are": (T == 20, 0 * T),
     "one class predicted for few": (T[:60], 0 * T[:60]),
+    "one class taken for another, and not the other way": (T, np.where(P == 3, 7, P)),
+    "two classes that are alike": (T, np.where(np.isin(P, (3, 7)), np.where(MANY[0][:200] % 2, 3, 7), P)),
     "all without a class": (T, 0 * T - 1),
     "no sample": (T[:0], P[:0]),
     "numbers that are no classes": (T * 10**9, P),
@@ -146,11 +150,14 @@ def one_hot(samples: int = 200) -> TensorDataset:
 
 @pytest.mark.parametrize("metrics", [None, [TopK(1)], ["loss"]])
 @pytest.mark.parametrize("writes", [True, False])
-def test_a_run_says_it_once(tmp_path: Path, metrics: Any, writes: bool) -> None:
+def test_a_run_says_it_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metrics: Any, writes: bool
+) -> None:
     out = tmp_path / "out" if writes else None
     given = {"model": Shifted().eval(), "data": one_hot(), "metrics": metrics, "launcher": "none"}
     result = dualeval.evaluate(**given, out=out)
     [warning] = [sentence for sentence in result.warnings if "check first" in sentence]
+    assert capsys.readouterr().err.count(warning) == 1
     assert warning.startswith("100.0% of the predictions are the target plus 1, 0.0% are right: check first")
     if out is None:
         return
