@@ -26,6 +26,7 @@ from torch import Tensor
 from dualeval.columns import LateColumns
 from dualeval.errors import UsageError
 from dualeval.metrics import exact
+from dualeval.metrics.by_name import by_names
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
@@ -225,6 +226,12 @@ def classification_metric(name: str, num_classes: int, others: Sequence[str] = (
         f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join([*BY_NAME, *others])}, "
         f"and top<k> for k from 1 to {num_classes}"
     )
+
+
+def classification_metrics(asked: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
+    """The metrics of these names, each once; the default ones without names."""
+    default = [classification_metric(name, num_classes) for name in default_metrics(num_classes)]
+    return by_names(asked, default, lambda name: classification_metric(name, num_classes)) or default
 
 
 def default_metrics(num_classes: int) -> tuple[str, ...]:
@@ -448,6 +455,7 @@ BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
     "ece": lambda num_classes: CalibrationError(),
     "nonfinite_logits": lambda num_classes: NonfiniteLogits(),
     "accuracy": lambda num_classes: TopK(1, name="accuracy"),
+    "acc": lambda num_classes: TopK(1, name="acc"),
     "f1": MacroF1,
     "mcc": Matthews,
     "auroc": lambda num_classes: Auroc(),
@@ -456,7 +464,7 @@ BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
 LINES = {
     "loss": "mean cross entropy",
     "top1": "fraction of samples whose class is the first prediction; also top2, top3, ...",
-    "accuracy": "the same as top1",
+    "accuracy": "the same as top1; also acc",
     "f1": "mean of the F1 of each class (macro_f1 of precision_recall)",
     "mcc": "Matthews' correlation coefficient, of any number of classes",
     "auroc": "area under the ROC curve of each class against the rest, averaged",

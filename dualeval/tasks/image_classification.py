@@ -15,7 +15,7 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.classification import SCORES, classification_metric, default_metrics, observed_logits
+from dualeval.metrics.classification import SCORES, classification_metrics, observed_logits
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses, OtherShapes
 from dualeval.options.fields import of_python
@@ -276,8 +276,7 @@ class ImageClassification(picture_task.PictureTask):
 
     def metrics(self) -> list[Metric | RowMetric]:
         assert self._num_classes is not None, "build_model comes first"
-        names = self._metric_names or default_metrics(self._num_classes)
-        return [classification_metric(name, self._num_classes) for name in names]
+        return classification_metrics(self._metric_names, self._num_classes)
 
     def options(self) -> dict[str, Any]:
         return {
@@ -321,4 +320,4 @@ class ImageClassification(picture_task.PictureTask):
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
-    return [classification_metric(name, options["num_classes"]) for name in names]
+    return classification_metrics(names, options["num_classes"])
