@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.metrics.metric import Metric, RowMetric, called
+from dualeval.metrics.metric import Metric, RowMetric, by_names
 from dualeval.metrics.rows import Rows
 from dualeval.options.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 from dualeval.wording import nearest
@@ -37,20 +37,6 @@ def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]
 
     warns = any(isinstance(metric, NonfiniteLogits) for metric in metrics)
     return [*metrics, *([] if warns else [NonfiniteWarning()])]
-
-
-def by_names(
-    asked: Sequence[Any], default: Sequence[Metric | RowMetric], made: Callable[[str], Metric | RowMetric]
-) -> list[Metric | RowMetric]:
-    """What texts name, each metric once, and metrics as they are; ``made`` makes what is no default one."""
-    found, texts = list[Metric | RowMetric](), set[str]()
-    for each in asked:
-        for metric in (called(each, default) or [made(each)]) if isinstance(each, str) else [each]:
-            if not isinstance(each, str) or metric.name not in texts:
-                found.append(metric)
-            if isinstance(each, str):
-                texts.add(metric.name)
-    return found
 
 
 def as_metrics(metrics: Sequence[Any], *, with_names: bool = False) -> list[Any]:

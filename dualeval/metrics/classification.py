@@ -26,11 +26,10 @@ from torch import Tensor
 from dualeval.columns import LateColumns
 from dualeval.errors import UsageError
 from dualeval.metrics import exact
-from dualeval.metrics.by_name import by_names
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
-from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMetric
+from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMetric, by_names
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
@@ -151,6 +151,20 @@ def called(text: str, metrics: Sequence[Metric | RowMetric]) -> Sequence[Metric 
     return [metric for metric in metrics if metric.name == text][:1] or [
         metric for metric in metrics if text in _values_of(metric)
     ][:1]
+
+
+def by_names(
+    asked: Sequence[Any], default: Sequence[Metric | RowMetric], made: Callable[[str], Metric | RowMetric]
+) -> list[Metric | RowMetric]:
+    """What texts name, each metric once, and metrics as they are; ``made`` makes what is no default one."""
+    found, texts = list[Metric | RowMetric](), set[str]()
+    for each in asked:
+        for metric in (called(each, default) or [made(each)]) if isinstance(each, str) else [each]:
+            if not isinstance(each, str) or metric.name not in texts:
+                found.append(metric)
+            if isinstance(each, str):
+                texts.add(metric.name)
+    return found
 
 
 def _values_of(metric: Metric | RowMetric) -> Collection[str]:

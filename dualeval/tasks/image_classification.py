@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from dualeval.columns import KEEPING_LATE, keeps_late
 from dualeval.data.cache import DataCache
@@ -18,9 +19,10 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import SCORES, classification_metrics, observed_logits
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses, OtherShapes
-from dualeval.options.fields import of_python
+from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import picture_task, place_of
 from dualeval.tasks.image_data import ASSETS, DataSource
+from dualeval.tasks.keywords import ImageClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, agreed_classes, check_classes, hint_for, names_of
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
@@ -66,6 +68,7 @@ class ImageClassification(picture_task.PictureTask):
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
     on_request = SCORES
 
+    @with_keywords(ImageClassificationKeywords, ImageClassificationOptions)
     def __init__(
         self,
         *,
@@ -75,7 +78,7 @@ class ImageClassification(picture_task.PictureTask):
         preprocessing: Any = None,
         model_arguments: Mapping[str, Any] | None = None,
         cache: DataCache | None = None,
-        **options: Any,
+        **options: Unpack[ImageClassificationKeywords],
     ) -> None:
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
         given = of_python(ImageClassificationOptions, options, metrics, data=data)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualeval.columns import KEEPING_LATE, LateColumns, keeps_late
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import as_metrics, by_names, named, of_no_task, with_warning
+from dualeval.metrics.by_name import as_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
     SCORES,
     as_labels,
@@ -22,7 +22,7 @@ from dualeval.metrics.classification import (
     observed_logits,
 )
 from dualeval.metrics.means import Mean
-from dualeval.metrics.metric import DEFAULT
+from dualeval.metrics.metric import DEFAULT, by_names
 from dualeval.metrics.texts import regression_metric
 from dualeval.tasks import Task, refusals
 

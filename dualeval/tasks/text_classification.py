@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
@@ -17,7 +18,6 @@ from dualeval.data.table import Choose, PythonRows, Rows, TableOptions, column_o
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import by_names
 from dualeval.metrics.classification import (
     LARGEST_CONFUSION,
     SCORES,
@@ -25,11 +25,13 @@ from dualeval.metrics.classification import (
     classification_metric,
     observe_logits,
 )
+from dualeval.metrics.metric import by_names
 from dualeval.metrics.texts import TextWork, regression_metric
 from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out
 from dualeval.models.transformers_folder import refuse_problem_type
-from dualeval.options.fields import of_python
+from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
+from dualeval.tasks.keywords import TextClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, check_classes, names_of, names_of_classes, number_targets
 from dualeval.tasks.options import TextClassificationOptions
 from dualeval.tasks.refusals import described, refuse_probabilities
@@ -80,6 +82,7 @@ class TextClassification(TextTask):
     wants_workers = True
     on_request = SCORES
 
+    @with_keywords(TextClassificationKeywords, TextClassificationOptions)
     def __init__(
         self,
         *,
@@ -88,7 +91,7 @@ class TextClassification(TextTask):
         tokenizer: str | Path | None = None,
         metrics: Sequence[str] = (),
         cache: DataCache | None = None,
-        **options: Any,
+        **options: Unpack[TextClassificationKeywords],
     ) -> None:
         given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)

@@ -421,8 +421,8 @@ def triple(index: int) -> tuple[Tensor, int, int]:
 
 
 WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
-    (lambda: {"data": [1]}, r"given no model: give a task"),
-    (lambda: {"model": linear(1, 1)}, r"given no data: give a task"),
+    (lambda: {"data": [1]}, r"given no model\. Give a task"),
+    (lambda: {"model": linear(1, 1)}, r"given no data\. Give a task"),
     (lambda: wrong(model=3), "model is a int"),
     (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
     (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list.*Write metrics=\['top1'\]"),
@@ -479,7 +479,7 @@ def test_a_task_and_a_model() -> None:
     task = dualeval.ModelTask(model=linear(5, 7), data=Mapped())
     assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
     with pytest.raises(UsageError, match="model and a task were given"):
-        dualeval.evaluate(task, model=linear(5, 7))
+        dualeval.evaluate(task, model=linear(5, 7))  # type: ignore[call-overload]
 
 
 class Pair(NamedTuple):

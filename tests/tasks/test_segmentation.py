@@ -220,7 +220,7 @@ def test_the_class_is_the_command_lines_task(home: Path) -> None:
     assert other.fingerprint != typed.fingerprint
     assert other.metrics != typed.metrics
     with pytest.raises(TypeError, match="crop"):
-        Segmentation(**words, crop=3)
+        Segmentation(**words, crop=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["fcn_resnet50", "lraspp_mobilenet_v3_large"])
