@@ -84,6 +84,7 @@ report-demo: $(VENV)/.dev
 # The first table of docs/launchers.md, from launch/launchers/.
 tables: $(VENV)/.dev
 	$(BIN)/python docs/launcher_tables.py
+	$(BIN)/python docs/option_types.py
 
 # Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
 # time: it looks for itself, in a second or two, whether torch, MPI or anything else has changed.

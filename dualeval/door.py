@@ -6,20 +6,105 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 from dualeval.engine.end.process import numbers_of
 from dualeval.engine.joining import refusing
-from dualeval.engine.options import check_session_options
+from dualeval.engine.keywords import RunKeywords, SessionKeywords
+from dualeval.engine.options import RunOptions, SessionOptions, check_session_options
 from dualeval.engine.session import Session
 from dualeval.errors import UsageError
+from dualeval.options.fields import with_keywords
 from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.tasks.keywords import ImageClassificationKeywords
+from dualeval.tasks.options import ImageClassificationOptions
+from dualeval.wording import did_you_mean
 
 if TYPE_CHECKING:
+    from torch import nn
+    from typing_extensions import Unpack
+
+    from dualeval.metrics import Metric, RowMetric
     from dualeval.result import Result
     from dualeval.tasks import Task
 
 
+class EvaluateKeywords(RunKeywords, SessionKeywords, total=False):
+    """Of ``evaluate``, whatever is evaluated."""
+
+    loggers: Sequence[str]
+    step: int | None
+    report: bool
+    job: Mapping[str, Any] | None
+    show: Callable[[int, int], None] | None
+    started: float | None
+    puts_back: bool
+
+
+class TaskKeywords(TypedDict, total=False):
+    """Of ``ModelTask``."""
+
+    metrics: Sequence[Metric | RowMetric | str | Callable[..., Any]] | None
+    collate: Callable[[list[Any]], Any] | None
+    forward: Callable[[nn.Module, Any], Any] | None
+    observe: Callable[[Any, Any], Mapping[str, Any]] | None
+    rows: Sequence[str] | None
+    thread_safe: bool | None
+    name: str | None
+
+
+class ModelKeywords(TaskKeywords, EvaluateKeywords, total=False):
+    """Of ``evaluate(model=..., data=...)``."""
+
+
+class ImagesKeywords(EvaluateKeywords, ImageClassificationKeywords, total=False):
+    """Of ``evaluate(model=..., data="folder")``."""
+
+    metrics: Sequence[str]
+    preprocessing: str | Mapping[str, Any] | Callable[[Any], Any] | None
+    model_arguments: Mapping[str, Any] | None
+
+
+class _Known(TypedDict, total=False):
+    model: str | nn.Module | Callable[[], nn.Module]
+    data: Any
+
+
+class DoorKeywords(_Known, TaskKeywords, ImagesKeywords, total=False):
+    """Of ``evaluate`` altogether."""
+
+    metrics: Any
+
+
+@overload
+def evaluate(
+    task: Task | Callable[[], Task], *, nproc: int | None = None, **options: Unpack[EvaluateKeywords]
+) -> Result: ...
+
+
+@overload
+def evaluate(
+    *,
+    model: str | nn.Module | Callable[[], nn.Module],
+    data: str | Path,
+    nproc: int | None = None,
+    **options: Unpack[ImagesKeywords],
+) -> Result: ...
+
+
+@overload
+def evaluate(
+    *,
+    model: nn.Module | Callable[[], nn.Module],
+    data: Any,
+    nproc: int | None = None,
+    **options: Unpack[ModelKeywords],
+) -> Result: ...
+
+
+@with_keywords(
+    DoorKeywords, ImageClassificationOptions, RunOptions, SessionOptions, like=(Session.evaluate, Session)
+)
 def evaluate(
     task: Task | Callable[[], Task] | None = None, *, nproc: int | None = None, **options: Any
 ) -> Result:
@@ -36,10 +121,16 @@ def evaluate(
         nproc: from a plain script: run it again as so many ranks on this machine, and exit with their exit
             code. What the script does before this call is done here and in each rank, what comes after it in
             the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
-        options: of ``ModelTask``, as ``model``, ``data``, ``metrics``, ``collate``, ``forward`` and
-            ``observe``; of ``Session``, as ``backend`` and ``device``; and of ``RunOptions``, as ``out`` and
-            ``batch_size``. Without ``out`` nothing is written. ``loggers``, ``step`` and ``report`` are those
-            of ``Session.evaluate``.
+        model: a module, or a function that returns one; for a path as data also a name.
+        data: a map-style data set, a list or a tensor; or a path.
+        metrics: metrics, functions of columns, or names (docs/metrics.md).
+        collate: makes a batch of a list of samples.
+        forward: (model, batch) -> outputs.
+        observe: (outputs, batch) -> columns by name, one row a sample.
+        rows: the columns that are kept besides those that metrics read.
+        thread_safe: as of ``Task``.
+        name: the task's name in results.
+        options: those below. Without ``out`` nothing is written.
 
     Raises:
         SystemExit: the ranks that ``nproc`` has started have ended.
@@ -124,8 +215,11 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
     if task is None:
         missing = [name for name in ("model", "data") if name not in of_task]
         if missing:
+            known = DoorKeywords.__annotations__
+            unknown = next((name for name in options if name not in known), None)
+            hint = "" if unknown is None else f" {unknown!r} is no option.{did_you_mean(unknown, known)}"
             raise UsageError(
-                f"evaluate was given no {' and no '.join(missing)}: give a task, evaluate(task), or "
+                f"evaluate was given no {' and no '.join(missing)}.{hint} Give a task, evaluate(task), or "
                 "evaluate(model=..., data=..., metrics=[...])"
             )
         rest = {name: options[name] for name in options if name not in names}
@@ -141,7 +235,6 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     """The task image-classification of a model and a path, as the command line makes it; and the rest."""
     from dualeval.metrics.by_name import of_no_task
     from dualeval.tasks import class_names
-    from dualeval.tasks.options import ImageClassificationOptions
 
     # Weights are fetched by the command line alone.
     names = {field.name for field in fields(ImageClassificationOptions)} - {"metric", "download"}

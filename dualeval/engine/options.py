@@ -63,10 +63,15 @@ def _check_timeout(option: str, seconds: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(EvaluationOptions):
-    """The options of one evaluation; the same on every rank."""
+    """The options of one evaluation; the same on every rank.
 
-    # A run of the same job that was begun there is gone on with. `NEW_FOLDER` makes a new folder, None writes
-    # nothing at all. The same path on every rank.
+    Attributes:
+        out: Output folder, the same on every rank; an unfinished run of the same job resumes there. None
+            writes nothing, ``NEW_FOLDER`` makes one.
+        evaluate_missing: False if what earlier runs and shares have left in out has to be all.
+        reference: Folder of a finished run of the same samples, with which the predictions are compared.
+    """
+
     out: Out = option(
         None,
         fits=_is_out,
@@ -84,9 +89,8 @@ class RunOptions(EvaluationOptions):
     replay: bool = option(True, "Check two batches before resuming (default).", group=RUN)
     # Also for going on from what another kind of machine has computed.
     mix_machines: bool = option(False, "Let devices or versions differ between ranks.", group=LAUNCH)
-    # Without it what earlier runs and shares have left in out has to be all: `dualeval finish`.
+    # `dualeval finish` has False.
     evaluate_missing: bool = True
-    # Its samples have to be the same. None compares with nothing.
     reference: str | Path | None = option(
         None, fits=_is_path_or_none, expected="the folder of a finished run, or None"
     )

@@ -40,7 +40,7 @@ from dualeval.engine.samples import Samples, check_samples, wrap
 from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import check_metrics
+from dualeval.metrics.by_name import as_metrics
 from dualeval.metrics.means import Mean
 from dualeval.options.choices import AUTO, DYNAMIC, LOCKSTEP, check_kind
 from dualeval.result import Result
@@ -304,8 +304,7 @@ class LoopTask(Task):
         """Make the metrics of the columns that are known now."""
         given = self._given
         if given is not None:
-            check_metrics(given)
-            self._metrics = list(given)
+            self._metrics = as_metrics(given)
             return
         for name, (_, dimensions, *form) in self.kinds.items():
             if form:

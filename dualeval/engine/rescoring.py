@@ -37,7 +37,7 @@ from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import RowSource, StoredRows
 from dualeval.errors import DualevalError, UsageError, with_type
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch, split_by_kind
-from dualeval.metrics.by_name import check_metrics
+from dualeval.metrics.by_name import as_metrics
 from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import (
     JOB,
@@ -79,7 +79,7 @@ def rescore(
     result, rows = finished_run(folder)
     if not metrics:
         raise UsageError("no metric was given: there is nothing to compute")
-    check_metrics(metrics)
+    metrics = as_metrics(metrics)
     measured = _recompute(rows, metrics)
     names = [metric.name for metric in metrics]
     return replace(

@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dualeval.engine.end.process import conclude_quietly, say
 from dualeval.engine.joining import Joined
-from dualeval.engine.options import SessionOptions, run_options_of
+from dualeval.engine.keywords import RunKeywords
+from dualeval.engine.options import RunOptions, SessionOptions, run_options_of
 from dualeval.errors import EXIT_DONE, BackendError, DualevalError, PeerError, Stopped, UsageError, text_of
+from dualeval.options.fields import with_keywords
 from dualeval.process_start import DEFAULT_SIGNALS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from typing_extensions import Unpack
 
     from dualeval.backends.base import Backend
     from dualeval.engine.control.plane import ControlPlane
     from dualeval.engine.end.conclusion import Conclusion
     from dualeval.engine.end.watch import Watch
-    from dualeval.engine.options import RunOptions
     from dualeval.engine.own_loop import OwnLoop
     from dualeval.engine.run_state import Run
     from dualeval.metrics import Metric, RowMetric
@@ -174,6 +176,7 @@ class Session:
 
     # -- evaluating --------------------------------------------------------------------------------
 
+    @with_keywords(RunKeywords, RunOptions)
     def evaluate(
         self,
         task: Task,
@@ -186,7 +189,7 @@ class Session:
         report: bool = False,
         last: bool = False,
         puts_back: bool = True,
-        **options: Any,
+        **options: Unpack[RunKeywords],
     ) -> Result:
         """Evaluate a task; every rank calls this and gets the same metrics.
 
@@ -256,7 +259,7 @@ class Session:
         show: Callable[[int, int], None] | None = None,
         started: float | None = None,
         puts_back: bool = True,
-        **options: Any,
+        **options: Unpack[RunKeywords],
     ) -> None:
         """Evaluate one of several shares of a task, with no other share needed; a collective of its ranks.
 
@@ -286,7 +289,9 @@ class Session:
             evaluate_share(task, run)
         self._idle()
 
-    def try_out(self, task: Task, *, job: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    def try_out(
+        self, task: Task, *, job: Mapping[str, Any] | None = None, **options: Unpack[RunKeywords]
+    ) -> dict[str, Any]:
         """Do all that ``evaluate`` does before its loop, and write nothing; a collective.
 
         Returns:
@@ -454,7 +459,7 @@ class Session:
         model: nn.Module | None = None,
         job: Mapping[str, Any] | None = None,
         show: Callable[[int, int], None] | None = None,
-        **options: Any,
+        **options: Unpack[RunKeywords],
     ) -> Iterator[Any]:
         """Evaluate in a loop of the caller's own: gives this rank's batches, on the CPU.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.metrics.metric import Metric, RowMetric
+from dualeval.metrics.metric import Metric, RowMetric, by_names
+from dualeval.metrics.rows import Rows
 from dualeval.options.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 from dualeval.wording import nearest
 
@@ -22,10 +23,10 @@ def chosen_metrics(
 
     Logits that are not finite are warned of in any case.
     """
-    check_metrics(own)
-    known = {metric.name: metric for metric in own}
-    chosen = [known[text] if text in known else named(text, own, columns) for text in asked] or own
-    return with_warning(chosen, {*columns, *(name for metric in own for name in metric.columns)})
+    own = as_metrics(own)
+    every = [*columns, *(name for metric in own for name in metric.columns)]
+    chosen = by_names(asked, own, lambda text: named(text, own, columns)) or own
+    return with_warning(chosen, every)
 
 
 def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]) -> list[Metric | RowMetric]:
@@ -42,32 +43,48 @@ def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]
     return found
 
 
-def check_metrics(metrics: Sequence[Any]) -> None:
-    """Check that what was given as metrics are some."""
-    for metric in metrics:
-        kind = type(metric)
-        if isinstance(metric, type):
-            said = (
-                f"{metric.__name__}, which is the class of a metric: give an object, {metric.__name__}(...)"
-            )
-        elif any(base.__module__ == "torchmetrics.metric" for base in kind.__mro__):
-            said = (
-                f"a {kind.__name__} of TorchMetrics: write dualeval.metrics.from_torchmetrics(metric, "
-                "['prediction', 'target']), with the columns that its update reads (docs/torchmetrics.md)"
-            )
-        elif inspect.isfunction(metric):
-            name = metric.__name__ if metric.__name__.isidentifier() else "function"
-            said = (
-                f"a function, which is not a metric: write dualeval.metrics.Rows({name}, ['prediction', "
-                "'target']), with the columns that it takes"
-            )
-        elif isinstance(metric, str):
-            said = f"the text {metric!r}: names are for dualeval.evaluate(model=...) and --metric"
-        elif not all(hasattr(metric, name) for name in ("name", "columns", "compute")):
-            said = f"a {kind.__name__}, which is not a metric"
-        else:
-            continue
-        raise UsageError(f"metrics has {said}. Metrics are in docs/metrics.md.")
+def as_metrics(metrics: Sequence[Any], *, with_names: bool = False) -> list[Any]:
+    """What was given as metrics, functions of columns as metrics; a UsageError where something is none."""
+    return [
+        metric
+        if isinstance(metric, str) and with_names
+        else _of_columns(metric)
+        if inspect.isfunction(metric)
+        else _checked(metric)
+        for metric in metrics
+    ]
+
+
+def _of_columns(function: Callable[..., Any]) -> Rows:
+    """A function as a metric: its parameters without a default are the names of the columns."""
+    of_name = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    takes = inspect.signature(function).parameters.values()
+    columns = [each.name for each in takes if each.kind in of_name and each.default is each.empty]
+    if not columns or not function.__name__.isidentifier():
+        raise UsageError(
+            f"metrics has the function {function.__name__}: as a metric a function has a name, and its "
+            "parameters are the names of columns, as in def error(prediction, target). Or write "
+            "dualeval.metrics.Rows(function, ['prediction', 'target'], name=...)"
+        )
+    return Rows(function, columns)
+
+
+def _checked(metric: Any) -> Any:
+    kind = type(metric)
+    if isinstance(metric, type):
+        said = f"{metric.__name__}, which is the class of a metric: give an object, {metric.__name__}(...)"
+    elif any(base.__module__ == "torchmetrics.metric" for base in kind.__mro__):
+        said = (
+            f"a {kind.__name__} of TorchMetrics: write dualeval.metrics.from_torchmetrics(metric, "
+            "['prediction', 'target']), with the columns that its update reads (docs/torchmetrics.md)"
+        )
+    elif isinstance(metric, str):
+        said = f"the text {metric!r}: names are for dualeval.evaluate(model=...) and --metric"
+    elif not all(hasattr(metric, name) for name in ("name", "columns", "compute")):
+        said = f"a {kind.__name__}, which is not a metric"
+    else:
+        return metric
+    raise UsageError(f"metrics has {said}. Metrics are in docs/metrics.md.")
 
 
 def of_no_task(asked: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ from dualeval.metrics import exact
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
-from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMetric
+from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMetric, by_names
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_kind
@@ -232,6 +232,12 @@ def classification_metric(name: str, num_classes: int, others: Sequence[str] = (
         f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join([*BY_NAME, *others])}, "
         f"and top<k> for k from 1 to {num_classes}"
     )
+
+
+def classification_metrics(asked: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
+    """The metrics of these names, each once; the default ones without names."""
+    default = [classification_metric(name, num_classes) for name in default_metrics(num_classes)]
+    return by_names(asked, default, lambda name: classification_metric(name, num_classes)) or default
 
 
 def default_metrics(num_classes: int) -> tuple[str, ...]:
@@ -491,6 +497,7 @@ BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
     "ece": lambda num_classes: CalibrationError(),
     "nonfinite_logits": lambda num_classes: NonfiniteLogits(),
     "accuracy": lambda num_classes: TopK(1, name="accuracy"),
+    "acc": lambda num_classes: TopK(1, name="acc"),
     "f1": MacroF1,
     "mcc": Matthews,
     "auroc": lambda num_classes: Auroc(),
@@ -499,7 +506,7 @@ BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
 LINES = {
     "loss": "mean cross entropy",
     "top1": "fraction of samples whose class is the first prediction; also top2, top3, ...",
-    "accuracy": "the same as top1",
+    "accuracy": "the same as top1; also acc",
     "f1": "mean of the F1 of each class (macro_f1 of precision_recall)",
     "mcc": "Matthews' correlation coefficient, of any number of classes",
     "auroc": "area under the ROC curve of each class against the rest, averaged",

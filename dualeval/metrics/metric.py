@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
+import torch
 from torch import Tensor
 
 from dualeval.metrics.scores import Score
@@ -135,6 +136,43 @@ def split_by_kind(metrics: Iterable[Metric | RowMetric]) -> tuple[tuple[Metric, 
 
 def _has_ledger(metric: Metric | RowMetric) -> TypeGuard[Metric]:
     return not is_of_rows(metric)
+
+
+DEFAULT = "default"
+
+
+def called(text: str, metrics: Sequence[Metric | RowMetric]) -> Sequence[Metric | RowMetric]:
+    """Those of a task's default metrics that a text names; none where it names none.
+
+    "default" names all, and the name of a metric, or of one of the values that it gives, that one.
+    """
+    if text == DEFAULT:
+        return metrics
+    return [metric for metric in metrics if metric.name == text][:1] or [
+        metric for metric in metrics if text in _values_of(metric)
+    ][:1]
+
+
+def by_names(
+    asked: Sequence[Any], default: Sequence[Metric | RowMetric], made: Callable[[str], Metric | RowMetric]
+) -> list[Metric | RowMetric]:
+    """What texts name, each metric once, and metrics as they are; ``made`` makes what is no default one."""
+    found, texts = list[Metric | RowMetric](), set[str]()
+    for each in asked:
+        for metric in (called(each, default) or [made(each)]) if isinstance(each, str) else [each]:
+            if not isinstance(each, str) or metric.name not in texts:
+                found.append(metric)
+            if isinstance(each, str):
+                texts.add(metric.name)
+    return found
+
+
+def _values_of(metric: Metric | RowMetric) -> Collection[str]:
+    """The names of the values that a metric gives; one of rows says them as ``keys``, or is not asked."""
+    if _has_ledger(metric):
+        return metric.compute(torch.zeros(metric.size, dtype=torch.int64)).values
+    keys: Collection[str] = getattr(metric, "keys", ())
+    return keys
 
 
 def keeps_rows(metric: Metric | RowMetric) -> bool:

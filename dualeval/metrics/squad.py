@@ -238,6 +238,7 @@ class BestThresholds:
 
     name = "best_thresholds"
     columns = ("null_odds", "has_answer", "span_is_empty", "span_exact_match", "span_f1")
+    keys = ("best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh")
 
     def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
         """Keys best_exact, best_exact_thresh, best_f1 and best_f1_thresh; the scores in percent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from dualeval.errors import UsageError
 from dualeval.metrics.exact import nonfinite_counts
-from dualeval.metrics.metric import Described, Measured
+from dualeval.metrics.means import Mean
+from dualeval.metrics.metric import Described, Measured, Metric, RowMetric
 from dualeval.metrics.squad import WindowWork
-from dualeval.wording import counted
+from dualeval.wording import counted, nearest
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -55,11 +57,11 @@ class Pearson(Described):
         counts = [int(np.logical_or(*map(of, found)).sum()) for of in (np.isnan, np.isposinf, np.isneginf)]
         if any(counts):
             return self.measured(None, nonfinite=nonfinite_counts(counts))
-        return self.measured(_correlation(*map(self._compared, found)))
+        return self.measured(self._of(*found))
 
     @staticmethod
-    def _compared(values: _Numbers) -> _Numbers:
-        return values
+    def _of(prediction: _Numbers, target: _Numbers) -> float | None:
+        return _correlation(prediction, target)
 
 
 class Spearman(Pearson):
@@ -68,10 +70,30 @@ class Spearman(Pearson):
     kind_name = "spearman"
 
     @staticmethod
-    def _compared(values: _Numbers) -> _Numbers:
-        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ranks: _Numbers = (counts.cumsum() - (counts - 1) / 2)[places]
-        return ranks
+    def _of(prediction: _Numbers, target: _Numbers) -> float | None:
+        return _correlation(_ranks(prediction), _ranks(target))
+
+
+class R2(Pearson):
+    """1 - (sum of squared errors) / (sum of squares of the targets around their mean).
+
+    As ``r2_score`` of scikit-learn; None where the targets are all equal.
+    """
+
+    kind_name = "r2"
+
+    @staticmethod
+    def _of(prediction: _Numbers, target: _Numbers) -> float | None:
+        if len(target) < 2 or (target == target[0]).all():
+            return None
+        around = target - math.fsum(target) / len(target)
+        return 1 - math.fsum(np.square(target - prediction)) / math.fsum(around * around)
+
+
+def _ranks(values: _Numbers) -> _Numbers:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: _Numbers = (counts.cumsum() - (counts - 1) / 2)[places]
+    return ranks
 
 
 def _correlation(one: _Numbers, other: _Numbers) -> float | None:
@@ -80,3 +102,22 @@ def _correlation(one: _Numbers, other: _Numbers) -> float | None:
     first, second = (values - math.fsum(values) / len(values) for values in (one, other))
     squares = math.fsum(first * first), math.fsum(second * second)
     return math.fsum(first * second) / (math.sqrt(squares[0]) * math.sqrt(squares[1]))
+
+
+# Those of a regression, for the columns prediction, target, squared_error and absolute_error.
+_OF_NUMBERS: dict[str, Callable[[], Metric | RowMetric]] = {
+    "mse": lambda: Mean("squared_error", name="mse", higher_is_better=False),
+    "rmse": lambda: Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
+    "mae": lambda: Mean("absolute_error", name="mae", higher_is_better=False),
+    "r2": R2,
+    "pearson": Pearson,
+    "spearman": Spearman,
+}
+
+
+def regression_metric(name: str, others: Collection[str] = ()) -> Metric | RowMetric:
+    """The metric of a regression of that name; ``others`` are names that the caller knows besides."""
+    if make := _OF_NUMBERS.get(name):
+        return make()
+    known = [*_OF_NUMBERS, *others]
+    raise UsageError(f"there is no metric {name!r} here.{nearest(name, known)} Metrics: {', '.join(known)}")

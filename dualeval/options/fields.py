@@ -38,12 +38,13 @@ _EXAMPLES: dict[Any, str] = {int: "whole numbers with commas between, such as 1,
 _EXAMPLES[float] = "numbers with commas between, such as 0.25,0.5,0.75"
 _METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "BOOL", Path: "PATH", str: "TEXT"}
 # What only the command line has.
-_IN_PYTHON = {
+IN_PYTHON = {
     "metric": "give metrics=[...]",
     "model_arg": "give model_arguments={...}",
     "download": "type 'dualeval run --download', or give the path of the weights",
 }
 _Options = TypeVar("_Options")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Attributes):\s*$")
 _ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: *\([^)]*\))?: *(.*)$")
 
@@ -223,7 +224,7 @@ def of_python(
     """A dataclass of options, of the arguments of a task's class; a list stands for a tuple."""
     if isinstance(metrics, str):
         raise UsageError(f"metrics={metrics!r}: expected a list of names, as metrics=[{metrics!r}]")
-    for name, instead in _IN_PYTHON.items():
+    for name, instead in IN_PYTHON.items():
         if name in options and hasattr(kind, name):
             raise TypeError(f"{name} is no argument here: {instead}")
     known = [*kind.__dataclass_fields__, "metrics"]  # type: ignore[attr-defined]
@@ -232,6 +233,53 @@ def of_python(
         raise TypeError(f"{task} has no option {unknown!r}.{did_you_mean(unknown, known)}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     return kind(**own, **given, metric=tuple(metrics))
+
+
+def with_keywords(
+    keywords: Any, *kinds: type, like: Sequence[Callable[..., Any]] = ()
+) -> Callable[[_Function], _Function]:
+    """Have ``help`` and completion show what a function takes as ``**options``, as a TypedDict types it.
+
+    Defaults and sentences are those of dataclasses of options, and of what has a signature and a docstring
+    of its own.
+    """
+    helps: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
+    for each in like:
+        helps |= _documented(each.__doc__, whole=True)
+        defaults |= {
+            name: parameter.default for name, parameter in inspect.signature(each).parameters.items()
+        }
+    for kind in kinds:
+        for field in fields_of(kind):
+            defaults[field.name] = field.default
+            if field.help:  # as arguments, options have no dashes
+                helps[field.name] = re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), field.help)
+
+    def decorated(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name),
+                annotation=hint.__forward_arg__,
+            )
+            for name, hint in keywords.__annotations__.items()
+            if name not in signature.parameters
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        said = _documented(function.__doc__)
+        lines = [
+            f"    {each.name}: {helps[each.name]} ({each.default!r})"
+            for each in more
+            if each.name in helps and each.name not in said
+        ]
+        function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
+        return function
+
+    return decorated
 
 
 def options_of_call(function: Callable[..., Any]) -> type:
@@ -426,8 +474,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 # -- docstrings ----------------------------------------------------------------------------------------
 
 
-def _documented(docstring: str | None) -> dict[str, str]:
-    """The first lines of what a docstring says of each argument, in Google's style."""
+def _documented(docstring: str | None, *, whole: bool = False) -> dict[str, str]:
+    """What a docstring in Google's style says of each argument; its first line, or the whole."""
     found: dict[str, str] = {}
     depth = None
     inside = False
@@ -436,8 +484,10 @@ def _documented(docstring: str | None) -> dict[str, str]:
             inside, depth = True, None
         elif inside and line and not line[0].isspace():
             inside = False
-        elif inside and (entry := _ENTRY.match(line)):
-            depth = depth or len(entry[1])
-            if len(entry[1]) == depth:
-                found[entry[2]] = entry[3].strip()
+        elif inside and (entry := _ENTRY.match(line)) and len(entry[1]) == (depth or len(entry[1])):
+            depth = len(entry[1])
+            name = entry[2]
+            found[name] = entry[3].strip()
+        elif inside and whole and depth and line:
+            found[name] += f" {line.strip()}"
     return {name: text[:1].upper() + text[1:] for name, text in found.items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from dualeval.columns import KEEPING_LATE, keeps_late
 from dualeval.data.cache import DataCache
@@ -15,17 +16,13 @@ from dualeval.data.labels import KnownClasses, check_indices
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.classification import (
-    ON_REQUEST,
-    classification_metric,
-    default_metrics,
-    observed_logits,
-)
+from dualeval.metrics.classification import ON_REQUEST, classification_metrics, observed_logits
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses, OtherShapes
-from dualeval.options.fields import of_python
+from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import picture_task, place_of
 from dualeval.tasks.image_data import ASSETS, DataSource
+from dualeval.tasks.keywords import ImageClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, agreed_classes, check_classes, hint_for, names_of
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
@@ -71,6 +68,7 @@ class ImageClassification(picture_task.PictureTask):
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
     on_request = ON_REQUEST
 
+    @with_keywords(ImageClassificationKeywords, ImageClassificationOptions)
     def __init__(
         self,
         *,
@@ -80,7 +78,7 @@ class ImageClassification(picture_task.PictureTask):
         preprocessing: Any = None,
         model_arguments: Mapping[str, Any] | None = None,
         cache: DataCache | None = None,
-        **options: Any,
+        **options: Unpack[ImageClassificationKeywords],
     ) -> None:
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
         given = of_python(ImageClassificationOptions, options, metrics, data=data)
@@ -284,8 +282,7 @@ class ImageClassification(picture_task.PictureTask):
 
     def metrics(self) -> list[Metric | RowMetric]:
         assert self._num_classes is not None, "build_model comes first"
-        names = self._metric_names or default_metrics(self._num_classes)
-        return [classification_metric(name, self._num_classes) for name in names]
+        return classification_metrics(self._metric_names, self._num_classes)
 
     def options(self) -> dict[str, Any]:
         return {
@@ -329,4 +326,4 @@ class ImageClassification(picture_task.PictureTask):
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
-    return [classification_metric(name, options["num_classes"]) for name in names]
+    return classification_metrics(names, options["num_classes"])

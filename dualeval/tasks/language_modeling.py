@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
@@ -18,8 +19,9 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.models import text_models
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
-from dualeval.options.fields import of_python
+from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
+from dualeval.tasks.keywords import LanguageModelingKeywords
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
 from dualeval.tasks.options import LanguageModelingOptions
 from dualeval.tasks.scored_answers import chosen
@@ -60,6 +62,7 @@ class LanguageModeling(TextTask):
     name = "language-modeling"
     wants_workers = False
 
+    @with_keywords(LanguageModelingKeywords, LanguageModelingOptions)
     def __init__(
         self,
         *,
@@ -68,7 +71,7 @@ class LanguageModeling(TextTask):
         tokenizer: str | Path | None = None,
         metrics: Sequence[str] = (),
         cache: DataCache | None = None,
-        **options: Any,
+        **options: Unpack[LanguageModelingKeywords],
     ) -> None:
         given = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)

@@ -361,7 +361,9 @@ class TextClassificationOptions(TextOptions):
             "pearson": "Pearson's correlation of prediction and label (regression)",
             "spearman": "Spearman's rank correlation of prediction and label (regression)",
             "mse": "mean squared error (regression)",
+            "rmse": "its square root (regression)",
             "mae": "mean absolute error (regression)",
+            "r2": "coefficient of determination (regression)",
             "text_work": "computed tokens, and texts that were cut; always included",
         }
 

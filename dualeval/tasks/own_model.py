@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from dualeval.columns import KEEPING_LATE, LateColumns, keeps_late
 from dualeval.errors import UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
+from dualeval.metrics.by_name import as_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
     ON_REQUEST,
     as_labels,
     classification_metric,
-    default_metrics,
+    classification_metrics,
     observed_logits,
 )
 from dualeval.metrics.means import Mean
+from dualeval.metrics.metric import DEFAULT, by_names
+from dualeval.metrics.texts import regression_metric
 from dualeval.tasks import Task, refusals
 
 _TOP = 5
@@ -98,7 +100,6 @@ class ModelTask(Task):
             )
         if isinstance(rows, str):
             raise UsageError(f"rows is the text {rows!r}: expected a list of columns, as [{rows!r}]")
-        check_metrics([metric for metric in metrics or () if not isinstance(metric, str)])
         for argument, function in (("collate", collate), ("forward", forward), ("observe", observe)):
             if function is not None and not callable(function):
                 raise UsageError(f"{argument} is a {type(function).__name__}: expected a function, or None")
@@ -107,7 +108,7 @@ class ModelTask(Task):
             refusals.check_call("model", model, ())
         self._model = model
         self._data = data
-        self._metrics = None if metrics is None else tuple(metrics)
+        self._metrics = None if metrics is None else as_metrics(metrics, with_names=True)
         self._collate = collate
         self._forward = forward
         self._observe = observe
@@ -293,7 +294,7 @@ class ModelTask(Task):
         if self._metrics is None:
             own = self._default()
         else:
-            own = [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
+            own = by_names(self._metrics, self._known(), self._named)
         known = {metric.name for metric in own}
         return with_warning([*own, *self._asked_for(known)], {*self._columns, *self.on_request})
 
@@ -303,22 +304,24 @@ class ModelTask(Task):
         return [said] if left else []
 
     def _asked_for(self, known: Collection[str]) -> list[Metric | RowMetric]:
-        """The metrics of classification that the run asks for, and the task would not have made."""
-        if self._classes is None or "rank" not in self._columns:
+        """The metrics that the run asks for by name, and the task would not have made."""
+        others = [name for name in self._asked if name not in {DEFAULT, *known, *self._columns}]
+        if not self._known() or (self._classes is not None and "rank" not in self._columns):
             return []
-        others = [name for name in self._asked if name not in {*known, *self._columns}]
-        return [classification_metric(name, self._classes) for name in others if not of_no_task([name])]
+        others = [name for name in others if not of_no_task([name])]
+        return [each for each in by_names(others, self._known(), self._named) if each.name not in known]
+
+    def _known(self) -> list[Metric | RowMetric]:
+        """The default metrics of logits, and of numbers; none of other columns."""
+        if "rank" in self._columns and self._classes is not None:
+            return classification_metrics((), self._classes)
+        return [*map(regression_metric, ("mae", "rmse"))] if "squared_error" in self._columns else []
 
     def _default(self) -> list[Metric | RowMetric]:
-        if "rank" in self._columns and self._classes is not None:
-            return [classification_metric(name, self._classes) for name in default_metrics(self._classes)]
-        if "squared_error" in self._columns:
-            if self._columns["target"].dtype == torch.bool:
+        if known := self._known():
+            if self._classes is None and self._columns["target"].dtype == torch.bool:
                 raise UsageError(refusals.ONE_LOGIT)
-            return [
-                Mean("absolute_error", name="mae", higher_is_better=False),
-                Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
-            ]
+            return known
         prediction = self._columns.get("prediction")
         is_class = isinstance(prediction, Tensor) and prediction.dtype != torch.bool and _is_whole(prediction)
         is_class = is_class and _is_number(prediction)
@@ -343,6 +346,8 @@ class ModelTask(Task):
         column = self._columns.get(name)
         if self._classes is not None and (column is None or "rank" in self._columns):
             return classification_metric(name, self._classes)
+        if column is None and self._known():
+            return regression_metric(name, self._columns)
         if column is None or not _is_number(column):
             why = "" if self._why_no_logits is None else f" {self._why_no_logits}"
             raise UsageError(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
@@ -22,7 +23,8 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out
-from dualeval.options.fields import of_python
+from dualeval.options.fields import of_python, with_keywords
+from dualeval.tasks.keywords import QuestionAnsweringKeywords
 from dualeval.tasks.options import QuestionAnsweringOptions
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
 from dualeval.tasks.text_task import Model, TextTask
@@ -54,6 +56,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
 
     wants_workers = True
 
+    @with_keywords(QuestionAnsweringKeywords, QuestionAnsweringOptions)
     def __init__(
         self,
         *,
@@ -62,7 +65,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         tokenizer: str | Path | None = None,
         metrics: Sequence[str] = (),
         cache: DataCache | None = None,
-        **options: Any,
+        **options: Unpack[QuestionAnsweringKeywords],
     ) -> None:
         given = of_python(QuestionAnsweringOptions, options, metrics, model=Path(), data=Path())
         max_length, stride, null_threshold = given.max_length, given.stride, given.null_threshold

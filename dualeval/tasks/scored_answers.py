@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from dualeval.columns import Text
 from dualeval.data.squad import Questions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.metric import called
 from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
 from dualeval.tasks import Task, place_of
 from dualeval.wording import nearest
@@ -31,23 +32,16 @@ def answer_metrics(*, unanswerable: bool) -> list[Metric]:
 
 
 def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[Metric | RowMetric]:
-    """Those metrics that have one of the names; all without names."""
-    known = [metric.name for metric in metrics]
+    """Those metrics that the names name, in their own order; all without names."""
+    asked = set[str]()
     for name in names:
-        if name not in known:
-            gives = next((each.name for each in metrics if name in _values_of(each)), None)
-            hint = nearest(name, known) if gives is None else f" It is a value of {gives}: ask for that."
-            raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
-    return [metric for metric in metrics if not names or metric.name in names]
-
-
-def _values_of(metric: Metric | RowMetric) -> Collection[str]:
-    """The names of the values that a metric gives; of one of rows they are not known before."""
-    if not isinstance(size := getattr(metric, "size", None), int):
-        return ()
-    of_ledger: Any = metric
-    found: Mapping[str, Any] = of_ledger.compute(torch.zeros(size, dtype=torch.int64)).values
-    return found.keys()
+        if not (found := called(name, metrics)):
+            known = [metric.name for metric in metrics]
+            raise UsageError(
+                f"there is no metric {name!r} here.{nearest(name, known)} Metrics: {', '.join(known)}"
+            )
+        asked.update(metric.name for metric in found)
+    return [metric for metric in metrics if not names or metric.name in asked]
 
 
 class ScoredAnswers(Task):

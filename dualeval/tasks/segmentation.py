@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
+from typing_extensions import Unpack
 
 from dualeval.data.cache import DataCache
 from dualeval.data.masks import NO_LABEL, LabelRule, MaskedPictures, open_masked, read_mask_values
@@ -25,8 +26,9 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
-from dualeval.options.fields import of_python
+from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
+from dualeval.tasks.keywords import SegmentationKeywords
 from dualeval.tasks.options import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import described
@@ -73,6 +75,7 @@ class Segmentation(PictureTask):
     )
     wants_workers = True
 
+    @with_keywords(SegmentationKeywords, SegmentationOptions)
     def __init__(
         self,
         *,
@@ -85,7 +88,7 @@ class Segmentation(PictureTask):
         metrics: Sequence[str] = (),
         model_arguments: Mapping[str, Any] | None = None,
         cache: DataCache | None = None,
-        **options: Any,
+        **options: Unpack[SegmentationKeywords],
     ) -> None:
         folder = None if masks is None else Path(masks)
         if isinstance(label := options.get("ignore_index"), int):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
@@ -24,16 +25,16 @@ from dualeval.metrics.classification import (
     classification_metric,
     observe_logits,
 )
-from dualeval.metrics.means import Mean
-from dualeval.metrics.texts import Pearson, Spearman, TextWork
+from dualeval.metrics.metric import by_names
+from dualeval.metrics.texts import TextWork, regression_metric
 from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out
 from dualeval.models.transformers_folder import refuse_problem_type
-from dualeval.options.fields import of_python
+from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
+from dualeval.tasks.keywords import TextClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, check_classes, names_of, names_of_classes, number_targets
 from dualeval.tasks.options import TextClassificationOptions
 from dualeval.tasks.refusals import described, refuse_probabilities
-from dualeval.tasks.scored_answers import chosen
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="text classification", kind="AutoModelForSequenceClassification")
@@ -81,6 +82,7 @@ class TextClassification(TextTask):
     wants_workers = True
     on_request = ON_REQUEST
 
+    @with_keywords(TextClassificationKeywords, TextClassificationOptions)
     def __init__(
         self,
         *,
@@ -89,7 +91,7 @@ class TextClassification(TextTask):
         tokenizer: str | Path | None = None,
         metrics: Sequence[str] = (),
         cache: DataCache | None = None,
-        **options: Any,
+        **options: Unpack[TextClassificationKeywords],
     ) -> None:
         given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
@@ -332,35 +334,28 @@ def _choose(data: Any, text: str | None, text_pair: str | None, label: str | Non
 
 def _default_metrics(num_classes: int) -> tuple[str, ...]:
     if num_classes == 1:
-        return tuple(metric.name for metric in _of_regression())
+        return ("pearson", "spearman", "mse", "mae")
     of_two = ["binary_f1"] if num_classes == 2 else []
     counts = ["confusion"] if num_classes <= LARGEST_CONFUSION else []
     return ("accuracy", "f1", *of_two, "mcc", "loss", "ece", *counts, "nonfinite_logits")
 
 
-def _of_regression() -> list[Metric | RowMetric]:
-    errors = ("mse", "squared_error"), ("mae", "absolute_error")
-    return [
-        Pearson(),
-        Spearman(),
-        *(Mean(column, name=name, higher_is_better=False) for name, column in errors),
-    ]
-
-
 def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
-    own = [name for name in names if name != TextWork.name]
+    default = [_metric(name, num_classes) for name in _default_metrics(num_classes)]
+    names = [name for name in names if name != TextWork.name]
+    return [*by_names(names, default, lambda name: _metric(name, num_classes)), TextWork()]
+
+
+def _metric(name: str, num_classes: int) -> Metric | RowMetric:
     if num_classes == 1:
-        return [*(chosen(own, _of_regression()) if own else ()), TextWork()]
-    if "binary_f1" in own and num_classes != 2:
+        return regression_metric(name)
+    if name != "binary_f1":
+        return classification_metric(name, num_classes, ["binary_f1"] if num_classes == 2 else [])
+    if num_classes != 2:
         raise UsageError(
             f"metric 'binary_f1' is of two classes, found {num_classes}: ask for 'f1', the mean of all"
         )
-    others = ["binary_f1"] if num_classes == 2 else []
-    found = [
-        BinaryF1(num_classes) if name == "binary_f1" else classification_metric(name, num_classes, others)
-        for name in own
-    ]
-    return [*found, TextWork()]
+    return BinaryF1(num_classes)
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:

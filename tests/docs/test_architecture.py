@@ -24,7 +24,7 @@ GROUND = {
     *("models.model_errors", "models.weights_name"),
 }
 ALLOWED = {
-    "door": {"metrics.by_name", "engine", "tasks", "world.local_ranks", "report.loggers", "result"},
+    "door": {"metrics", "engine", "tasks", "world.local_ranks", "report.loggers", "result"},
     "cli": {
         *("options.job", "options.plugins", "options.several", "launch", "backends", "world.devices"),
         *("world.local_ranks", "engine", "tasks", "models", "metrics.by_name", "report", "comparison"),

@@ -318,7 +318,7 @@ def test_debug_is_an_option_of_the_session() -> None:
         dualeval.Session() as session,
         pytest.raises(UsageError, match=r"write dualeval\.Session\(debug=\.\.\.\)"),
     ):
-        session.evaluate(dualeval.ModelTask(model=nn.Linear(4, 3), data=INPUTS), debug=True)
+        session.evaluate(dualeval.ModelTask(model=nn.Linear(4, 3), data=INPUTS), debug=True)  # type: ignore[call-arg]
 
 
 # -- metrics -------------------------------------------------------------------------------------------

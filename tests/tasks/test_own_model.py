@@ -98,6 +98,40 @@ def test_metrics_that_the_run_asks_for(tmp_path: Path) -> None:
         dualeval.evaluate(task, metric=["topp"], launcher="none", workers=0)
 
 
+def worst(prediction: Any, target: Any, *, power: int = 2) -> float:
+    return float((abs(prediction - target) ** power).max())
+
+
+def test_names_and_functions_of_a_regression() -> None:
+    """Every name that a run prints can be asked for, and scikit-learn gives the same numbers."""
+    from sklearn import metrics as sklearn
+
+    inputs, target = numbers(SAMPLES, 5), numbers(SAMPLES)
+    data = TensorDataset(inputs, target)
+    found = evaluate(model=linear(5, 1), data=data, metrics=["default", "mse", "r2", "rmse", worst]).metrics
+    assert [*found] == ["mae", "rmse", "mse", "r2", "worst"]
+    prediction = linear(5, 1)(inputs)[:, 0].detach().double().numpy()
+    wanted = target.double().numpy()
+    assert found["r2"] == pytest.approx(sklearn.r2_score(wanted, prediction), abs=1e-6)
+    assert found["mse"] == pytest.approx(sklearn.mean_squared_error(wanted, prediction), rel=1e-6)
+    assert found["worst"] == pytest.approx(max((wanted - prediction) ** 2), rel=1e-6)
+    ranks = evaluate(model=linear(5, 1), data=data, metrics=["pearson", "spearman"]).metrics
+    assert ranks["pearson"] == pytest.approx(np.corrcoef(wanted, prediction)[0, 1], abs=1e-6)
+    assert [*ranks] == ["pearson", "spearman"]
+    constant = TensorDataset(inputs, torch.full((SAMPLES,), 0.1))
+    assert evaluate(model=linear(5, 1), data=constant, metrics=["r2"]).metrics == {"r2": None}
+
+
+def test_a_value_of_a_default_metric_is_a_name() -> None:
+    data = TensorDataset(numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7)
+    every = evaluate(model=linear(5, 7), data=data)
+    for name in every.metrics:
+        assert evaluate(model=linear(5, 7), data=data, metrics=[name]).metrics[name] == every.metrics[name]
+    found = evaluate(model=linear(5, 7), data=data, metrics=["acc", "default", "top1"]).metrics
+    assert {*found} == {"acc", *every.metrics}
+    assert found["acc"] == found["top1"]
+
+
 def test_pairs_of_input_and_number(tmp_path: Path) -> None:
     model, inputs, targets = linear(5, 1), numbers(SAMPLES, 5), numbers(SAMPLES)
     result = evaluate(model=model, data=TensorDataset(inputs, targets), out=tmp_path)
@@ -401,12 +435,15 @@ def triple(index: int) -> tuple[Tensor, int, int]:
 
 
 WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
-    (lambda: {"data": [1]}, r"given no model: give a task"),
-    (lambda: {"model": linear(1, 1)}, r"given no data: give a task"),
+    (lambda: {"data": [1]}, r"given no model\. Give a task"),
+    (lambda: {"model": linear(1, 1)}, r"given no data\. Give a task"),
     (lambda: wrong(model=3), "model is a int"),
     (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
     (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list.*Write metrics=\['top1'\]"),
-    (lambda: wrong(metrics=[lambda t: 1.0]), r"a function, which .*: write dualeval\.metrics\.Rows\(fun"),
+    (
+        lambda: wrong(metrics=[lambda t: 1.0]),
+        r"the function <lambda>: .*Or write dualeval\.metrics\.Rows\(fun",
+    ),
     (lambda: wrong(model=linear(1, 1).state_dict()), r"is a OrderedDict.*: model\.load_state_dict\("),
     (lambda: wrong(metrics=["AUROC"]), r"Nearest: auroc\. "),
     (lambda: wrong(forward=winner), "as the number of a class, whose mean"),
@@ -464,7 +501,7 @@ def test_a_task_and_a_model() -> None:
     task = dualeval.ModelTask(model=linear(5, 7), data=Mapped())
     assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
     with pytest.raises(UsageError, match="model and a task were given"):
-        dualeval.evaluate(task, model=linear(5, 7))
+        dualeval.evaluate(task, model=linear(5, 7))  # type: ignore[call-overload]
 
 
 class Pair(NamedTuple):

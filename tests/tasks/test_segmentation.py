@@ -220,7 +220,7 @@ def test_the_class_is_the_command_lines_task(home: Path) -> None:
     assert other.fingerprint != typed.fingerprint
     assert other.metrics != typed.metrics
     with pytest.raises(TypeError, match="crop"):
-        Segmentation(**words, crop=3)
+        Segmentation(**words, crop=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["fcn_resnet50", "lraspp_mobilenet_v3_large"])
@@ -792,7 +792,6 @@ def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:
         ({"model": "fcn_resnet5"}, ["Nearest: fcn_resnet50"]),
         ({"model": "fcn_resnet50"}, ["without --weights", "--weights DEFAULT", "random:SEED"]),
         ({"model": "nets:make"}, ["without --weights. Give --weights PATH or --weights random:SEED"]),
-        ({"metrics": ["mean_iou"]}, ["'mean_iou' here. It is a value of iou: ask for that. Metrics: iou,"]),
         ({"metrics": ["miou"]}, ["no metric 'miou'", "iou"]),
         ({"class_names": "missing.txt"}, ["--class-names missing.txt cannot be read"]),
         ({"resize": 0}, ["--resize 0"]),

@@ -1,0 +1,110 @@
+"""The keywords of the tasks' classes, for editors and type checkers.
+
+Written by docs/option_types.py (``make tables``) from the dataclasses of the options.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Literal
+
+
+class ImageClassificationKeywords(TypedDict, total=False):
+    """Of the class ImageClassification."""
+
+    weights: str | None
+    weights_key: str | None
+    weights_prefix: str | None
+    trust_checkpoint: bool
+    keep: Sequence[str]
+    split: Literal["test", "train", "val"] | str | None
+    image_root: str | Path | None
+    path_column: str | None
+    label_column: str | None
+    quoting: Literal["none", "standard"] | str | None
+    num_classes: int | None
+    class_map: str | Path | None
+    class_order: Literal["name", "number"] | str | None
+    data_fingerprint: Literal["ends", "content"] | str
+    resize: int | None
+    crop: int | None
+    interpolation: str | None
+    channels: Literal[1, 3] | None
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+
+
+class SegmentationKeywords(TypedDict, total=False):
+    """Of the class Segmentation."""
+
+    weights: str | None
+    weights_key: str | None
+    weights_prefix: str | None
+    trust_checkpoint: bool
+    keep: Sequence[str]
+    path_column: str | None
+    mask_column: str | None
+    quoting: Literal["none", "standard"] | str | None
+    num_classes: int | None
+    ignore_index: int | Sequence[int] | Literal["none"] | None
+    reduce_labels: Literal["yes", "no"] | None
+    data_fingerprint: Literal["ends", "content"] | str
+    resize: int | None
+    interpolation: str | None
+    channels: Literal[1, 3] | None
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+
+
+class TextClassificationKeywords(TypedDict, total=False):
+    """Of the class TextClassification."""
+
+    weights: str | None
+    weights_key: str | None
+    weights_prefix: str | None
+    trust_checkpoint: bool
+    text: str | None
+    text_pair: str | None
+    label: str | None
+    quoting: Literal["none", "standard"] | str | None
+    class_map: str | Path | None
+    class_order: Literal["name", "number"] | str | None
+    max_length: int | None
+    keep: Sequence[str]
+
+
+class QuestionAnsweringKeywords(TypedDict, total=False):
+    """Of the class QuestionAnswering."""
+
+    weights: str | None
+    weights_key: str | None
+    weights_prefix: str | None
+    trust_checkpoint: bool
+    max_length: int
+    stride: int
+    n_best: int
+    max_answer_length: int
+    null_threshold: float | None
+    batch_size: int
+
+
+class LanguageModelingKeywords(TypedDict, total=False):
+    """Of the class LanguageModeling."""
+
+    weights: str | None
+    weights_key: str | None
+    weights_prefix: str | None
+    trust_checkpoint: bool
+    text: str | None
+    quoting: Literal["none", "standard"] | str | None
+    max_length: int | None
+    stride: int | None
+    target_delimiter: str
+    max_new_tokens: int
+    stop_at_newline: bool
+    ignore: Sequence[str]
+    keep: Sequence[str]

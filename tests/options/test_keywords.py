@@ -1,0 +1,45 @@
+"""What editors, help and type checkers see of the door; a wrong keyword is mypy's in test_session.py."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+import dualeval
+from dualeval import tasks
+from dualeval.engine.options import RunOptions
+from dualeval.errors import UsageError
+from dualeval.options.fields import fields_of
+
+
+def test_the_types_are_those_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("docs")
+    made = importlib.import_module("option_types")
+    for module, text in made.modules().items():
+        assert module.read_text() == text, "type: make tables"
+
+
+def test_the_door_shows_its_options_with_a_sentence_and_their_defaults() -> None:
+    shown = inspect.signature(dualeval.evaluate).parameters
+    assert [*shown][:5] == ["task", "nproc", "model", "data", "metrics"]
+    said = inspect.getdoc(dualeval.evaluate) or ""
+    for field in fields_of(RunOptions):
+        assert shown[field.name].default == field.default
+        assert f"    {field.name}: " in said or field.name in ("metric", "keep"), field.name
+    for name in (
+        *inspect.signature(dualeval.Session).parameters,
+        *inspect.signature(dualeval.ModelTask).parameters,
+    ):
+        assert f"    {name}: " in said, name
+    assert "stop_signals" in shown and "preprocessing" in shown and "options" not in shown
+    assert shown["report"].default is False
+    assert inspect.signature(dualeval.Session.evaluate).parameters["batch_size"].default == 64
+    for name in tasks.class_names():
+        assert "weights" in inspect.signature(getattr(tasks, name)).parameters
+
+
+def test_a_wrong_keyword_names_the_right_one() -> None:
+    with pytest.raises(UsageError, match=r"no data\. 'dataset' is no option\. Did you mean data\?"):
+        dualeval.evaluate(model=None, dataset=[1])  # type: ignore[call-overload]
