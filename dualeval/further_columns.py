@@ -88,6 +88,24 @@ class KeptColumns:
                 held = f"rows of {len(parts)} folds ({', '.join(parts)})"
                 yield name, f"{held}, of which a model is usually trained with all but one"
 
+    def named_otherwise(
+        self, classes: npt.NDArray[np.int64], names: Sequence[str]
+    ) -> Iterator[tuple[str, int]]:
+        """Each column that names the classes of all rows, another name for each, but not those of ``names``.
+
+        And a row's place that shows it.
+        """
+        known = {name.casefold(): index for index, name in enumerate(names)}
+        for column, values in self.values.items():
+            if not isinstance(values, Texts):
+                continue
+            of_texts = np.array([known.get(text.casefold(), -1) for text in values.distinct])
+            named = of_texts[values.places]
+            one, other = np.unique(np.stack([classes, named]), axis=1)
+            alone = len({*one.tolist()}) == len({*other.tolist()}) == len(one)
+            if alone and other.min() >= 0 and (one != other).any():
+                yield column, int(np.flatnonzero(classes != named)[0])
+
     def select(self, indices: npt.NDArray[np.int64]) -> KeptColumns:
         """Of some samples alone, in this order."""
         chosen: dict[str, Values] = {

@@ -13,7 +13,7 @@ import numpy as np
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
 from dualeval.data.image_files import FileNames, ImageFiles
-from dualeval.data.labels import LEFT_OUT, Labeler, Labels, TableLabels, choose_labels
+from dualeval.data.labels import LEFT_OUT, Labeler, Labels, TableLabels, choose_labels, refuse_other_names
 from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
 from dualeval.errors import UsageError
@@ -119,6 +119,7 @@ class ManifestImages(WithColumns, ImageFiles):
         )
         labels, classes = read.labels.decide(label)
         targets = np.array(classes, np.int64)[np.frombuffer(read.codes, np.int32)]
+        refuse_other_names(path, labels, label.known, targets, read.kept)
         paths, self.kept = read.paths, read.kept
         if (targets == LEFT_OUT).any():
             kept = np.flatnonzero(targets != LEFT_OUT)

@@ -12,7 +12,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from dualeval.errors import UsageError
+from dualeval.further_columns import KeptColumns
 from dualeval.wording import counted, first_of, is_unicode, nearest
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
@@ -545,3 +549,18 @@ def _simple(name: str) -> str:
 
 def _short(noun: str) -> str:
     return noun.removeprefix("class ")
+
+
+def refuse_other_names(
+    of: object, labels: Labels, known: KnownClasses | None, classes: npt.NDArray[np.int64], kept: KeptColumns
+) -> None:
+    """Refuse indices beside a column that names their classes, in another order than the model's."""
+    if not labels.indices or known is None:
+        return
+    for column, row in kept.named_otherwise(classes, known.names):
+        index, name = int(classes[row]), kept.of([row])[column][0]
+        raise UsageError(
+            f"{of}: the label {index} is {known.names[index]!r} of {known.of}, and the column {column!r} has "
+            f"{name!r} beside it: the labels number the classes otherwise. Give the names as the labels: "
+            f"--label {column}, of a manifest --label-column {column}"
+        )

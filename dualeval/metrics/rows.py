@@ -7,12 +7,14 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from dualeval.errors import UsageError
 from dualeval.metrics.metric import Measured, direction
 from dualeval.options.choices import check_kind
 
+_IGNORED = -100  # cross_entropy's default
 _EXAMPLE = 'Rows(r2_score, ["target", "prediction"])'
 
 
@@ -76,7 +78,17 @@ class Rows:
                     f"{', '.join(map(str, values))}"
                 )
         directions = {key: direction(higher) for key, higher in better.items()}
-        return Measured(values=values, units=units, directions=directions)
+        return Measured(values=values, units=units, directions=directions, warnings=self._of_ignored(columns))
+
+    def _of_ignored(self, columns: Mapping[str, npt.NDArray[Any]]) -> tuple[str, ...]:
+        target = columns.get("target") if "target" in self.columns else None
+        if not isinstance(target, np.ndarray) or target.dtype.kind != "i":
+            return ()
+        count = int((target == _IGNORED).sum())
+        said = (
+            f"{self.name} gets {count:,} targets of {_IGNORED}, which torch's losses ignore: leave them out"
+        )
+        return (said,) if count else ()
 
 
 def _fits(option: object, kind: type) -> bool:

@@ -279,8 +279,8 @@ class ModelTask(Task):
             wrong = int(((targets < 0) | (targets >= self._classes)).nonzero()[0])
             raise UsageError(
                 f"sample {samples[wrong]} has the label {int(as_labels(targets)[wrong])}, but the model has "
-                f"{self._classes} classes (labels 0 to {self._classes - 1}). Correct the label, or give a "
-                "model with more classes."
+                f"{self._classes} classes (labels 0 to {self._classes - 1}). Give the labels of its "
+                "training, without gaps, or a model with more classes."
             )
         return columns
 

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from dualeval.columns import Column
 from dualeval.data.cache import DataCache
-from dualeval.data.labels import LEFT_OUT, KnownClasses, Labels, TableLabels
+from dualeval.data.labels import LEFT_OUT, KnownClasses, Labels, TableLabels, refuse_other_names
 from dualeval.data.table import Choose, PythonRows, Rows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
@@ -47,6 +47,8 @@ _PAIRS = (
     ("question", "sentence"),
     ("question", "passage"),
     ("text1", "text2"),
+    ("text", "text_pair"),
+    ("text_a", "text_b"),
 )
 _TEXTS = ("text", "sentence", "content")
 _LABELS = ("label", "labels", "class", "target", "score")
@@ -186,6 +188,8 @@ class TextClassification(TextTask):
         places = [found.place(row, value) for row, value in enumerate(rows.column(column))]
         self._labeler.known = KnownClasses(of="the model", names=tuple(names)) if names else None
         labels, classes = found.decide(self._labeler, of_model=True)
+        targets = torch.tensor(classes)[places]
+        refuse_other_names(rows.of, labels, self._labeler.known, targets.numpy(), rows.kept)
         if LEFT_OUT in classes:
             raise UsageError(f"--class-map {self._class_map} leaves labels out: leave out their rows instead")
         check_classes(
@@ -196,7 +200,7 @@ class TextClassification(TextTask):
             largest=max(classes),
             class_map=self._class_map,
         )
-        return labels, torch.tensor(classes)[places]
+        return labels, targets
 
     def _check_padding(self, alone: Tensor, filled: Tensor) -> None:
         """Refuse a model that reads what fills a text up: its logits would be those of its company."""

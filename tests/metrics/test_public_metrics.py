@@ -248,6 +248,14 @@ def test_what_a_function_may_return(found: Any, value: float | None) -> None:
     assert rows_of(Rows(lambda x: found, ["x"], name="m"), [1.0]).values == {"m": value}
 
 
+def test_targets_that_do_not_count_are_said() -> None:
+    metric = Rows(lambda target, prediction: 0.5, ["target", "prediction"], name="mine")
+    target = np.array([1, -100, 2, -100])
+    said = metric.compute({"target": target, "prediction": target}).warnings
+    assert said == ("mine gets 2 targets of -100, which torch's losses ignore: leave them out",)
+    assert not metric.compute({"target": target * 0.5, "prediction": target}).warnings
+
+
 def test_nan_of_a_function_is_none_and_said() -> None:
     found = rows_of(Rows(lambda x: math.nan, ["x"], name="m"), [1.0])
     assert found.values == {"m": None}

@@ -311,6 +311,22 @@ def forms(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, Any
     return {"model": texts.classifier(names), "class_order": None if order == kind else order}, data, classes
 
 
+def test_indices_beside_other_names_are_refused(model: Path, tmp_path: Path) -> None:
+    """As pandas' codes of categories: a column that names each index otherwise than the model."""
+    rows = texts.rows(12)
+    codes = {name: code for code, name in enumerate(reversed(NAMES))}
+    coded = [{**row, "label": codes[row["label"]], "kind": row["label"]} for row in rows]
+    with pytest.raises(UsageError, match=r"number the classes otherwise.*--label kind"):
+        run(model, coded)
+    wanted = run(model, rows).metrics
+    assert run(model, coded, label="kind").metrics == wanted
+    right = [{**row, "label": NAMES.index(row["label"]), "kind": row["label"]} for row in rows]
+    assert run(model, right).metrics == wanted
+    # Names that do not go with the labels name something else, as an earlier model's predictions do.
+    others = [{**row, "kind": NAMES[place % 3]} for place, row in enumerate(right)]
+    assert run(model, others).metrics == wanted
+
+
 def test_the_same_labels_are_the_same_classes_in_every_form(model: Path, forms: Any) -> None:
     options, data, classes = forms
     for each in data:
