@@ -19,6 +19,8 @@ _WIDER = {
     "device": "str | torch.device | None",
     "ignore_index": 'int | Sequence[int] | Literal["none"] | None',
 }
+# What commands of dualeval alone give.
+_INTERNAL = ("evaluate_missing", "start_over")
 _OWN = ("model", "data", "masks", "mask_values", "class_names")
 _HEAD = '''"""The keywords of {what}, for editors and type checkers.
 
@@ -69,7 +71,11 @@ def _typed(kind: Any, name: str, of: str) -> str:
     lines = [f'class {name}Keywords(TypedDict, total=False):\n    """Of {of}."""\n']
     for field in dataclasses.fields(kind):
         own = _OWN if kind not in (RunOptions, SessionOptions) else ()
-        if (field.name in IN_PYTHON and own) or field.name in own or field.name == "preprocessing":
+        if (
+            (field.name in IN_PYTHON and own)
+            or field.name in own
+            or field.name in ("preprocessing", *_INTERNAL)
+        ):
             continue
         lines.append(f"    {field.name}: {_type_of(field)}")
     return "\n\n" + "\n".join(lines) + "\n"

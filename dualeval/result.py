@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from dualeval.errors import DualevalError, UsageError
 from dualeval.whole_files import write_text
@@ -248,8 +248,60 @@ def stated_result(content: Any) -> tuple[Result, str]:
     return result, str(digest)
 
 
+def read_fields(path: Path, kinds: Mapping[str, Any], remedy: str) -> dict[str, Any]:
+    """Read a JSON file of named values, of these kinds; raises UsageError where it is damaged.
+
+    A value may be missing where its kind admits None. FileNotFoundError where there is no file.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}. {remedy}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}. {remedy}") from error
+    problem = _problem(content, kinds)
+    if problem is not None:
+        raise UsageError(f"{path} is damaged: {problem}. {remedy}")
+    return cast("dict[str, Any]", content)
+
+
+# Of job.json, as far as it is read; earlier versions and other doors have not all of it.
+_OF_JOB: Mapping[str, Any] = {
+    "job": {"metric_options": dict[str, Any] | None, "columns": list[str] | None, "batch_size": int | None},
+    "fingerprint": str | None,
+    "machine": dict[str, Any] | None,
+    "files": list[str] | None,
+    "task_class": str | None,
+    "metrics": list[str] | None,
+    "shares": int | None,
+    "command": dict[str, list[str] | str] | None,
+}
+
+
+def read_job(folder: Path, remedy: str | None = None) -> dict[str, Any]:
+    """Read a folder's job.json, as ``read_fields`` does."""
+    again = f"Evaluate again: 'dualeval run ... --out {folder} --fresh'."
+    return read_fields(folder / JOB, _OF_JOB, again if remedy is None else remedy)
+
+
+def _problem(content: Any, kinds: Mapping[str, Any]) -> str | None:
+    if type(content) is not dict:
+        return f"it holds {content!r:.40}, expected values by name"
+    for name, kind in kinds.items():
+        value = content.get(name)
+        if isinstance(kind, Mapping):
+            if (inner := _problem(value, kind)) is not None:
+                return f"in its field {name}: {inner}" if name in content else f"it has no field {name}"
+        elif not _fits(value, kind):
+            wanted = str(kind).replace("typing.", "").replace("<class 'int'>", "int")
+            return f"its field {name} is {value!r:.40}, expected {wanted}"
+    return None
+
+
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value, as JSON has it, is of a type in the annotations of ``Result``."""
+    """Whether a value, as JSON has it, is of a type in annotations, as those of ``Result``."""
     outer, inner = get_origin(kind) or kind, get_args(kind)
     if outer is UnionType:
         return any(_fits(value, each) for each in inner)
@@ -318,6 +370,6 @@ class Status:
 def read_status(folder: Path) -> Status | None:
     """Read the state of a folder's run; None where there is no readable one."""
     try:
-        return Status(**json.loads((folder / STATUS).read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Status(**read_fields(folder / STATUS, get_type_hints(Status), ""))
+    except (OSError, UsageError, TypeError):
         return None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_ABANDONED_AFTER_S = 60.0
 
 
 @contextmanager
@@ -17,16 +20,29 @@ def whole_file(path: Path, partial: Path | None = None) -> Iterator[Path]:
     Where the block raises, that file is removed. Another name than its own may be given for it.
     """
     # A name of its own: several processes may write the file, and then the last one's is there.
-    partial = partial or path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    beside = partial or path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        yield partial
-        put_in_place(partial, path)
+        yield beside
+        put_in_place(beside, path)
     except BaseException:
         # On a full disk its space is needed. What refuses to write may refuse this as well; the first error
         # is the one to tell.
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            beside.unlink(missing_ok=True)
         raise
+    if partial is None:
+        with suppress(OSError):
+            _remove_abandoned(path)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed writers of a file, which was written just now, have left beside it."""
+    now = path.stat().st_mtime  # the disk's clock
+    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
+    for file in path.parent.glob("*.partial"):
+        # Another that is alive, as one of two watchers, writes for a moment.
+        if name.fullmatch(file.name) and now - file.stat().st_mtime > _ABANDONED_AFTER_S:
+            file.unlink()
 
 
 def put_in_place(partial: Path, path: Path) -> None:

@@ -9,8 +9,9 @@ import click
 
 from dualeval.cli.options import PATH
 from dualeval.cli.run import evaluate, prepared, run, without_start
-from dualeval.engine.folder.layout import COMMAND, job_of_shares
+from dualeval.engine.folder.layout import COMMAND, COUNT, to_mend_job
 from dualeval.errors import UsageError
+from dualeval.result import read_job
 
 _REFUSED = ("--fresh", "--share", "--out", "--dry-run")
 # Of the shares' command, what is of the place where they were evaluated.
@@ -37,10 +38,14 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
         raise UsageError(
             f"{refused[0]} does not go with 'dualeval finish'. To start all shares over, remove {out}."
         )
-    job = job_of_shares(out)
-    if job is None:
+    start_over = f"Remove {out} to start over"
+    try:
+        job = read_job(out, to_mend_job(out, start_over))
+    except FileNotFoundError:
+        job = {}
+    if job.get(COUNT) is None:
         raise UsageError(f"{out} holds no shares. 'dualeval run --share I/N --out {out} ...' evaluates one.")
-    command = job[COMMAND]
+    command = job.get(COMMAND)
     if command is None:
         raise UsageError(
             f"the shares in {out} were evaluated from Python: call session.evaluate with the same task and "
@@ -57,5 +62,5 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
     with run.make_context("dualeval finish", words, parent=context) as of_run:
         of_run.params["fresh"] = False
         jobs, invocation = prepared(of_run, of_run.params)
-        more = {**invocation.run, "evaluate_missing": evaluate_missing}
+        more = {**invocation.run, "evaluate_missing": evaluate_missing, "start_over": start_over}
         context.exit(evaluate(jobs, replace(invocation, run=more)))

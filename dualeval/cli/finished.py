@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -78,13 +77,13 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
     from dualeval.engine.agreement import contents_now
     from dualeval.engine.rescoring import check_finished
     from dualeval.report.page import check_installed, write_report
-    from dualeval.result import JOB
+    from dualeval.result import JOB, read_job
     from dualeval.tasks.stored import task_of_run
 
     check_installed()
     check_finished(run)
     task, problem = task_of_run(run / JOB)
-    job = json.loads((run / JOB).read_text("utf-8")).get("job", {})
+    job = {} if task is None else read_job(run)["job"]
     # The contents of drawn samples are those of these alone.
     if (
         task is not None

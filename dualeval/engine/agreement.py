@@ -31,6 +31,7 @@ from dualeval.engine.guest import Generators
 from dualeval.engine.identity import job_identity
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.machines import check_kinds_of_ranks, machine_facts
+from dualeval.engine.options import or_remove
 from dualeval.engine.parts import identity_of, ids_of, name_of
 from dualeval.engine.preparation import identity_of as identity_of_preparation
 from dualeval.errors import UsageError
@@ -115,6 +116,8 @@ def agree(
         "machine": machines[0],
         "machines": machines,
         "hosts": hosts,
+        # A sentence without its end.
+        "start_over": options.start_over if run.share is None else or_remove(options.out),
         "launches": sorted({rank["launch"] for rank in everyone} - {None}),
         "files": sorted(task.exports),
         "task_class": f"{type(task).__module__}.{type(task).__qualname__}",

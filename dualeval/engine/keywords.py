@@ -43,7 +43,6 @@ class RunKeywords(TypedDict, total=False):
     fresh: bool
     replay: bool
     mix_machines: bool
-    evaluate_missing: bool
     reference: str | Path | None
 
 

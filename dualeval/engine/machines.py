@@ -89,7 +89,7 @@ def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, m
 
 
 def check_kinds_of_parts(
-    folder: object, parts: Iterable[Machine], own: Machine, *, mix: bool, to_start_over: str = "--fresh"
+    folder: object, parts: Iterable[Machine], own: Machine, start_over: str, *, mix: bool
 ) -> None:
     """Check that what is in a folder was computed on this kind of machine."""
     for machine in parts:
@@ -97,9 +97,8 @@ def check_kinds_of_parts(
         if found and not mix:
             shown = "; ".join(f"{name}: {there} there, {now} now" for name, there, now in found)
             raise UsageError(
-                f"{folder} holds work from another kind of machine ({shown}). Give another --out, or "
-                f"{to_start_over} to start over; --mix-machines continues from it, and the result then has "
-                "homogeneous: false."
+                f"{folder} holds work from another kind of machine ({shown}). {start_over}; "
+                "--mix-machines continues from it, and the result then has homogeneous: false."
             )
 
 

@@ -91,6 +91,8 @@ class RunOptions(EvaluationOptions):
     mix_machines: bool = option(False, "Let devices or versions differ between ranks.", group=LAUNCH)
     # `dualeval finish` has False.
     evaluate_missing: bool = True
+    # How to start over is not said alike in all commands.
+    start_over: str = "Give another --out, or --fresh to remove what is there and start over"
     reference: str | Path | None = option(
         None, fits=_is_path_or_none, expected="the folder of a finished run, or None"
     )
@@ -177,6 +179,11 @@ class SessionOptions:
             raise UsageError(
                 f"on_stall={self.on_stall!r}: expected {' or '.join(map(repr, _ON_STALL))}, or None"
             )
+
+
+def or_remove(out: object) -> str:
+    """How to start over, for ``start_over``, where --fresh does not do it."""
+    return f"Give another --out, or remove {out} to start over"
 
 
 def check_session_options(options: Mapping[str, Any]) -> None:

@@ -180,6 +180,7 @@ def _compare(
             machine=opened.facts["machine"],
             precision=evaluation.run.options.precision,
             place=opened.folder.path,
+            start_over=opened.facts["start_over"],
             name=partial(name_of, evaluation.dataset),
         )
         outcome, compared[outcome] = proof.rows()
@@ -221,6 +222,7 @@ class Proof:
     precision: str
     # What holds the stored batch, and a sample's name, for messages.
     place: object
+    start_over: str
     name: Callable[[int], str]
 
     def rows(self) -> tuple[str, str | None]:
@@ -274,8 +276,8 @@ class Proof:
             if self.stored.evaluated[sample.index - self.stored.samples.start]:
                 raise UsageError(
                     f"sample {self.name(sample.index)} cannot be read any more: "
-                    f"{sample.error}. It could be read when {self.place} was made. Bring it back, or give "
-                    "--fresh to start over without it."
+                    f"{sample.error}. It could be read when {self.place} was made. Bring it back, or start "
+                    f"over without it. {self.start_over}."
                 )
         return {name: values[self.stored.evaluated] for name, values in columns.items()}
 
@@ -296,8 +298,8 @@ class Proof:
             )
         raise UsageError(
             f"{self.place} holds other numbers than this job gives now: sample "
-            f"{self.name(index)}, column {column!r}: {_shown(there[row])} there, {found} now. {why} Give "
-            "another --out, or --fresh to start over; --no-replay continues without this comparison."
+            f"{self.name(index)}, column {column!r}: {_shown(there[row])} there, {found} now. {why} "
+            f"{self.start_over}; --no-replay continues without this comparison."
         )
 
     def metrics(
@@ -319,8 +321,8 @@ class Proof:
             raise UsageError(
                 f"metric {differing[0]!r} gives other numbers for the rows in {self.place} than before. "
                 "Its options and source file are unchanged, so something that they do not name has "
-                "changed: an imported helper, or a file or variable that it reads. Give another --out, or "
-                "--fresh to start over; 'dualeval score' computes metrics of a finished run again, from its "
+                "changed: an imported helper, or a file or variable that it reads. "
+                f"{self.start_over}; 'dualeval score' computes metrics of a finished run again, from its "
                 "rows; --no-replay continues without this comparison."
             )
 

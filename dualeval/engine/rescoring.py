@@ -46,6 +46,7 @@ from dualeval.result import (
     STATUS,
     Result,
     checksum_of,
+    read_job,
     read_result,
     read_status,
     stated_result,
@@ -218,8 +219,8 @@ def _batch_size(rows: RowSource) -> int:
     """Samples of a batch of the run that has written the rows."""
     job = rows.path.parent / JOB
     try:
-        return int(json.loads(job.read_text("utf-8"))["job"]["batch_size"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        return int(read_job(job.parent)["job"]["batch_size"])
+    except (OSError, LookupError, TypeError) as error:
         raise DualevalError(
             f"{job} cannot be read ({type(error).__name__}: {error}). It says how the samples were divided "
             "into batches, which a metric of these has to know."
@@ -308,7 +309,7 @@ def _changed(
     folder: Path, metrics: Sequence[Metric | RowMetric], measured: Sequence[Measured]
 ) -> Iterator[str]:
     """The values of metrics that are other ones now than in the run."""
-    then = json.loads((folder / JOB).read_text("utf-8"))["job"].get("metric_options", {})
+    then = read_job(folder)["job"].get("metric_options", {})
     of_ledger, of_rows = split_by_kind(metrics)
     in_order: list[Metric | RowMetric] = [*of_ledger, *of_rows]
     for metric, part in zip(in_order, measured, strict=True):

@@ -17,6 +17,7 @@ from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
 from dualeval.metrics.classification import SCORES, Auroc
 from dualeval.options.fields import fields_of
+from dualeval.result import read_job
 from dualeval.tasks import Task
 from dualeval.tasks.options import TASKS
 
@@ -24,16 +25,13 @@ from dualeval.tasks.options import TASKS
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
     """Make metrics for the rows of a run."""
     try:
-        content = json.loads(job_file.read_text("utf-8"))
-        task_class = content.get("task_class")
+        content = read_job(job_file.parent)
     except FileNotFoundError as error:
         raise UsageError(
             f"{job_file.parent} has no {job_file.name}, which says what was evaluated. Give the output "
             "folder of a finished run."
         ) from error
-    except (ValueError, AttributeError) as error:
-        raise DualevalError(f"{job_file} is damaged: {error}") from error
-    if task_class is None:
+    if (task_class := content.get("task_class")) is None:
         raise UsageError(
             f"{job_file.parent} is a run of an earlier version of dualeval, which did not keep what its "
             f"metrics are computed from. Evaluate again: 'dualeval run ... --out {job_file.parent} --fresh'."
@@ -63,7 +61,7 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
         if "probabilities" in (kept := content["job"].get("columns") or ()) and "logits" not in kept:
             # Of an earlier version, or of a run that TorchMetrics alone has asked for them.
             metrics = [Auroc("probabilities") if isinstance(each, Auroc) else each for each in metrics]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
     metrics = [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]
     return [*metrics, *_of_no_task(others, content)]

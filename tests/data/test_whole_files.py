@@ -206,3 +206,21 @@ def test_a_journal_file_damaged_after_the_start_is_named(tmp_path: Path, own: bo
     result = go_on(out)
     assert result.metrics_digest == wanted.metrics_digest
     assert rows(out) == rows(tmp_path / "whole")
+
+
+def test_what_killed_writers_of_a_file_have_left_goes(tmp_path: Path) -> None:
+    """Not that of a live one, and nothing that another file's writer, or somebody else, has left."""
+    killed = tmp_path / "board.csv.0123abcd.partial"
+    others = [
+        tmp_path / "board.csv.89abcdef.partial",  # begun just now
+        *(
+            tmp_path / name
+            for name in ("other.csv.0123abcd.partial", "board.csv.mine.partial", "board.csv.partial")
+        ),
+    ]
+    for path in (killed, *others):
+        path.write_text("half")
+    for path in (killed, *others[1:]):
+        os.utime(path, ns=(0, 0))
+    whole_files.write_text(tmp_path / "board.csv", "whole")
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "board.csv", *others])

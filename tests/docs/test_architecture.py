@@ -28,7 +28,7 @@ ALLOWED = {
     "cli": {
         *("options.job", "options.plugins", "options.several", "launch", "backends", "world.devices"),
         *("world.local_ranks", "engine", "tasks", "models", "metrics.by_name", "report", "comparison"),
-        *("result", "data.cache", "report.page"),
+        *("result", "data.cache", "report.page", "tasks.stored"),
     },
     "tools": {
         *("cli", "options.job", "options.plugins", "options.several", "data.cache", "launch", "backends"),
@@ -40,6 +40,8 @@ ALLOWED = {
     "early_stopping": {"backends", "launch", "result"},
     "engine": {"columns", "metrics", "result", "tasks", "backends.base"},
     "tasks": {"columns", "models", "data", "metrics"},
+    # It reads a run's job.json.
+    "tasks.stored": {"tasks", "metrics", "result"},
     "models": {"data"},
     "data": set(),
     "metrics": {"columns", "options.plugins"},

@@ -37,6 +37,7 @@ FACTS: dict[str, Any] = {
     "task_class": "T",
     "metrics": [],
     "launches": [],
+    "start_over": "Give another --out",
 }
 PATIENCE_S = 30.0
 
@@ -209,7 +210,7 @@ def test_what_killed_runs_have_left_is_removed(tmp_path: Path, age_s: float, sta
 )
 def test_a_folder_where_a_file_belongs_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    refused(tmp_path, r"(?s)\(Is a directory\)|but no job\.json.* --out")
+    refused(tmp_path, r"(?s)Is a directory.* --out|but no job\.json.* --out")
 
 
 def test_a_name_of_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_a_folder_without_room_does_not_stay(
 
 
 def begun(path: Path, state: str, launch: str | None, process: str = "h 1 1") -> None:
-    (path / "job.json").write_text(json.dumps({"fingerprint": "f" * 64}))
+    (path / "job.json").write_text(json.dumps({"fingerprint": "f" * 64, "job": {}}))
     Status(state=state, launch_id=launch, process=process, signal="SIGUSR2").write(path)
 
 

@@ -206,7 +206,13 @@ def compare(there: Any, now: Any, *, same_machine: bool = True) -> str:
     )
     evaluated = ({"c": to_rows(now)}, ())
     proof = proving.Proof(
-        stored=stored, evaluate=lambda samples: evaluated, machine={}, precision="fp32", place="out", name=str
+        stored=stored,
+        evaluate=lambda samples: evaluated,
+        machine={},
+        precision="fp32",
+        place="out",
+        start_over="Start over",
+        name=str,
     )
     return proof.rows()[0]
 

@@ -229,7 +229,7 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
         *(("{", "is damaged"), ("[]", "is damaged"), ('{"job": {}}', "an earlier version of dualeval")),
         *(
             (
-                f'{{"task_class": "{task}"}}',
+                f'{{"job": {{}}, "task_class": "{task}"}}',
                 f"a run of the task {task}, whose metrics only its own code knows",
             )
             for task in ("json.Gone", "dualeval.tasks.gone.Gone")

@@ -193,8 +193,12 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("result.json", "{}", r"holds an earlier run \(result.json\), but no job.json.*--fresh"),
-        ("job.json", '{"mine": 1}', r"job\.json is damaged, or not a run's"),
-        ("job.json", '{"job": 5}', r"job\.json is damaged, or not a run's"),
+        (
+            "job.json",
+            '{"mine": 1}',
+            r"job\.json is damaged: it has no field job\. Give another --out; or, if",
+        ),
+        ("job.json", '{"job": 5}', r"job\.json is damaged: "),
     ],
 )
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from torch import Tensor, nn
 
 from dualeval.cli import dualeval
+from dualeval.cli.run import Invocation
 from dualeval.engine import recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import lease, opening
@@ -155,7 +157,9 @@ def test_there_may_be_more_shares_than_chunks(out: Path) -> None:
             "holds another job (job.samples: 400 there, 401 now",
         ),
         (lambda out: share(out, 1, batch_size=20), "holds another job"),
-        (lambda out: finish(out, TinyTask(SAMPLES + 1)), "or remove "),
+        (lambda out: share(out, 2, TinyTask(SAMPLES + 1)), "Give another --out, or remove "),
+        (lambda out: finish(out, TinyTask(SAMPLES + 1)), "or --fresh to remove what is there and start over"),
+        (lambda out: finish(out, TinyTask(SAMPLES + 1), start_over="Remove it"), "now). Remove it."),
         (lambda out: share(out, 2, count=5), "holds shares of 4, and this is share 2/5. Give --share I/4,"),
     ],
 )
@@ -320,6 +324,37 @@ def test_a_damaged_result_of_shares_is_said(out: Path, wanted: str) -> None:
         finish(out)
     assert str(caught.value).startswith(f"{out} has no whole result: 40 chunks (0, 1, ")
     check(out, finish(out, evaluate_missing=True), wanted, now=CHUNKS)
+
+
+def test_a_damaged_job_of_shares_is_made_again(
+    out: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is typed, as it is said, leads to the result, and nothing is evaluated again."""
+    all_shares(out)
+    job = json.loads((out / "job.json").read_text())
+    monkeypatch.chdir("/")
+    words = ["finish", str(out)]
+    with monkeypatch.context() as patch:
+        asked: list[Any] = []
+        nothing: dict[str, Any] = {**dict.fromkeys(field.name for field in fields(Invocation)), "run": {}}
+        patch.setattr("dualeval.cli.finish.prepared", lambda *_: ([], Invocation(**nothing)))
+        patch.setattr("dualeval.cli.finish.evaluate", lambda _, how: asked.append(how.run))
+        dualeval.main(words, standalone_mode=False, obj=words)
+    assert asked == [{"evaluate_missing": False, "start_over": f"Remove {out} to start over"}]
+    for content in ("{", "[]", '{"job": {}, "shares": "4"}', json.dumps({**job, "command": 7})):
+        (out / "job.json").write_text(content)
+        with pytest.raises(
+            UsageError, match=r"job.json is damaged: .* Remove it and start a share again, whi"
+        ):
+            dualeval.main(words, standalone_mode=False, obj=words)
+        with pytest.raises(
+            UsageError, match=r"job.json is damaged: .* Remove it and start a share again, whi"
+        ):
+            share(out, 1)
+    (out / "job.json").unlink()
+    assert share(out, 1)[-1].startswith("share 1/4 is done, 0 of its 10 chunks evaluated now")
+    assert (out / "job.json").read_text() == json.dumps(job, indent=2, ensure_ascii=False) + "\n"
+    check(out, finish(out), wanted)
 
 
 def test_what_a_share_has_said_stays(out: Path) -> None:

@@ -122,8 +122,19 @@ def test_of_two_in_a_folder_none_is_taken(tmp_path: Path, state: dict[str, Tenso
 
 def test_a_folder_without_a_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> None:
     assert "holds no checkpoint (found: nothing)" in refused(tmp_path)
-    torch.save(state, tmp_path / "epoch3.pth")
-    assert "holds no checkpoint (found: epoch3.pth)" in refused(tmp_path)
+    torch.save({}, tmp_path / "optimizer.pt")
+    torch.save(state, tmp_path / "model-00001-of-00002.pt")
+    assert "holds no checkpoint (found: model-00001-of-00002.pt, optimizer.pt)" in refused(tmp_path)
+
+
+def test_a_folder_with_one_file_of_a_training_script(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, tmp_path / name)
+    torch.save({"model": state}, tmp_path / "model.pt")
+    found = read_state_dict(tmp_path)
+    assert found.key == "model" and found.tensors.keys() == state.keys()
+    torch.save(state, tmp_path / "ema.pt")
+    assert f"holds 2 checkpoints: {tmp_path / 'ema.pt'}, {tmp_path / 'model.pt'}. They" in refused(tmp_path)
 
 
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dualeval.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 from dualeval.result import RESULT, read_result
 from dualeval.tools.watch.checkpoints import Board, Checkpoint, Checkpoints, step_of
 from dualeval.tools.watch.command import Wanted, Watching
@@ -231,6 +231,72 @@ def test_wrong_words(
     else:
         said = capsys.readouterr().err
     assert re.search(says, said), said
+
+
+@pytest.mark.parametrize(
+    ("lost", "more", "says"),
+    [
+        ("runs", [], "runs is gone: somebody has removed or renamed it. Bring it back and type the same"),
+        (
+            "links",
+            ["--best", "links/best.pt"],
+            "error: .*--best links/best.pt cannot be written: No such file",
+        ),
+    ],
+)
+def test_a_folder_that_is_renamed_between_two_checkpoints(
+    lost: str,
+    more: Sequence[str],
+    says: str,
+    pictures: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No other one is made; when it is back, the same command goes on."""
+    finishes = Watching._finish
+
+    def finish(self: Watching, *what: Any) -> None:
+        finishes(self, *what)
+        if (pictures / lost).exists():
+            (pictures / lost).rename(pictures / "elsewhere")
+
+    words = options("--until-step", "10", *more)
+    (pictures / "links").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Watching, "_finish", finish)
+        assert watch(*words) == EXIT_FAILED
+    assert re.search(says, capsys.readouterr().err)
+    assert not (pictures / lost).exists()
+    (pictures / "elsewhere").rename(pictures / lost)
+    assert watch(*words) == EXIT_DONE
+    assert [row["status"] for row in leaderboard(pictures)] == ["done"] * 3
+    assert len(re.findall(r"(?m)^dualeval: epoch\S+: ", capsys.readouterr().err)) == 2
+
+
+def test_side_files_that_are_damaged(pictures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a folder with a file of torch.save is a checkpoint."""
+    for name in ("epoch1.pt", "epoch2.pt"):
+        (pictures / "ckpts" / name).unlink()
+    (pictures / "ckpts/step_2").mkdir()
+    (pictures / "ckpts/epoch10.pt").rename(pictures / "ckpts/step_2/model.pt")
+    (pictures / "ckpts/step_2/optimizer.pt").write_bytes(b"an optimizer's")
+    words = options("--until-step", "2")
+    assert watch(*words) == EXIT_DONE
+    # A stamp that says nothing is no stamp of other files.
+    (pictures / "runs/.watchers/step_2/stamp").write_bytes(b"\xff")
+    capsys.readouterr()
+    assert watch(*words) == EXIT_DONE
+    assert "has changed" not in capsys.readouterr().err
+    # There is no --fresh.
+    (pictures / "runs/step_2/job.json").write_text("[]")
+    assert watch(*words) == EXIT_USAGE
+    said = capsys.readouterr().err
+    folder = pictures / "runs/step_2"
+    assert (
+        f"job.json is damaged: it holds [], expected values by name. Give another --out, or remove {folder}"
+        in (said.replace(" runs/step_2", f" {folder}"))
+    )
+    assert "--fresh" not in said
 
 
 # Of one's own, which opens its checkpoint itself.

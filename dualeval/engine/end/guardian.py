@@ -136,7 +136,7 @@ def _write_down(status: str, run: str, stacks: str, resume: str, *, name: str, h
         else f"{name} exited without a message: it was killed or crashed"
     )
     message += f". {resume}"
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         found: dict[str, Any] = json.loads(Path(status).read_text("utf-8"))
         is_own = found["run"] == run
         if is_own and found["state"] != "running":

@@ -8,7 +8,6 @@ A run in OUT itself goes on from what they have left.
 from __future__ import annotations
 
 import errno
-import json
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.folder.lease import LEASE, at_work
 from dualeval.errors import UsageError
-from dualeval.result import JOB, PREDICTIONS, REPORT, RESULT, STATUS, read_status
+from dualeval.result import JOB, PREDICTIONS, REPORT, RESULT, STATUS, read_fields, read_job, read_status
 from dualeval.wording import counted, listed
 
 if TYPE_CHECKING:
@@ -88,9 +87,11 @@ def writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # A file that cannot be put in its place.
+        named = f"{Path(error.filename2).name}: " if error.filename2 else ""
         raise UsageError(
             f"the output folder {path} cannot be written on {socket.gethostname()} "
-            f"({error.strerror or error}). Give a folder of your own with --out."
+            f"({named}{error.strerror or error}). Give a folder of your own with --out."
         ) from error
 
 
@@ -104,7 +105,7 @@ def files_of_a_run(path: Path) -> list[Path]:
 
 def partial_files(path: Path) -> list[Path]:
     """The files that runs have begun to write; the lease's among them."""
-    names = "|".join(map(re.escape, _names(_files_of_its_task(path))))
+    names = "|".join(map(re.escape, [*_names(_files_of_its_task(path)), SAID]))
     name = re.compile(rf"({names})\.{_TOKEN}\.partial|{re.escape(LEASE)}\.{_TOKEN}")
     found = [file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file()]
     return sorted([*found, *(file for file in journal_files(journal_of(path)) if file.suffix == ".partial")])
@@ -118,10 +119,21 @@ def journal_files(journal: Path) -> list[Path]:
 def job_there(path: Path) -> dict[str, Any]:
     """What a folder's job.json says; nothing where there is none, or a damaged one."""
     try:
-        found = json.loads((path / JOB).read_text("utf-8"))
-    except (OSError, ValueError):
+        return read_job(path)
+    except (OSError, UsageError):
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def to_mend_job(path: Path, start_over: str) -> str:
+    """What to do about a damaged job.json. A journal says itself whose it is."""
+    if (path / _SHARES).is_dir():
+        return "Remove it and start a share again, which writes it anew: what was evaluated stays."
+    if (path / RESULT).exists():
+        return f"{start_over}."
+    return (
+        "Give another --out; or, if it is a run's, remove it and type the same command again: what was "
+        "evaluated stays."
+    )
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -253,15 +265,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def what_they_said(out: Path) -> list[dict[str, Any]]:
     """What the shares that are done have to say in the result."""
-    said = []
-    for file in [folder / SAID for folder in folders_of(out) if (folder / SAID).is_file()]:
-        try:
-            said.append(json.loads(file.read_text("utf-8")))
-        except ValueError as error:
-            raise UsageError(
-                f"{file} is damaged ({error}). Remove it: its share's warnings are then not in the result."
-            ) from error
-    return said
+    kinds = {"warnings": list[str], "unlike": list[list[str]]}
+    remedy = "Remove it: its share's warnings are then not in the result."
+    files = [folder / SAID for folder in folders_of(out)]
+    return [read_fields(file, kinds, remedy) for file in files if file.exists()]
 
 
 def files_of_share(folder: Path) -> list[Path]:

@@ -239,13 +239,13 @@ def at_work(folders: Iterable[Path], step: Callable[[], None]) -> list[Path]:
     return found
 
 
-def gone(path: Path) -> str:
-    """What is said where the output folder is no longer there, or no longer this run's."""
+def gone(path: Path, file: str = JOB) -> str:
+    """What is said where the output folder is no longer there, or no longer this run's: ``file`` is gone."""
     if path.is_dir():
         return (
-            f"the output folder {path} was emptied or replaced: this run's {JOB} is not there any more. Type "
-            "the same command again: all samples are evaluated again. Where the folder was renamed, bring it "
-            "back before, to go on."
+            f"the output folder {path} was emptied or replaced: this run's {file} is not there any more. "
+            "Type the same command again: all samples are evaluated again. Where the folder was renamed, "
+            "bring it back before, to go on."
         )
     return (
         f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "

@@ -19,7 +19,7 @@ from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S, Process
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
-from dualeval.errors import DualevalError, Stopped, UsageError, with_type
+from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import (
     JOB,
     MODELS,
@@ -30,6 +30,7 @@ from dualeval.result import (
     Status,
     checksum_of,
     json_text,
+    read_job,
     read_result,
     read_status,
     result_from,
@@ -142,7 +143,7 @@ def join_shares(
     """
     with layout.writable(out):
         _check_same_job(out, facts)
-        if finished_result(out, facts["fingerprint"]) is not None:
+        if finished_result(out, facts) is not None:
             return False
         out.mkdir(parents=True, exist_ok=True)
         if not (out / JOB).exists():
@@ -160,9 +161,7 @@ def join_shares(
             f"{out} holds shares of {count}, and this is share {share}. Give --share I/{count}, or another "
             "--out."
         )
-    check_kinds_of_parts(
-        out, [there["machine"]], facts["machine"], mix=mix_machines, to_start_over=f"remove {out}"
-    )
+    check_kinds_of_parts(out, [there["machine"]], facts["machine"], facts["start_over"], mix=mix_machines)
     return True
 
 
@@ -182,7 +181,7 @@ def read_previous(
     status = read_status(path)
     finished = None
     try:
-        finished = finished_result(path, facts["fingerprint"])
+        finished = finished_result(path, facts)
         if finished is not None:
             _check_files(path, finished, step)
         elif status is not None and status.state == "done" and share is None:
@@ -200,7 +199,7 @@ def read_previous(
     stale = tuple(file for file in layout.journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
     parts = [file.machine for file in chunks.files] if finished is None else finished.machines
-    check_kinds_of_parts(path, parts, chunks.machine(facts["machine"]), mix=mix_machines)
+    check_kinds_of_parts(path, parts, chunks.machine(facts["machine"]), facts["start_over"], mix=mix_machines)
     return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 
@@ -221,7 +220,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     """Check that a folder holds no run, or one of this job."""
     old = [name for name in (RESULT, PREDICTIONS, STATUS) if (path / name).exists()]
     try:
-        kept = {**json.loads((path / JOB).read_text("utf-8"))["job"]}
+        kept = {**read_job(path, layout.to_mend_job(path, facts["start_over"]))["job"]}
     except FileNotFoundError:
         if (path / MODELS).exists():
             raise UsageError(
@@ -231,8 +230,8 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         # A run writes how it has failed also where its folder was emptied.
         if old and (old != [STATUS] or read_status(path) is None):
             raise UsageError(
-                f"{path} holds an earlier run ({old[0]}), but no {JOB} that says of which job. Give "
-                "another --out, or --fresh to remove that run and start over."
+                f"{path} holds an earlier run ({old[0]}), but no {JOB} that says of which job. "
+                f"{facts['start_over']}."
             ) from None
         foreign = [name for name in facts["files"] if (path / name).exists()]
         if foreign:
@@ -241,21 +240,12 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
                 "not a run's. Give another --out."
             ) from None
         return
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path / JOB} is damaged, or not a run's ({with_type(error)}). Give another --out; or "
-            "--fresh, which removes it and the run that it belongs to."
-        ) from error
     # As JSON has them: a tuple comes back as a list.
     differing = job_differences(kept, json.loads(json.dumps(facts["job"])))
     if differing:
         shown = listing(differing, "there", "now")
-        remedy = (
-            "--fresh to remove that job's files" if layout.job_of_shares(path) is None else f"remove {path}"
-        )
         raise UsageError(
-            f"{path} holds another job ({shown}). Give another --out, or {remedy} and start over."
-            f"{structure_hint(differing)}"
+            f"{path} holds another job ({shown}). {facts['start_over']}.{structure_hint(differing)}"
         )
 
 
@@ -274,15 +264,12 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
             )
 
 
-def finished_result(path: Path, fingerprint: str) -> Result | None:
+def finished_result(path: Path, facts: Mapping[str, Any]) -> Result | None:
     """The result of a run of this job that came to its end; raises DualevalError where it is damaged."""
     try:
         result = read_result(path / RESULT)
     except FileNotFoundError:
         return None
-    if result.fingerprint != fingerprint:
-        raise UsageError(
-            f"{path} holds the result of another job. Give another --out, or --fresh to remove that job's "
-            "files and start over."
-        )
+    if result.fingerprint != facts["fingerprint"]:
+        raise UsageError(f"{path} holds the result of another job. {facts['start_over']}.")
     return result

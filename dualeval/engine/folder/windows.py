@@ -209,8 +209,8 @@ def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
                 own, other = described(column.empty(0)), described(like.empty(0))
                 raise DualevalError(
                     f"column {name!r} is {own} in {file.path}, and {other} in another file: each batch must "
-                    "give the same columns, of the same dtype and row shape. Fix the task and start over "
-                    "with --fresh."
+                    "give the same columns, of the same dtype and row shape. Fix the task: that "
+                    "makes it another job, which starts over."
                 )
     return known
 

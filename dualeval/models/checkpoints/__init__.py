@@ -89,6 +89,7 @@ _MODEL_STATES = "mp_rank_*_model_states.pt"
 _PARTITIONED = "*zero_pp_rank_*_model_states.pt"
 _PIPELINE = "layer_*-model_*-model_states.pt"
 _OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # What a training keeps beside weights.
 _OF_TRAINING = re.compile(r"optim|scheduler|scaler|rng|random_states|training_args|sampler")
 
@@ -108,7 +109,7 @@ def _refuse_part_of_folder(path: Path) -> None:
     if _is_index(path):
         return
     indices = [other for other in sorted(path.parent.glob("*.index.json")) if _is_index(other)]
-    if _ONE_OF_SEVERAL.search(path.stem) and indices:
+    if _is_part(path) and indices:
         raise UsageError(
             f"{path} is one of several files with weights. Give the whole: --weights {path.parent}"
         )
@@ -123,6 +124,10 @@ def saved_in(folder: Path) -> Path:
     found += indices
     parts = {name for index in indices for name in _named_in(index)}
     found += [path for path in _single_files(folder) if path.name not in parts]
+    if not found:
+        # Of a training script, under a name of its own.
+        files = [path for path in sorted(folder.iterdir()) if path.suffix in _OF_TORCH and path.is_file()]
+        found = [path for path in files if not _OF_TRAINING.search(path.name) and not _is_part(path)]
     if not found:
         raise _no_checkpoint(folder)
     if len(found) > 1:
@@ -153,7 +158,11 @@ def _named_in(index: Path) -> list[str]:
 def _single_files(folder: Path) -> list[Path]:
     """Files of weights that are no part of several, by the names that libraries give them."""
     names = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
-    return [path for path in names if not _ONE_OF_SEVERAL.search(path.stem)]
+    return [path for path in names if not _is_part(path)]
+
+
+def _is_part(path: Path) -> bool:
+    return _ONE_OF_SEVERAL.search(path.stem) is not None
 
 
 def _no_checkpoint(folder: Path) -> UsageError:
@@ -161,7 +170,7 @@ def _no_checkpoint(folder: Path) -> UsageError:
     return UsageError(
         f"the folder {folder} holds no checkpoint (found: {found}). Expected one of "
         f"torch.distributed.checkpoint ({METADATA}, which is written last, and *.distcp), of DeepSpeed "
-        "(latest), a *.safetensors file, pytorch_model.bin, or an index with its files "
+        "(latest), a *.safetensors file, one file of torch.save, or an index with its files "
         "(*.safetensors.index.json, *.bin.index.json). Copy the whole folder, hidden files too; of one file "
         f"give the path: --weights {folder}/FILE"
     )

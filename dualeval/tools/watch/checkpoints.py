@@ -5,7 +5,6 @@ No clock of the training's host is read: what counts is how long this process ha
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -22,7 +21,7 @@ from dualeval.engine.folder.lease import Lease
 from dualeval.errors import EXIT_DONE, DualevalError, UsageError, text_of
 from dualeval.options.several import expanded, is_pattern, names_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable, number_of
-from dualeval.result import JOB, RESULT, Result, read_result, read_status, sha256_of_json
+from dualeval.result import RESULT, Result, read_job, read_result, read_status, sha256_of_json
 from dualeval.whole_files import write_text
 from dualeval.wording import did_you_mean, listed
 
@@ -186,8 +185,8 @@ class Board:
             return False
         try:
             result = read_result(run / RESULT)
-            job = json.loads((run / JOB).read_text("utf-8"))["job"]
-        except (DualevalError, OSError, ValueError, KeyError):
+            job = read_job(run)["job"]
+        except (DualevalError, OSError):
             return False
         self._check_metric(result)
         job.pop("weights", None)
@@ -237,8 +236,12 @@ class Board:
             self._lease = None
 
     def _stamp(self, name: str) -> str | None:
-        path = self.folder / _OF_WATCHERS / name / _STAMP
-        return path.read_text("utf-8") if path.exists() else None
+        try:
+            stamp = (self.folder / _OF_WATCHERS / name / _STAMP).read_text("ascii", "replace")
+        except OSError:
+            return None
+        # A damaged one says nothing: whether the files are the same the run's own identity shows.
+        return stamp if re.fullmatch("[0-9a-f]{16}", stamp) else None
 
     def _check_metric(self, result: Result) -> None:
         """Check that results have the metric that was asked for, and that one of its ends is better."""
@@ -283,8 +286,11 @@ class Board:
         if self._link is not None and best is not None:
             # Never without one: made beside it and put in its place.
             beside = self._link.with_name(f"{self._link.name}.{secrets.token_hex(4)}")
-            beside.symlink_to(Path(paths[best.name]).absolute())
-            beside.replace(self._link)
+            try:
+                beside.symlink_to(Path(paths[best.name]).absolute())
+                beside.replace(self._link)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, f"--best {self._link}") from error
         self._is_written = True
 
 

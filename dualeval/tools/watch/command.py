@@ -21,12 +21,14 @@ from dualeval.cli.task_flags import TaskCommand
 from dualeval.data.cache import DataCache
 from dualeval.engine.differences import differences, listing
 from dualeval.engine.end.process import say
+from dualeval.engine.folder.lease import gone
+from dualeval.engine.options import or_remove
 from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.plugins import BUILT_IN
 from dualeval.process_start import unwritten
 from dualeval.report.models_table import DONE, ModelRow, ModelsTable, number_of
-from dualeval.result import json_text
+from dualeval.result import json_text, read_fields
 from dualeval.tools.watch.checkpoints import LEADERBOARD, Board, Checkpoint, Checkpoints, step_of
 from dualeval.whole_files import write_text
 from dualeval.wording import counted, listed, printable
@@ -107,10 +109,11 @@ class Watching:
                 if session.world.is_main:
                     self._finish(checkpoint, result, failure)
         except OSError as error:
+            # Of a link and of a file that is put in its place, it is the second.
+            path = error.filename2 or error.filename or self.board.folder
             raise DualevalError(
-                f"{error.filename or self.board.folder} cannot be written: {error.strerror or error}. "
-                "Checkpoints that are evaluated have their results: make room, and type the same command "
-                "again."
+                f"{path} cannot be written: {error.strerror or error}. Checkpoints that are evaluated have "
+                "their results: make room, or make it writable, and type the same command again."
             ) from error
         finally:
             self.board.let_go()
@@ -126,11 +129,9 @@ class Watching:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 write_text(path, json_text(job))
-            there = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{path} cannot be used: {error}. Remove it if it is damaged, or give another --out."
-            ) from error
+            there = read_fields(path, {}, "Remove it, if the options are the same, or give another --out.")
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error}. Give another --out.") from error
         if found := differences(there, job):
             raise UsageError(
                 f"{path.parent} is the folder of a watcher with other options "
@@ -145,6 +146,8 @@ class Watching:
         """The checkpoint to evaluate; None where there is none yet, an empty dict at the end."""
         if monotonic() - self._looked_at < min(_LOOK_EVERY_S, self.checkpoints.settle_s):
             return None
+        if not (self.board.folder / WATCH).exists():
+            raise DualevalError(gone(self.board.folder, WATCH))
         complete = self.checkpoints.complete()
         self._looked_at = monotonic()
         wanted = [each for each in complete if self.wanted.fits(each.step)]
@@ -322,7 +325,8 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         kind = type(getattr(job.options, option))
         of_one = replace(job, options=replace(job.options, **{option: kind(in_hand)}))
         invocation = of_one_model(asked, folder)
-        invocation = replace(invocation, run={**invocation.run, "fresh": fresh})
+        more = {"fresh": fresh, "start_over": or_remove(folder)}
+        invocation = replace(invocation, run={**invocation.run, **more})
         return evaluate_job(of_one, invocation, session, cache=cache, name=folder.name)
 
     def work(opened: Session) -> list[ModelRow]:
