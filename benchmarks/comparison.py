@@ -1,7 +1,8 @@
 """How often 'dualeval compare' is wrong: its tests where there is no difference, its gates at the margin.
 
 Prints the tables, and writes them to a page in results/, to which docs/compare.md links. Each line is 2,000
-simulated comparisons.
+simulated comparisons; but of gates of few right and wrong answers all outcomes are counted, with their
+probability.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from dualeval.result import PREDICTIONS
 from dualeval.tasks.image_classification import ImageClassification
 
 ROUNDS = 2000
+GATES = 10_000
 _SPREAD = 1.0  # standard deviation of a cluster's logit
 
 Floats = npt.NDArray[np.float64]
@@ -56,6 +58,26 @@ def proportions(
         ProportionDifference(lost=int(lost), gained=int(gained), samples=samples)
         for lost, gained, _ in drawn.multinomial(samples, chances, size=rounds)
     ]
+
+
+def of_few_flips(sizes: Sequence[int], differing: Sequence[float]) -> Iterator[Rate]:
+    """How often gates pass at the margin, by samples and the expected number that differ: of all outcomes."""
+    for samples in sizes:
+        # Margins of at most 20 percentage points.
+        for expected in (each for each in differing if each <= samples / 5):
+            rates = {}
+            for name, part in (("half of them more are lost", 0.75), ("all are lost", 1.0)):
+                lost, gained = part * expected / samples, (1 - part) * expected / samples
+                passed = 0.0
+                for count in range(min(samples, int(4 * expected + 20)) + 1):
+                    chance = float(stats.binom.pmf(count, samples, lost + gained))
+                    for wrong in range(count + 1):
+                        outcome = chance * float(stats.binom.pmf(wrong, count, part))
+                        if outcome > 1e-9:
+                            found = ProportionDifference(lost=wrong, gained=count - wrong, samples=samples)
+                            passed += outcome * passes((lost - gained) * (1 - 1e-9))(found)
+                rates[name] = passed
+            yield Rate(case=(f"{samples:,}", f"{expected:g}"), rates=rates)
 
 
 def means(
@@ -163,6 +185,26 @@ def of_means(rounds: int, populations: Mapping[str, Floats], sizes: Sequence[int
             )
 
 
+def of_gates(rounds: int, populations: Mapping[str, Floats], sizes: Sequence[int]) -> Iterator[Rate]:
+    """Gates of means at the margin, and those that a result does not call rough."""
+    for name, population in populations.items():
+        for samples in sizes:
+            found = [
+                (one.bounds(LEVEL), one.rough is not None)
+                for one in means(population, samples, 0.0, rounds, seed=samples + 2)
+            ]
+            yield Rate(
+                case=(name, f"{samples:,}"),
+                rates={
+                    "higher is better": rate(lambda one: one[0][0] >= 0, found),
+                    "lower is better": rate(lambda one: one[0][1] <= 0, found),
+                    "rough": rate(lambda one: one[1], found),
+                    "higher, not rough": rate(lambda one: one[0][0] >= 0 and not one[1], found),
+                    "lower, not rough": rate(lambda one: one[0][1] <= 0 and not one[1], found),
+                },
+            )
+
+
 def _hall_rejects(difference: MeanDifference) -> bool:
     t, a = difference.value / difference.error, difference.skewness / math.sqrt(difference.units)
     hall = t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6
@@ -207,6 +249,23 @@ def populations() -> dict[str, Floats]:
     }
 
 
+def drawn_populations() -> dict[str, Floats]:
+    """Skewed differences, and such with heavy tails; of the last one 36.6 % of 100 have no large one."""
+    drawn = np.random.default_rng(1)
+    size = 2_000_000
+    large = drawn.random(size) < 0.01
+    return {
+        "exponential": drawn.exponential(1.0, size),
+        "log-normal, σ = 1": drawn.lognormal(0.0, 1.0, size),
+        "log-normal, σ = 2": drawn.lognormal(0.0, 2.0, size),
+        "Student's, 3 degrees of freedom": drawn.standard_t(3, size),
+        "squares of Student's, 3 degrees of freedom": drawn.standard_t(3, size) ** 2,
+        "losses that change in 5 %": np.where(drawn.random(size) < 0.05, drawn.gamma(2.0, 1.0, size), 0.0)
+        + drawn.normal(0.0, 0.01, size),
+        "exponential, and 100 times that in 1 %": drawn.exponential(1.0, size) * np.where(large, 100.0, 1.0),
+    }
+
+
 def as_table(names: Sequence[str], rates: Sequence[Rate]) -> str:
     """A Markdown table of rates in percent."""
     head = [*names, *rates[0].rates]
@@ -217,12 +276,23 @@ def main() -> None:
     """Simulate, print the tables, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="comparisons a line")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--gates", type=int, default=GATES, help="of gates of means")
+    arguments = parser.parse_args()
+    rounds, gates = arguments.rounds, arguments.gates
     host = machine()
     cases = [(n, share) for n in (100, 1000, 10_000, 50_000) for share in (0.01, 0.05, 0.2)]
+    of_job = populations()
     found = {
         "Right and wrong answers": (("samples", "differ"), list(of_proportions(rounds, cases))),
-        "Means": (("differences", "samples"), list(of_means(rounds, populations(), (30, 100, 300, 1000)))),
+        "Gates of few that differ, of all outcomes": (
+            ("samples", "differ"),
+            list(of_few_flips((20, 100, 1000, 10_000), (1.0, 3.08, 4.8, 6.35, 20.0))),
+        ),
+        "Means": (("differences", "samples"), list(of_means(rounds, of_job, (30, 100, 300, 1000)))),
+        f"Gates of means, {gates:,} a line": (
+            ("differences", "samples"),
+            list(of_gates(gates, of_job | drawn_populations(), (30, 100, 300, 500, 1000, 3000, 10_000))),
+        ),
         "Clusters": (("clusters",), list(of_clusters(rounds, (5, 10, 20, 48, 100)))),
     }
     body = "\n".join(f"## {title}\n\n{as_table(names, rates)}" for title, (names, rates) in found.items())

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 3
 _READABLE = (2, SCHEMA_VERSION)  # version 2 had no samples_digest
+# By 1 intervals of fractions were Wilson's alone, and `rough` was decided by the number of samples.
+INTERVAL_FORMULAS = 2
 STATUS = "status.json"
 RESULT = "result.json"
 JOB = "job.json"
@@ -41,6 +43,7 @@ class Result:
         metrics: the metrics by name; plain JSON values, null where a value is not finite.
         intervals: 95 % intervals [low, high] of the metrics that have one.
         rough: for each interval that may cover less than 95 %, why.
+        interval_formulas: the version of the formulas of intervals and of ``rough``; 1 in earlier results.
         naive_intervals: where samples come in clusters, the intervals of independent ones; ``intervals`` are
             those that allow for the clusters.
         clusters: the ``column`` whose equal entries make a cluster, and their ``count``; nothing without.
@@ -110,6 +113,7 @@ class Result:
     warnings: list[str]
     folder: str | None
     rough: dict[str, str] = field(default_factory=dict)
+    interval_formulas: int = 1
     naive_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     clusters: dict[str, Any] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)

@@ -9,22 +9,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from dualeval.comparison import statistics
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
+from dualeval.engine.measured import rough_warnings
 from dualeval.engine.row_comparison import PREDICTION_COLUMNS, same_entries
 from dualeval.engine.slices import bins_without_use
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_groups
 from dualeval.wording import counted, csv_cell
 
-# Below these the simulations of benchmarks/comparison.py err too often.
-_FEW_SAMPLES = 100
-_FEW_CLUSTERS = 20
 # Ids of flipped samples in JSON; --flips writes all.
 _LISTED = 10
 _UNDECIDED, _SAME = "no difference shown", "the same on every sample"
@@ -62,10 +57,21 @@ class MetricComparison:
     # "B is better", "B is worse", "B is higher", "B is lower", "no difference shown" or "the same on every
     # sample".
     verdict: str
+    # Why interval and test may err more often than they say: few samples decide; else None.
+    rough: str | None
     # The smallest difference that would be found with 80 % power; None where it is unknown.
     detectable: float | None
     # The samples that changed, where each sample's score is 0 or 1 and independent; else None.
     flips: Flips | None
+
+    @property
+    def shown(self) -> str:
+        """The verdict, and whether it is rough: "B is better (rough)"."""
+        return (
+            f"{self.verdict} (rough)"
+            if self.rough and self.verdict not in (_UNDECIDED, _SAME)
+            else self.verdict
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,8 @@ class Gate:
     bound: float
     # The bound is not above the margin.
     passed: bool
+    # Why the bound may be too small: few samples decide; None where it holds.
+    rough: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +133,10 @@ class Comparison:
         for name, metric in self.metrics.items():
             changed = 0 if metric.flips is None else len(metric.flips.lost) + len(metric.flips.gained)
             said = f"{name} ({counted(changed, 'flip')})" if changed else name
-            by_verdict.setdefault(metric.verdict, []).append(said if metric.verdict == _UNDECIDED else name)
+            rough = metric.shown.removeprefix(metric.verdict)
+            by_verdict.setdefault(metric.verdict, []).append(
+                said if metric.verdict == _UNDECIDED else name + rough
+            )
         undecided = ", ".join(by_verdict.pop(_UNDECIDED, []))
         same = ", ".join(by_verdict.pop(_SAME, []))
         # "better in loss, top1", "higher in tokens".
@@ -260,7 +271,7 @@ def compare(
             for each, found in groups.items()
         ],
         cluster=column,
-        notes=[*_notes(pairs, differences, clusters), *notes_of_failed(groups)],
+        notes=[*_notes(pairs, differences), *notes_of_failed(groups)],
     )
 
 
@@ -342,6 +353,7 @@ def _compared(
             unit=runs[0].result.units.get(name),
             direction=direction,
             verdict=_verdict(difference, adjusted[key], direction),
+            rough=difference.rough,
             detectable=difference.detectable(),
             flips=estimate.flips,
         )
@@ -363,12 +375,10 @@ def _gate(
     runs: tuple[ComparedRun, ComparedRun], name: str, margin: float, difference: statistics.Difference
 ) -> Gate:
     bound = statistics.largest_loss(difference, statistics.LEVEL, runs[0].result.directions[name])
-    return Gate(metric=name, margin=margin, bound=bound, passed=bound <= margin)
+    return Gate(metric=name, margin=margin, bound=bound, passed=bound <= margin, rough=difference.rough)
 
 
-def _notes(
-    pairs: Pairs, estimates: Mapping[str, Estimate], clusters: npt.NDArray[np.int64] | None
-) -> list[str]:
+def _notes(pairs: Pairs, estimates: Mapping[str, Estimate]) -> list[str]:
     notes = [
         f"{run.folder} gives other numbers each time it is evaluated (deterministic: false in its result): a "
         "difference may be of one evaluation alone."
@@ -380,16 +390,5 @@ def _notes(
     if any(failed.values()):
         counts = ", ".join(f"{count:,} {where}" for where, count in failed.items() if count)
         notes.append(f"Failed samples are left out: {counts}.")
-    if clusters is None:
-        said = f"{_FEW_SAMPLES} samples the interval of a mean"
-        few = [
-            name
-            for name, estimate in estimates.items()
-            if isinstance(estimate.difference, statistics.MeanDifference) and estimate.samples < _FEW_SAMPLES
-        ]
-    else:
-        said = f"{_FEW_CLUSTERS} clusters the interval"
-        few = [name for name, estimate in estimates.items() if (estimate.clusters or 0) < _FEW_CLUSTERS]
-    if few:
-        notes.append(f"{', '.join(few)}: with fewer than {said} may be too short.")
-    return notes
+    rough = {name: why for name, each in estimates.items() if (why := each.difference.rough) is not None}
+    return [*notes, *(f"Rough: {sentence}." for sentence in rough_warnings(rough))]

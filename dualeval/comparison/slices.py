@@ -62,6 +62,8 @@ class GroupBound:
     passed: bool
     # Why it has no bound.
     problem: str | None = None
+    # Why the bound may be too small; None where it holds.
+    rough: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +234,7 @@ def worst_gate(
                 bound=bounds.get(place),
                 passed=bounds.get(place, math.inf) <= margin,
                 problem=problems[place],
+                rough=differences[place].rough if place in differences else None,
             )
             for place, group in enumerate(judged)
         ],

@@ -40,7 +40,7 @@ from dualeval.engine.slices import slicing_of
 from dualeval.engine.stored_rows import MemoryWriter, NewRows, collect_rows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import mistakes
-from dualeval.result import FIRST_SAMPLES, PREDICTIONS, Result, checksum_of
+from dualeval.result import FIRST_SAMPLES, INTERVAL_FORMULAS, PREDICTIONS, Result, checksum_of
 from dualeval.tasks import Task
 from dualeval.wording import counted, first_of
 
@@ -224,6 +224,7 @@ class _Ended:
         return Result(
             metrics={},
             intervals={},
+            interval_formulas=INTERVAL_FORMULAS,
             nonfinite={},
             homogeneous=True,
             part=part,

@@ -313,17 +313,26 @@ def with_clusters(
 ) -> tuple[dict[str, Any], list[str]]:
     """The fields of a result with intervals by clusters in place of those of independent samples."""
     if name is None or found is None:
-        return dict(fields), rough_warnings(fields["rough"])
+        rough = {**_without_wrong(fields, fields["intervals"]), **fields["rough"]}
+        return {**fields, "rough": rough}, rough_warnings(rough)
     without = [
         f"no interval of {key} by {name}: its metric does not say how the value follows from each sample"
         for key in fields["intervals"]
         if key not in fields["scores"]
     ]
+    rough = {**_without_wrong(fields, found.intervals), **found.rough}
     new = {
         **fields,
         "intervals": found.intervals,
-        "rough": found.rough,
+        "rough": rough,
         "naive_intervals": fields["intervals"],
         "clusters": {"column": name, "count": found.count},
     }
-    return new, [*found.warnings, *without, *rough_warnings(found.rough)]
+    return new, [*found.warnings, *without, *rough_warnings(rough)]
+
+
+def _without_wrong(fields: Mapping[str, Any], intervals: Mapping[str, Ends]) -> dict[str, str]:
+    """Why the interval of a loss is rough where no sample is wrong: few wrong ones have most of the loss."""
+    all_right = 1.0 in (fields["metrics"].get(name) for name in ("top1", "accuracy"))
+    why = "of samples that are all right, and says nothing of the loss of wrong ones"
+    return {"loss": why} if all_right and "loss" in intervals else {}

@@ -40,6 +40,7 @@ from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch,
 from dualeval.metrics.by_name import as_metrics
 from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import (
+    INTERVAL_FORMULAS,
     JOB,
     PREDICTIONS,
     RESULT,
@@ -150,6 +151,7 @@ def _with_measured(
     return replace(
         result,
         **fields,
+        interval_formulas=INTERVAL_FORMULAS,
         whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
         warnings=list(dict.fromkeys(warnings)),
     )
@@ -288,6 +290,11 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
     found = replace(_with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
     if files and not any(check.differences for check in files):
         notes = [sentence for sentence in found.warnings if "formula has changed" in sentence]
+        if result.interval_formulas < INTERVAL_FORMULAS:
+            earlier = _with_earlier_intervals(found, result)
+            if earlier != found:
+                notes.append("intervals are by earlier formulas: now some are wider, or other ones rough")
+            found = earlier
         for key in _changed(folder, metrics, measured):
             if (stated := result.metrics.get(key)) != found.metrics[key]:
                 now = _shown(found.metrics[key])
@@ -303,6 +310,20 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         says=f"{digest}, from the rows too",
         differences=_differences("metrics_digest", digest, found.metrics_digest),
     )
+
+
+def _with_earlier_intervals(found: Result, result: Result) -> Result:
+    """What rows give, with the intervals of a result of earlier formulas where those of now hold them."""
+    fields: dict[str, Any] = {}
+    for name in ("intervals", "naive_intervals", "whole_set_intervals"):
+        then = getattr(result, name)
+        fields[name] = {
+            key: tuple(then[key])
+            if key in then and low <= then[key][0] <= then[key][1] <= high
+            else (low, high)
+            for key, (low, high) in getattr(found, name).items()
+        }
+    return replace(found, rough=result.rough, **fields)
 
 
 def _changed(

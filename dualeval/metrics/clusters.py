@@ -13,14 +13,20 @@ import numpy.typing as npt
 import torch
 
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn
-from dualeval.metrics.intervals import TRANSFORMS, Ends, Spread, clustered_interval, rounded, skewed_ends
+from dualeval.metrics.intervals import (
+    TRANSFORMS,
+    Ends,
+    Spread,
+    clustered_interval,
+    few_decide,
+    rounded,
+    skewed_ends,
+)
 from dualeval.metrics.metric import FRACTION, PERCENT, Value
 from dualeval.metrics.scores import Score
 
-# Fewer clusters than these have not been shown to cover: of values of 0 to 1 the effective number of those
-# with a wrong answer, of others all.
+# Fewer clusters in effect with a wrong answer have not been shown to cover, of values of 0 to 1.
 _DIFFERING_SHOWN_FROM = 5
-_SHOWN_FROM = 30
 _PIECE = 1 << 20
 # A residual below so many units in the last place of what it is a difference of is 0.
 _NOISE = 8 * 2.0**-52
@@ -172,8 +178,7 @@ class _Sums:
             degrees=degrees,
         )
         low, high = skewed_ends(spread)
-        if self.count < _SHOWN_FROM:
-            self.rough = f"of {self.count} clusters; with fewer than {_SHOWN_FROM} it may be too short"
+        self.rough = few_decide(self.count, 0.0, "clusters")
         return self._ratio + low, self._ratio + high
 
     def _bounded_interval(self, variance: float, degrees: float) -> Ends:

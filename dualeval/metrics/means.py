@@ -13,7 +13,6 @@ from torch import Tensor
 from dualeval.errors import UsageError
 from dualeval.metrics import exact
 from dualeval.metrics.intervals import (
-    SHOWN_FROM,
     TRANSFORMS,
     Ends,
     PairSums,
@@ -71,7 +70,7 @@ class _Estimate(Described):
         centre = value if value is not None else rounded(mean)
         low, high = skewed_ends(spread)
         ends = (centre + low, centre + high)
-        return self._estimated(mean, ends, value=value, rough=_rough_below(samples, spread.effective))
+        return self._estimated(mean, ends, value=value, rough=spread.rough())
 
     def _without_interval(self, mean: Fraction, why: str, *, value: float | None = None) -> Measured:
         """As ``_estimated``, with a warning that says why there is no interval."""
@@ -79,15 +78,6 @@ class _Estimate(Described):
         if found.values[self.name] is None:
             return found
         return replace(found, warnings=(f"{self.name} has no interval: {why}",))
-
-
-def _rough_below(samples: int, effective: int | None) -> str | None:
-    """Why an interval by Hall's transformation may cover less than 95 %; None where it was shown to cover."""
-    alike = samples if effective is None else effective
-    if alike >= SHOWN_FROM:
-        return None
-    unequal = "" if samples < SHOWN_FROM else f", which weigh as unequally as if they were {alike}"
-    return f"of {samples} samples{unequal}; with fewer than {SHOWN_FROM} it may be too short"
 
 
 def _without_spread(samples: int) -> str:

@@ -159,7 +159,7 @@ def _rows(comparison: Comparison) -> list[Sequence[str]]:
         )
         behind = _behind(metric)
         interval = f"{low} to {high}{behind}"
-        rows.append((name, a, b, difference + behind, interval, _shown_p(metric.p_holm), metric.verdict))
+        rows.append((name, a, b, difference + behind, interval, _shown_p(metric.p_holm), metric.shown))
     return rows
 
 
@@ -178,7 +178,7 @@ def _tables_of_groups(comparison: Comparison) -> Iterator[tuple[str, list[Sequen
                 metric = group.metrics[name]
                 a, b = shown_numbers(metric.a, metric.b, unit=metric.unit)
                 low, high = (in_unit(metric, value, signed=True) for value in metric.interval)
-                shown = "" if group.small else metric.verdict
+                shown = "" if group.small else metric.shown
                 interval = f"{low} to {high}{_behind(metric)}"
                 rows.append((label, f"{group.samples:,}{few}", name, a, b, interval, shown))
         yield printable(by), rows
@@ -194,7 +194,9 @@ def _worst(comparison: Comparison, gate: WorstGate) -> str:
         said = (
             f"at most {_amount(metric, worst)} worse" if worst > 0 else "better" if worst < 0 else "no worse"
         )
-        said = f"passed; with 95 % confidence B is {said} in each group"
+        rough = [printable(group.label) for group in gate.groups if group.rough]
+        few = f"; rough, as few samples decide: {first_of(rough, _NAMED)}" if rough else ""
+        said = f"passed; with 95 % confidence B is {said} in each group{few}"
     elif not gate.groups:
         said = "NOT passed; no group is left"
     else:
@@ -262,4 +264,5 @@ def _gate(gate: Gate, metric: MetricComparison) -> str:
         else "no worse"
     )
     verdict = "passed" if gate.passed else "NOT passed"
-    return f"{gate.metric}: {verdict}; with 95 % confidence B is {said} (allowed: {margin} worse)"
+    rough = "; rough: few samples decide" if gate.rough else ""
+    return f"{gate.metric}: {verdict}; with 95 % confidence B is {said} (allowed: {margin} worse{rough})"

@@ -170,6 +170,29 @@ def test_error_rates_of_proportions(simulation: Any) -> None:
         assert 0.04 <= many.rates[name] <= 0.06, name
 
 
+def test_gates_of_few_flips_err_in_5_percent(simulation: Any) -> None:
+    """Of all outcomes. By Tango's score alone 6.4 % of gates of 0.275 % pass where 2.75 of 1,000 are lost."""
+    for found in simulation.of_few_flips((20, 1000), (2.75, 3.08, 4.5, 4.8)):
+        assert max(found.rates.values()) <= 0.055, found
+    assert any(max(each.rates.values()) > 0.04 for each in simulation.of_few_flips((1000,), (3.08,)))
+
+
+def test_gates_of_means_that_err_more_often_are_rough(simulation: Any) -> None:
+    populations = simulation.drawn_populations()
+    skewed, heavy, symmetric = (
+        "log-normal, σ = 1",
+        "squares of Student's, 3 degrees of freedom",
+        "Student's, 3 degrees of freedom",
+    )
+    chosen = {name: populations[name] for name in (skewed, heavy, symmetric)}
+    found = {each.case[0]: each.rates for each in simulation.of_gates(2000, chosen, (100,))}
+    for name, least in ((skewed, 0.055), (heavy, 0.15)):
+        assert found[name]["lower is better"] > least and found[name]["rough"] > 0.9
+    assert found[symmetric]["rough"] < 0.35
+    for rates in found.values():
+        assert max(rates["lower, not rough"], rates["higher, not rough"]) < 0.055
+
+
 def test_error_rates_of_means_and_clusters(simulation: Any) -> None:
     # Symmetric with heavy tails, and skewed: what the one method cannot do the other can.
     drawn = np.random.default_rng(6)
@@ -269,6 +292,41 @@ def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) ->
     back = dualeval.compare(bad, runs[0], gates={"top1": 0.0, "loss": 0.0})
     assert {back.metrics[name].verdict for name in ("top1", "loss")} == {"B is better"}
     assert back.passed and all(gate.bound < 0 for gate in back.gates)
+
+
+def test_what_few_samples_decide_is_rough(
+    command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """In metrics, gates, those of groups, notes, on the screen and on the page; a gate passes as before."""
+
+    def worse(rows: Any) -> Any:
+        loss = np.asarray(rows["loss"]).copy()
+        loss[:20] += 1
+        return put(rows, "loss", loss)
+
+    other = changed(runs[0], tmp_path / "other", worse)
+    gates = {"loss": 1.0, "top1": 0.5, "worst:loss": 9.0}
+    found = dualeval.compare(runs[0], other, gates=gates, by=("early",), skip_small=True)
+    loss, top1 = found.metrics["loss"], found.metrics["top1"]
+    effective = COUNT / (1 + stats.skew(np.arange(COUNT) < 20) ** 2)
+    assert 20 < effective < 30
+    deciding = f"of which effectively {math.floor(effective)} decide it"
+    why = f"of {COUNT} samples, {deciding}; with fewer than 30 it may be too short"
+    assert (loss.rough, loss.verdict, loss.shown) == (why, "B is worse", "B is worse (rough)")
+    assert (top1.rough, top1.shown) == (None, "the same on every sample")
+    assert [(gate.metric, gate.passed, gate.rough) for gate in found.gates] == [
+        ("loss", True, why),
+        ("top1", True, None),
+    ]
+    assert found.passed and all(group.rough for group in found.worst_gates[0].groups)
+    assert found.sentence.startswith("B is worse in loss (rough)")
+    [note] = [note for note in found.notes if note.startswith("Rough: ") and "of loss" in note]
+    assert note.endswith(f" is {why}.")
+    words = ["--gate", "loss=1", "--gate", "worst:loss=9", "--by", "early", "--skip-small"]
+    code, out, _ = command(runs[0], other, *words)
+    assert code == 0 and "worse (rough)" in out
+    assert " worse; rough: few samples decide)" in " ".join(out.split())
+    assert "in each group; rough, as few samples decide: " in " ".join(out.split())
 
 
 def _flipped(rows: Any, places: range) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import dualeval
 from dualeval import cli
 from dualeval.engine import rescoring, stored_rows
+from dualeval.engine.measured import fields_of_result, find_clusters, with_clusters
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -28,11 +30,12 @@ from dualeval.metrics.classification import (
     classification_metric,
     default_metrics,
 )
-from dualeval.result import read_result
+from dualeval.result import INTERVAL_FORMULAS, read_result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run
 from tests.conftest import ROOT
 from tests.engine.test_evaluator import evaluate
+from tests.measuring import ledger_of
 from tests.ragged_task import EveryBit
 from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
 
@@ -316,12 +319,58 @@ def test_verify_and_score(runs: Path, name: str) -> None:
     stated = json.loads(before["result.json"])
     assert scored["metrics_digest"] == digest
     assert {key: scored["metrics"][key] for key in values} == values
-    # By clusters they are made in another way since.
-    intervals = "naive_intervals" if stated["clusters"] else "intervals"
-    for key in ("metrics", intervals, "units", "directions", "scores", "clusters", "fingerprint"):
+    for key in ("metrics", "units", "directions", "scores", "clusters", "fingerprint"):
         assert scored[key] == stated[key]
+    # By clusters they are made in another way since; of fractions with 1 to 3 wrong answers they are wider.
+    intervals = "naive_intervals" if stated["clusters"] else "intervals"
+    for key, (low, high) in stated[intervals].items():
+        now = scored[intervals][key]
+        few = name == "images-a" and key == "top1"
+        assert now[0] == low and (now[1] > high if few else now[1] == high), key
+    said = [check["says"] for check in checks["checks"] if check["name"] == "formulas"]
+    formulas = (
+        "no file is damaged; intervals are by earlier formulas: now some are wider, or other ones rough"
+    )
+    assert said == [formulas]
     assert read_result(runs / "scored/result.json").metrics_digest == digest, "and what it writes is read too"
     assert {path.name: path.read_bytes() for path in (runs / name).iterdir()} == before
+
+
+def test_an_earlier_interval_that_is_none_of_these_rows_is_found(runs: Path) -> None:
+    """One that is no longer is that of earlier formulas; of a result of now each other bit is."""
+    path = runs / "images-a/result.json"
+    content = json.loads(path.read_text())
+    content["intervals"]["top1"][1] += 0.01
+    path.write_text(json.dumps(content))
+    done = CliRunner().invoke(cli.dualeval, ["verify", str(runs / "images-a")])
+    assert done.exit_code != 0 and "intervals.top1[1]" in done.output
+    content["intervals"]["top1"][1] -= 0.02
+    path.write_text(json.dumps(content))
+    call("verify", runs / "images-a")
+    path.write_text(json.dumps({**content, "interval_formulas": INTERVAL_FORMULAS}))
+    done = CliRunner().invoke(cli.dualeval, ["verify", str(runs / "images-a")])
+    assert done.exit_code != 0 and "intervals.top1[1]" in done.output
+
+
+def test_the_loss_of_right_answers_alone_is_rough() -> None:
+    """Losses of wrong ones may be a hundred times as large, and none was drawn."""
+    losses = torch.tensor(np.random.default_rng(1).exponential(0.02, 1_000))
+    columns = {
+        "loss": losses,
+        "rank": torch.zeros(1_000, dtype=torch.int64),
+        "group": torch.arange(1_000) % 40,
+    }
+    for wrong in (0, 1):
+        columns["rank"][:wrong] = 1
+        metrics = Mean("loss"), TopK(1), Mean("loss", name="other")
+        measured = [metric.compute(ledger_of(metric, columns)) for metric in metrics]
+        fields, said = with_clusters(fields_of_result(measured), None, None)
+        why = "of samples that are all right, and says nothing of the loss of wrong ones"
+        assert fields["rough"] == ({"loss": why} if not wrong else {})
+        assert said == ([f"the interval of loss is {why}"] if not wrong else [])
+        found = find_clusters("group", measured, {name: column.numpy() for name, column in columns.items()})
+        by_group, _ = with_clusters(fields_of_result(measured), "group", found)
+        assert by_group["rough"].get("loss") == (None if wrong else why)
 
 
 def test_a_task_of_ones_own(runs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -104,7 +105,7 @@ def check_interval(
     if len(above) < 2 or not any(residuals):
         assert found.intervals == {}
         return
-    assert found.rough == {key: f"of {len(above)} samples; with fewer than 100 it may be too short"}
+    assert found.rough == {key: f"of {len(above)} samples; with fewer than 30 it may be too short"}
     low, high = hall(ratio, residuals, total(below) / len(below))
     if math.isfinite(low) and math.isfinite(high):
         # Among the subnormal numbers a double has fewer digits than that.
@@ -185,24 +186,58 @@ def test_what_shows_no_spread_has_no_interval(metric: Mean | Ratio, columns: dic
 
 
 def test_an_interval_of_few_samples_is_rough() -> None:
-    values = torch.arange(100.0)
+    values = torch.arange(30.0)
     assert measure(Mean("x"), {"x": values}).rough == {}
     assert measure(Mean("x"), {"x": values[1:]}).rough == {
-        "x": "of 99 samples; with fewer than 100 it may be too short"
+        "x": "of 29 samples; with fewer than 30 it may be too short"
     }
+
+
+@pytest.mark.parametrize(
+    "of", [lambda x: (Mean("x"), {"x": x}), lambda x: (Ratio("x", "n", name="x"), {"x": x, "n": x * 0 + 2})]
+)
+def test_an_interval_that_few_of_many_samples_decide_is_rough(
+    of: Callable[[Tensor], tuple[Mean | Ratio, dict[str, Tensor]]],
+) -> None:
+    """As (sum of d**2)**2 / sum of d**4 says it of values that are 0 but for k: about k."""
+    values = torch.zeros(10_000, dtype=torch.float64)
+    values[:30] = 5.0
+    assert measure(*of(values)).rough == {}
+    values[29] = 0.0
+    deviations = values - values.mean()
+    effective = (deviations**2).sum() ** 2 / (deviations**4).sum()
+    assert math.floor(effective) == 29
+    said = "of 10000 samples, of which effectively 29 decide it; with fewer than 30 it may be too short"
+    assert measure(*of(values)).rough == {"x": said}
+    # What is mirrored is as rough; heavy tails that are symmetric are not.
+    assert measure(*of(-values)).rough == {"x": said}
+    both = torch.cat([values, -values])
+    assert measure(*of(both)).rough == {}
+
+
+def test_the_loss_of_a_model_that_is_hardly_ever_wrong_is_rough() -> None:
+    """As the losses of 1,000 right answers, with 5 wrong ones among them."""
+    drawn = np.random.default_rng(5)
+    losses = drawn.exponential(0.02, 1_000)
+    assert measure(Mean("x"), {"x": torch.tensor(losses)}).rough == {}
+    losses[:5] = drawn.gamma(2.0, 2.0, 5)
+    [said] = measure(Mean("x"), {"x": torch.tensor(losses)}).rough.values()
+    assert re.fullmatch("of 1000 samples, of which effectively [2-5] decide it; with .*", said)
 
 
 @pytest.mark.parametrize("metric", [Ratio("y", "x", name="m"), Mean("y", "x", name="m")])
 def test_samples_of_unequal_weight_count_for_fewer(metric: Mean | Ratio) -> None:
-    """One of 10 is nine times as heavy: (90 + 9 * 10)**2 / (90 + 81 * 10) = 36 of 100 samples."""
+    """One of 10 is nine times as heavy: (90 + 81 * 10)**3 / (90 + 729 * 10)**2 = 13 of 100 samples."""
     weights = torch.ones(300, dtype=torch.int64)
     weights[::10] = 9
     columns = {"y": torch.arange(300.0), "x": weights}
     assert measure(metric, columns).rough == {}
     assert measure(metric, {name: column[:100] for name, column in columns.items()}).rough == {
-        "m": "of 100 samples, which weigh as unequally as if they were 36; with fewer than 100 it may be too "
-        "short"
+        "m": "of 100 samples, of which effectively 13 decide it; with fewer than 30 it may be too short"
     }
+    # Weights that cancel in their cubes: (10 - 9)**2 / 19 samples by Kish.
+    columns = {"y": torch.arange(19.0), "x": torch.tensor([1] * 10 + [-1] * 9)}
+    assert "effectively" not in measure(metric, columns).rough["m"]
 
 
 @pytest.mark.parametrize("column", ["y", "x"])

@@ -200,7 +200,8 @@ def _against(comparison: Comparison) -> Against:
         verdict=comparison.said_of("this run"),
         rows=[
             {
-                **{each: getattr(metric, each) for each in ("a", "b", "difference", "verdict", "unit")},
+                **{each: getattr(metric, each) for each in ("a", "b", "difference", "unit")},
+                "verdict": metric.shown,
                 "name": name,
                 "low": metric.interval[0],
                 "high": metric.interval[1],
