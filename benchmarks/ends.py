@@ -58,10 +58,12 @@ HANGS_S = 60.0
 _DISK = "1m"
 _SAMPLES = 64
 _WHOLE_AGAIN = 0.25
+_GUARDIAN_WITHIN_S = 5.0
 _HEARTBEAT_S = 15
 # What a launcher makes of the ranks' codes (docs/launchers.md). A signal to it: beside these 0.
 _OF_STOPPED = {"torchrun": {1}, "horovodrun": {1}}
-_OF_LAUNCHER = {"nproc": {75}, "torchrun": {1}, "horovodrun": {1}, "mpirun": {1, 75, 143}, "srun": {75, 143}}
+_OF_LAUNCHER = {"nproc": {75}, "torchrun": {1}, "horovodrun": {1}, "mpirun": {1, 75, 143}, "srun": {137}}
+_KILLING = ("mpirun", "srun")
 _OF_KILLED = {"mpirun": {1, 137}, "srun": {1, 75, 137, 143}}
 _OF_FAILED = {"srun": {1, 75, 143}}
 _KINDS = {
@@ -78,6 +80,8 @@ _KINDS = {
     "other error": r"dualeval: error:",
 }
 _TRACEBACK = re.compile(r"Traceback \(most recent|Exception in thread")
+# In a launcher's own, which says that a rank has failed.
+_OF_LAUNCHERS = ("ChildFailedError", "SignalException", "horovod/runner")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,13 +199,19 @@ class Player:
         )
         ended = self._run(case, own, disk, {HARM: str(harm)})
         hit = own / HIT
+        limit = time.monotonic() + _GUARDIAN_WITHIN_S
+        while (case.fault, case.ranks) == (KILL, 1) and time.monotonic() < limit:
+            # Of a run that is alone another process writes that down.
+            if _state(disk, self.digest)["state"] != "running":
+                break
+            time.sleep(0.05)
         row: dict[str, Any] = {
             **vars(case),
             "hit": hit.exists(),
             "codes": ended.codes,
             **_state(disk, self.digest),
             "kinds": _kinds(ended.said),
-            "traceback": bool(_TRACEBACK.search(ended.said)),
+            "traceback": _has_traceback(ended.said),
             "shown": "metrics_digest" in ended.printed,
             "processes_left": ended.left,
             "seconds": round(ended.at - float(hit.read_text()), 1) if hit.exists() else None,
@@ -344,6 +354,12 @@ def _kinds(said: str) -> list[str]:
     return [kind for kind, pattern in _KINDS.items() if re.search(pattern, said)]
 
 
+def _has_traceback(said: str) -> bool:
+    """Whether a rank has shown a traceback."""
+    _, *shown = _TRACEBACK.split(said)
+    return any(not any(name in text for name in _OF_LAUNCHERS) for text in shown)
+
+
 # -- what is wanted ----------------------------------------------------------------------------------------
 
 
@@ -381,14 +397,15 @@ def problems_of(case: Case, row: Mapping[str, Any]) -> list[str]:
     }.get(fault, {"failed"})
     # No other rank knows the folder yet.
     states = states | ({"running"} if (fault, case.step, case.rank) == (KILL, "opening", 0) else set())
-    # Open MPI kills its ranks a second after its SIGTERM (docs/launchers.md).
-    states = states | ({"running"} if (fault, case.launcher) == (LAUNCHER, "mpirun") else set())
+    # Open MPI kills its ranks a second after its SIGTERM (docs/launchers.md), srun at once.
+    are_killed = fault == LAUNCHER and case.launcher in _KILLING
+    states = states | ({"running"} if are_killed else set())
     if not case.is_written and state not in states:
         found.append(f"state {state}")
     found += _unsaid(case, row, done=done)
     left = [name for name in row["left"] if name.endswith(".partial")]
     # The disk, or a rank's end, may keep it from going.
-    kept = fault == KILL or (fault == DISK and not case.is_written) or state == "running"
+    kept = fault == KILL or are_killed or (fault == DISK and not case.is_written) or state == "running"
     if not kept and (left or "lease.json" in row["left"]):
         found.append("left " + ", ".join([*left, *(["lease.json"] if "lease.json" in row["left"] else [])]))
     # The same command again.
@@ -441,8 +458,9 @@ def _unsaid(case: Case, row: Mapping[str, Any], *, done: bool) -> list[str]:
         }[fault]
         return [] if wanted & kinds else ["nothing is said"]
     if fault == ERROR and not (case.rank == 0 and case.step in _NOTED):
-        return [] if "the error" in kinds else ["nothing is said of the error"]
-    if "complete, but" in kinds:
+        return [] if kinds & {"the error", "complete, but"} else ["nothing is said of the error"]
+    # A launcher ends the others behind a rank that was killed.
+    if "complete, but" in kinds or (fault == KILL and case.launcher != "variables"):
         return []
     found = [] if row["shown"] else ["no table"]
     # On a full disk none of them is there.
@@ -565,6 +583,9 @@ def main() -> int:
         for row in known.values():
             # What is wanted may have been put another way since.
             row["problems"] = problems_of(_case_of(row), row)
+            if not row["problems"]:
+                row.pop("said", None)
+                row.pop("said_again", None)
     todo = [case for case in wanted if arguments.again or case.key not in known][: arguments.rounds]
     print(f"{len(todo)} rows of {len(wanted)}", flush=True)
     host = machine()
