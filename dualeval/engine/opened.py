@@ -139,13 +139,14 @@ def _open_folder(
             step=lambda: control.progress.step("setup"),
             lost=lambda reason: control.give_up(reason, rank=control.name.rank),
         )
+        # From here on an early end is written down there, and closes it.
+        run.watch.keep(folder)
         machine = previous.chunks.machine(facts["machine"])
         message = {**folder.to_message(previous, plan), "machine": machine}
     message = run.from_rank_0(message)
     if not world.is_main:
         folder, previous = RunFolder.from_message(message, plan, rank=world.rank, path=path)
-    # From here on an early end is written down there, and closes it.
-    run.watch.keep(folder)
+        run.watch.keep(folder)
     control.meet()
     apart = run.backend.gather_json(folder.shared)
     if world.is_main:

@@ -280,7 +280,11 @@ class Watch:
             # The signal came when the result was written; the main thread is on its way out.
             if self._control.name.rank == 0:
                 self._control.report_end(EXIT_DONE)
-            self._is_over.wait(out_within_s - (monotonic() - start))
+            if self._is_over.wait(out_within_s - (monotonic() - start)):
+                return  # it has left the session, and shows the result
+            if self._control.name.rank == 0:
+                stop = self._control.stopping
+                say(f"dualeval: {stop} came when the result was written; not all that follows it is done.")
             end_process(EXIT_DONE)
         end_process(self._conclude())
 
