@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dualeval.errors import UsageError
-from dualeval.further_columns import KeptColumns
 from dualeval.wording import counted, first_of, is_unicode, nearest
+
+if TYPE_CHECKING:  # neither is needed for a help
+    import numpy as np
+    import numpy.typing as npt
+
+    from dualeval.further_columns import KeptColumns
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)

@@ -87,7 +87,9 @@ class LabelRule:
         table = np.array([*map(self.class_of, stored.tolist())], np.int16)
         classes = table.take(places.reshape(labels.shape), mode="clip")  # "raise" takes longer
         if classes.min() == _NO_CLASS:
-            raise ValueError(self._without_class(labels[classes == _NO_CLASS], others()))
+            raise ValueError(
+                self._without_class(labels[classes == _NO_CLASS], [*np.unique(labels).tolist(), *others()])
+            )
         return torch.from_numpy(classes)
 
     def _without_class(self, pixels: npt.NDArray[Any], others: Iterable[int]) -> str:

@@ -32,7 +32,11 @@ def job_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[t
     """Where two jobs differ; of other metrics these alone, and not what comes with them."""
     found = differences({"job": there}, {"job": here})
     one, other = (
-        [name for name in job.get("metrics", ()) if not name.startswith("nonfinite_")]
+        [
+            name
+            for name in job.get("metrics", ())
+            if not name.startswith("nonfinite_") and name != "tie_warning"
+        ]
         for job in (there, here)
     )
     if one == other:

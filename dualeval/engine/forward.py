@@ -18,7 +18,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial, layout_of
-from dualeval.engine.looks import LATER, Lasting, Widest, as_before, differing, is_short, length_of, look
+from dualeval.engine.looks import LATER, Lasting, Widest, as_before, differing, is_short, look
 from dualeval.engine.loop import Loop, compute_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -89,8 +89,7 @@ class UnderWay:
         self._waits = compute.ahead > 0
         # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
         self._stage: Stage = "forward" if evaluation.run.device.type == "cpu" else "device"
-        # Of a batch also the length of its samples, where it is asked for.
-        self._batches: deque[tuple[Work, Pending | None, float]] = deque()
+        self._batches: deque[tuple[Work, Pending | None]] = deque()
         self._widest = widest
         # Seconds in which batches were begun, or waited for.
         self.compute_s = 0.0
@@ -98,23 +97,24 @@ class UnderWay:
     def start(self, work: Work | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
         """Begin with a batch; ``data`` is None where no sample of it could be read."""
         start = perf_counter()
-        length = 0.0 if work is None or self._widest is None else length_of(data, len(work.samples))
+        if work is not None and data is not None and self._widest is not None:
+            self._widest.see(work.samples, data)
         pending = None if data is None else begin(data)
         if work is not None:
-            self._batches.append((work, pending, length))
+            self._batches.append((work, pending))
         self.compute_s += perf_counter() - start
 
     def count(self, *, all_but: int = 0) -> None:
         """Wait for the oldest batches and count them, until so many are left."""
         while len(self._batches) > all_but:
             start = perf_counter()
-            work, pending, length = self._batches.popleft()
+            work, pending = self._batches.popleft()
             if self._waits:
                 self._progress.step(self._stage, work.chunk)
             columns = None if pending is None else pending()
             self.compute_s += perf_counter() - start
-            if self._widest is not None and columns is not None and not work.failed:
-                self._widest.see(work.samples, length, columns)
+            if self._widest is not None and work.samples is self._widest.samples and not work.failed:
+                self._widest.columns = columns
             self._loop.count(work, columns)
 
 

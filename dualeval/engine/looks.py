@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Column, LateColumns
+from dualeval.columns import Column
 from dualeval.engine.compute import THREADS, Compute, is_compiled, map_batch, usable_threads
 from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.guest import OF_TASK, Generators, Kept, Snapshot, plain_values
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.loop import read_alone
-from dualeval.engine.nests import tensors_in
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, with_type
@@ -168,7 +167,7 @@ def _has_text(value: Any) -> bool:
 
 
 class Widest:
-    """The batch of a rank with the longest samples; of several the one with the largest outputs.
+    """The batch of a rank with the longest samples, the last of several of one size.
 
     What is decided by a whole batch, as a rotary embedding by its longest text and a quantization by its
     largest value, is other there than for a sample alone.
@@ -176,29 +175,35 @@ class Widest:
 
     def __init__(self) -> None:
         self.batches = 0
-        self._samples = range(0)
-        self._columns: Mapping[str, Column] = {}
-        self._size = -1.0, 0.0
+        self.samples = range(0)
+        # Set where they are counted.
+        self.columns: Mapping[str, Column] | None = None
+        self._size = 0.0, 0
 
-    def see(self, samples: range, length: float, columns: Mapping[str, Column]) -> None:
-        """Look at a batch whose input has at most so many numbers a sample."""
+    def see(self, samples: range, data: Any) -> None:
+        """Look at how many numbers its largest tensor has a sample; one function, as every batch needs it."""
         self.batches += 1
-        if length < self._size[0]:
-            return
-        of_batch = columns.given if isinstance(columns, LateColumns) else columns
-        floats = (each for each in of_batch.values() if isinstance(each, Tensor) and each.is_floating_point())
-        size = length, max((float(each.abs().max()) for each in floats if each.numel()), default=0.0)
-        if size > self._size:
-            self._samples, self._columns, self._size = samples, columns, size
+        longest, rest = 0, [data]
+        while rest:
+            each = rest.pop()
+            if isinstance(each, Tensor):
+                longest = max(longest, each.numel())
+            elif isinstance(each, Mapping):
+                rest += each.values()
+            elif isinstance(each, (list, tuple)):
+                rest += each
+        # A last batch may be of few samples.
+        if (size := (longest / len(samples), len(samples))) >= self._size:
+            self.samples, self.columns, self._size = samples, None, size
 
     def warnings(self, evaluation: Evaluation, computes: Callable[..., Compute]) -> tuple[list[str], bool]:
         """Compute some of its samples each alone; a warning where they have other numbers than in the loop.
 
         And whether the batch, computed once more, has them as well: then no batch size decides them.
         """
-        samples, least = self._samples, 2 if _is_rough(evaluation) else 1
+        samples, of_loop, least = self.samples, self.columns, 2 if _is_rough(evaluation) else 1
         places = sorted({(len(samples) - 1) * part // (_ALONE - 1) for part in range(_ALONE)})
-        if len(samples) < 2 or is_compiled(evaluation.model):
+        if of_loop is None or len(samples) < 2 or is_compiled(evaluation.model):
             return [], False
         evaluation.run.control.progress.step("forward")
         with as_before(evaluation.model, evaluation.task) as reset, computes(1) as compute:
@@ -209,17 +214,12 @@ class Widest:
                     reset()
                     if data is not None and not failed:
                         first, columns = part.start - samples.start, compute.start(data)()
-                        found += _of_batch(self._columns, columns, first, _allowed_of(evaluation))
+                        found += _of_batch(of_loop, columns, first, _allowed_of(evaluation))
                 return found
 
             # In half precision one may be at a border: a token, and with it all that follow.
             found = unlike([samples[place : place + 1] for place in places])
             return (found[:1], bool(unlike([samples]))) if len(found) >= least else ([], False)
-
-
-def length_of(data: Any, samples: int) -> float:
-    """How many numbers the largest tensor of a batch has a sample."""
-    return max((tensor.numel() for _, tensor in tensors_in(data)), default=0) / samples
 
 
 def is_short(seconds: float, forwards: int, of: float) -> bool:

@@ -89,7 +89,6 @@ def test_a_job_of_pictures(dry_run: DryRun, pictures: Path) -> None:
         (["--model", "squeezenet"], ["there is no model 'squeezenet'"]),
         (["--metric", "topp1"], ["'topp1'", "top1"]),
         (["--mean", "nan"], ["--mean nan", "expected numbers"]),
-        (["--metric", "top1", "--metric", "top1"], ["two metrics are called 'top1'"]),
         (["--mean", "0.5,0.5"], ["--mean has 2 values", "expected 3"]),
         (["--crop", "300"], ["black borders", "--resize"]),
         (["--crop", "8"], ["cannot take images of shape (3, 8, 8)"]),

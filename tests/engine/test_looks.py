@@ -345,7 +345,7 @@ def test_numbers_that_a_later_batch_shows_to_depend_on_it_are_a_warning(
 ) -> None:
     result, _ = evaluate(made(), **given)
     assert result.warnings == []
-    result, _ = evaluate(made(), data=with_switch(200), **given)
+    result, _ = evaluate(made(), data=with_switch(SAMPLES - 1), **given)
     [warning] = result.warnings
     assert "depend on the batch size" in warning and result.deterministic is True
 

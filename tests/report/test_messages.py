@@ -156,7 +156,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data": TensorDataset(INPUTS, LABELS + 7)},
-        "sample 0 has the label 7, but the model has 3 classes (labels 0 to 2). Correct the label",
+        "sample 0 has the label 7, but the model has 3 classes (labels 0 to 2). Give the labels of its",
     ),
     (
         {"data": TensorDataset(INPUTS, LABELS.float()), "metrics": ["top1"]},

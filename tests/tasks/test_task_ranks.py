@@ -189,7 +189,7 @@ def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path, ta
             shown = next((block for block in page.split("```") if block.startswith("\nmodel ")), "")
             first = {line.split()[0] for line in shown.splitlines() if line and line[0].isalpha()}
             printed = {line.split()[0] for line in (done.stdout + done.stderr).splitlines() if line.strip()}
-            assert first <= printed
+            assert first - {"warning:"} <= printed  # these texts are not cut
 
 
 def test_every_task_with_a_model_of_its_own_has_its_page_tried() -> None:
