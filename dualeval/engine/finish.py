@@ -326,7 +326,9 @@ class _Ended:
         known = {name: column for file in rows for name, column in file.columns.items()}
         scalar = [name for name, column in known.items() if column.form == PLAIN and not column.row_shape]
         names = mistakes.pair_among(scalar)
-        return [*mistakes.of_rows(self._columns(rows, names), samples)] if names else []
+        of = self._evaluation
+        reads = {name for metric in (*of.metrics, *of.row_metrics) for name in metric.columns}
+        return [*mistakes.of_rows(self._columns(rows, names), samples, reads=reads)] if names else []
 
     def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
         """Columns of all evaluated samples, mapped from files where there is a folder."""

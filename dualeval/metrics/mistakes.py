@@ -16,6 +16,7 @@ from dualeval.metrics.segmentation import Overlap
 
 # Columns of what is right, beside "prediction", and what their numbers are.
 _NOUNS = {"target": "class", "answer": "choice"}
+_ERRORS = ("error", "absolute_error", "squared_error")
 _EVIDENCE = 6.0  # -ln of how often chance may give as much: once in 400 runs
 # Of fewer samples, or where most targets are of one class, an honest model may predict one class alone.
 _LEAST, _MOST = 100, 0.9
@@ -46,11 +47,14 @@ def of_counts(parts: Iterable[tuple[Any, Any]], samples: int) -> list[str] | Non
     return None
 
 
-def of_rows(columns: Mapping[str, Any], samples: int) -> Iterator[str]:
-    """What to check first, from the two columns, one number a sample; nothing where all may be right."""
+def of_rows(columns: Mapping[str, Any], samples: int, *, reads: Collection[str] = _ERRORS) -> Iterator[str]:
+    """What to check first, from the two columns, one number a sample; nothing where all may be right.
+
+    ``reads`` are all columns of the metrics: those of errors make a regression of targets of 0 and 1.
+    """
     [(name, target), (_, prediction)] = columns.items()
     if "f" in (target.dtype.kind, prediction.dtype.kind):
-        return _of_numbers(target, prediction)
+        return _of_numbers(target, prediction, is_regression=not {*_ERRORS}.isdisjoint(reads))
     own, found = (each[target >= 0].astype(np.int64) for each in (target, prediction))
     found = np.maximum(found, NO_CLASS) - NO_CLASS
     width = 1 + int(found.max(initial=0))
@@ -134,12 +138,14 @@ def _best_order(target: Any, predicted: Any, count: Any, size: int) -> Any:
     return order
 
 
-def _of_numbers(target: Any, prediction: Any) -> Iterator[str]:
+def _of_numbers(target: Any, prediction: Any, *, is_regression: bool) -> Iterator[str]:
     known = np.isfinite(target) & np.isfinite(prediction)
     wanted, found = (each[known].astype(np.float64) for each in (target, prediction))
     if len(wanted) < _LEAST or not np.ptp(wanted):
         return
     if np.isin(wanted, (0, 1)).all():
+        if not is_regression:
+            return  # a metric of scores
         yield (
             "every target is 0 or 1, and the model gives one number a sample, so it is evaluated as a "
             "regression. If the number is the logit of class 1, make two: "

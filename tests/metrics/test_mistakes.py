@@ -172,3 +172,5 @@ def test_a_logit_of_class_1_is_no_regression() -> None:
     targets = np.arange(200) % 2.0
     [said] = mistakes.of_rows({"target": targets, "prediction": 8 * targets - 4}, 200)
     assert "torch.nn.functional.pad(outputs" in said
+    scores = {"target": targets, "prediction": 8 * targets - 4}
+    assert not [*mistakes.of_rows(scores, 200, reads=("prediction", "target"))]  # as those of BinaryAUROC
