@@ -327,7 +327,7 @@ class _Ended:
         scalar = [name for name, column in known.items() if column.form == PLAIN and not column.row_shape]
         names = mistakes.pair_among(scalar)
         of = self._evaluation
-        reads = {name for metric in (*of.metrics, *of.row_metrics) for name in metric.columns}
+        reads = {name for each in (of.metrics, of.row_metrics) for metric in each for name in metric.columns}
         return [*mistakes.of_rows(self._columns(rows, names), samples, reads=reads)] if names else []
 
     def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
