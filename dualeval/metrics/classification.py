@@ -9,7 +9,7 @@ The columns, one value per sample, are made by ``observe_logits``:
     rank        int32    number of classes ahead of the target; at least num_classes where a logit is NaN
     nan_logits  bool     at least one logit is NaN
     inf_logits  bool     at least one logit is infinite
-    ties        int32    on request: classes with the largest logit, where the true class is one; else 0
+    ties        int32    on request: how many of ``top`` have the largest logit, where the target has it
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows
 _NO_RANK = 2**31 - 1
 # As tensors, for the reason given in ``ordering.py``.
 _ZERO = torch.tensor(0.0, device="cpu")  # whatever the default device is
+_LOWER_HALF = torch.tensor(32, device="cpu")
 _ZERO_DOUBLE = torch.tensor(0.0, dtype=torch.float64, device="cpu")
 _ECE_BINS = 15
 # Half precision sums a thousand classes to 1 within this.
@@ -85,21 +86,22 @@ def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]
     values = _as_float32(logits) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
     if wanted & {"loss", "confidence"}:
         found["loss"], found["confidence"] = _loss_and_confidence(values, target_index)
-    largest = values.amax(dim=1, keepdim=True)
-    nan_logits = found["nan_logits"] = largest.squeeze(1).isnan()
-    if "ties" in wanted:
-        is_largest = values.gather(1, target_index) == largest
-        found["ties"] = (values == largest).logical_and_(is_largest).sum(dim=1, dtype=torch.int32)
+    nan_logits = found["nan_logits"] = values.amax(dim=1).isnan()
     if "inf_logits" in wanted:
         # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
         sums = torch.nansum(values, dim=1, dtype=torch.float64)
         found["inf_logits"] = sums.mul_(_ZERO_DOUBLE).isnan()
-    keys = order_keys_in_place(values) if wanted & {"rank", "prediction", "top"} else values
-    if "rank" in wanted:
-        rank = (keys > keys.gather(1, target_index)).sum(dim=1, dtype=torch.int32)
+    keys = order_keys_in_place(values) if wanted & {"rank", "prediction", "top", "ties"} else values
+    if wanted & {"rank", "ties"}:
+        of_target = keys.gather(1, target_index)
+        rank = (keys > of_target).sum(dim=1, dtype=torch.int32)
         found["rank"] = rank.masked_fill_(nan_logits, _NO_RANK)
-    if wanted & {"prediction", "top"}:
-        first = torch.topk(keys, min(top, logits.shape[1]), dim=1).indices.to(torch.int32)
+    if wanted & {"prediction", "top", "ties"}:
+        largest, places = torch.topk(keys, min(top, logits.shape[1]), dim=1)
+        if "ties" in wanted:  # the upper halves of the keys are the logits
+            alike = largest >> _LOWER_HALF == of_target >> _LOWER_HALF
+            found["ties"] = (alike.sum(dim=1, dtype=torch.int32) * alike[:, 0]).masked_fill_(nan_logits, 0)
+        first = places.to(torch.int32)
         found["top"] = first.masked_fill_(nan_logits.unsqueeze(1), NO_CLASS)
         found["prediction"] = first[:, 0]
     found["target"] = target.to(torch.int32)

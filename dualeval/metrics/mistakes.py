@@ -104,19 +104,23 @@ def _of_classes(
 
 
 def _exchanges(order: Any, target: Any, predicted: Any, count: Any, weight: float) -> bool:
-    """Whether an order exchanges some classes alone, of which most samples are predicted as the other one.
+    """Whether an order exchanges some classes alone, each of which is mostly predicted as the other one.
 
-    No honest model takes two classes for each other more often than for themselves, even at chance.
+    A model that guesses, whatever classes it prefers, predicts one of such a circle at least no less often as
+    itself than as the next: the weakest is the evidence.
     """
     moved = {each for each in np.flatnonzero(order != np.arange(len(order))) if order[each] < len(order)}
     while moved != (kept := {each for each in moved if order[each] in moved}):
         moved = kept
-    inside = np.isin(target, [*moved])
-    other = int(count[inside & (order[target] == predicted)].sum())
-    own = int(count[inside & (target == predicted)].sum())
     targets = np.unique(target[target >= 0]).size
     chosen = _EVIDENCE + math.lgamma(targets + 1) - math.lgamma(targets - len(moved) + 1)
-    return other > 2 * own and _evidence(other / (own + other), 0.5, weight * (own + other)) > chosen
+    for each in moved:
+        other, own = (
+            int(count[(target == each) & (predicted == named)].sum()) for named in (order[each], each)
+        )
+        if other <= 2 * own or _evidence(other / (own + other), 0.5, weight * (own + other)) <= chosen:
+            return False
+    return bool(moved)
 
 
 def _evidence(share: float, by_chance: float, samples: float) -> float:

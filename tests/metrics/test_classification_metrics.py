@@ -516,7 +516,7 @@ def test_ties_that_the_order_of_the_classes_decides_are_a_warning(
 ) -> None:
     torch.manual_seed(0)
     logits = (torch.rand(2000, 10) * levels).floor()
-    columns = observe_logits(logits, targets(logits.argmax(1)), 5, {"ties"})
+    columns = observe_logits(logits, targets(logits.argmax(1)), 10, {"ties"})
     is_best = logits.gather(1, columns["target"].long()[:, None]) == logits.amax(1, keepdim=True)
     wanted = (logits == logits.amax(1, keepdim=True)).sum(1) * is_best[:, 0]
     assert torch.equal(columns["ties"].long(), wanted)
