@@ -210,7 +210,15 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
 
     if task is None and "model" in options and isinstance(options.get("data"), str | Path):
         return _image_task_of(options)
+    if options.get("metrics") and options.get("metric"):
+        raise UsageError("metric and metrics were given: give metrics=[...] alone")
     names = set(inspect.signature(ModelTask).parameters)
+    of_images = {*ImageClassificationKeywords.__annotations__, "preprocessing", "model_arguments"}
+    if found := [name for name in options if name in of_images - {*RunKeywords.__annotations__, *names}]:
+        raise UsageError(
+            f"{found[0]} is for a path as data, of pictures with classes. A data set prepares its samples, "
+            "and a module has its weights: leave it out"
+        )
     of_task = {name: options[name] for name in options if name in names}
     if task is None:
         missing = [name for name in ("model", "data") if name not in of_task]
@@ -243,6 +251,8 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     # What only Python can say.
     of_python = [name for name in ("model", "preprocessing") if not isinstance(given.get(name, ""), str)]
     made = {name: given.pop(name) for name in of_python}
+    if "model_arguments" in rest:
+        made["model_arguments"] = rest.pop("model_arguments")
     metrics = options.get("metrics") or ()
     if not isinstance(metrics, list | tuple) or not all(isinstance(each, str) for each in metrics):
         raise UsageError(

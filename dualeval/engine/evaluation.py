@@ -22,7 +22,7 @@ from dualeval.engine.measured import kept_columns
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.run_state import Run
-from dualeval.engine.samples import HuggingFaceSamples, random_transforms
+from dualeval.engine.samples import HuggingFaceSamples
 from dualeval.errors import UsageError
 from dualeval.further_columns import NOT_NAMED, FurtherColumns, KeptColumns
 from dualeval.metrics import Metric, RowMetric, split_by_kind
@@ -100,7 +100,6 @@ class Evaluation:
             for name, rows in parts
             if name not in columns_of_groups(self.run.options.by)
         ]
-        said += random_transforms(self.dataset)
         return said if self.measures else [_NO_METRICS, *said]
 
 

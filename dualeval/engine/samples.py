@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
@@ -88,32 +88,6 @@ def check_samples(data: Any) -> None:
     if hint or not (_has_length(data) and hasattr(data, "__getitem__")):
         found = "None" if data is None else f"a {type(data).__name__}"
         raise UsageError(f"the data is {found}, which has no length or no samples by index: {_WANTED}{hint}")
-
-
-def random_transforms(data: Any) -> list[str]:
-    """A warning of torchvision's transforms that act on some of the samples: two readings may be alike."""
-    data = getattr(data, "wrapped", data)
-    while isinstance(data, Subset):
-        data = data.dataset
-    code = getattr(getattr(type(data), "__getitem__", None), "__code__", None)
-    names = () if code is None else code.co_names
-    if any("train" in name for name in names):
-        return []  # it may leave them out
-    pending, found = [getattr(data, name, None) for name in _TRANSFORMS if name in names], dict[str, None]()
-    while pending:
-        each = pending.pop(0)
-        if isinstance(each, list | tuple | nn.ModuleList):
-            pending += each
-        elif type(each).__module__.startswith("torchvision."):
-            pending += [getattr(each, name, None) for name in _TRANSFORMS]
-            kind, part = type(each).__name__, getattr(each, "p", None)
-            if kind.startswith("Random") and isinstance(part, int | float) and 0 < part < 1:
-                found[f"{kind}(p={part})"] = None
-    said = (
-        f"the data set changes some of its samples at random ({', '.join(found)}): another run, or another "
-        "number of processes, gives another result. Give it a transform without random augmentation"
-    )
-    return [said] if found else []
 
 
 class Samples:

@@ -25,7 +25,7 @@ def chosen_metrics(
     """
     own = as_metrics(own)
     every = [*columns, *(name for metric in own for name in metric.columns)]
-    chosen = by_names(asked, own, lambda text: named(text, own, columns)) or own
+    chosen = by_names(asked, own, lambda text: named(text, own, columns), by_value=False) or own
     return with_warning(chosen, every)
 
 
@@ -60,11 +60,12 @@ def _of_columns(function: Callable[..., Any]) -> Rows:
     of_name = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     takes = inspect.signature(function).parameters.values()
     columns = [each.name for each in takes if each.kind in of_name and each.default is each.empty]
-    if not columns or not function.__name__.isidentifier():
+    unnamed = any(each.kind is each.KEYWORD_ONLY and each.default is each.empty for each in takes)
+    if unnamed or not columns or not function.__name__.isidentifier():
         raise UsageError(
             f"metrics has the function {function.__name__}: as a metric a function has a name, and its "
-            "parameters are the names of columns, as in def error(prediction, target). Or write "
-            "dualeval.metrics.Rows(function, ['prediction', 'target'], name=...)"
+            "parameters without a default are the names of columns, as in def error(prediction, target). Or "
+            "write dualeval.metrics.Rows(function, ['prediction', 'target'], name=...)"
         )
     return Rows(function, columns)
 

@@ -141,29 +141,37 @@ def _has_ledger(metric: Metric | RowMetric) -> TypeGuard[Metric]:
 DEFAULT = "default"
 
 
-def called(text: str, metrics: Sequence[Metric | RowMetric]) -> Sequence[Metric | RowMetric]:
+def called(
+    text: str, metrics: Sequence[Metric | RowMetric], *, by_value: bool = True
+) -> Sequence[Metric | RowMetric]:
     """Those of a task's default metrics that a text names; none where it names none.
 
-    "default" names all, and the name of a metric, or of one of the values that it gives, that one.
+    "default" names all, and the name of a metric, or of one of the values that it gives, that one. A metric
+    of a user's own is not asked for its values: it may divide by a count, of which there is none yet.
     """
     if text == DEFAULT:
         return metrics
     return [metric for metric in metrics if metric.name == text][:1] or [
-        metric for metric in metrics if text in _values_of(metric)
+        metric for metric in metrics if by_value and text in _values_of(metric)
     ][:1]
 
 
 def by_names(
-    asked: Sequence[Any], default: Sequence[Metric | RowMetric], made: Callable[[str], Metric | RowMetric]
+    asked: Sequence[Any],
+    default: Sequence[Metric | RowMetric],
+    made: Callable[[str], Metric | RowMetric],
+    *,
+    by_value: bool = True,
 ) -> list[Metric | RowMetric]:
     """What texts name, each metric once, and metrics as they are; ``made`` makes what is no default one."""
     found, texts = list[Metric | RowMetric](), set[str]()
     for each in asked:
-        for metric in (called(each, default) or [made(each)]) if isinstance(each, str) else [each]:
-            if not isinstance(each, str) or metric.name not in texts:
-                found.append(metric)
-            if isinstance(each, str):
-                texts.add(metric.name)
+        if not isinstance(each, str):
+            found.append(each)
+            continue
+        named = called(each, default, by_value=by_value) or [made(each)]
+        found += [metric for metric in named if metric.name not in texts]
+        texts.update(metric.name for metric in named)
     return found
 
 

@@ -87,7 +87,8 @@ class R2(Pearson):
         if len(target) < 2 or (target == target[0]).all():
             return None
         around = target - math.fsum(target) / len(target)
-        return 1 - math.fsum(np.square(target - prediction)) / math.fsum(around * around)
+        squares = math.fsum(around * around)
+        return 1 - math.fsum(np.square(target - prediction)) / squares if squares else None
 
 
 def _ranks(values: _Numbers) -> _Numbers:
@@ -101,7 +102,10 @@ def _correlation(one: _Numbers, other: _Numbers) -> float | None:
         return None
     first, second = (values - math.fsum(values) / len(values) for values in (one, other))
     squares = math.fsum(first * first), math.fsum(second * second)
-    return math.fsum(first * second) / (math.sqrt(squares[0]) * math.sqrt(squares[1]))
+    # Squares of differences below 1e-162 are 0.
+    return (
+        math.fsum(first * second) / (math.sqrt(squares[0]) * math.sqrt(squares[1])) if all(squares) else None
+    )
 
 
 # Those of a regression, for the columns prediction, target, squared_error and absolute_error.

@@ -13,15 +13,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
-from torchvision import transforms
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
 
 import dualeval
-from dualeval.engine.samples import random_transforms
 from dualeval.errors import UsageError
 from dualeval.tasks.question_answering import QuestionAnswering
 from tests import questions
@@ -343,31 +338,3 @@ def test_a_data_frame_is_refused_by_what_to_type() -> None:
     with pytest.raises(UsageError, match=r'a DataFrame, .* Give its rows: data\.to_dict\("records"\)'):
         dualeval.wrap(frame)
     assert dualeval.wrap(frame.to_dict("records"))[1] == {"input": [3.0, 4.0], "label": 1}
-
-
-def test_random_transforms_are_named(tmp_path: Path) -> None:
-    for label in "ab":
-        (tmp_path / label).mkdir()
-        Image.new("RGB", (8, 8)).save(tmp_path / label / "0.png")
-    nested = transforms.RandomApply([transforms.Compose([v2.RandomGrayscale(0.2)])], p=0.1)
-    some = transforms.Compose([transforms.ToTensor(), transforms.RandomErasing(p=0.1), nested])
-    data = ImageFolder(str(tmp_path), some)
-    [warning] = random_transforms(Subset(data, [0]))
-    assert "(RandomErasing(p=0.1), RandomApply(p=0.1), RandomGrayscale(p=0.2))" in warning
-    # What acts on every sample is seen in the first ones.
-    none = transforms.Compose(
-        [transforms.ToTensor(), transforms.RandomErasing(p=0), transforms.RandomCrop(8)]
-    )
-    assert random_transforms(ImageFolder(str(tmp_path), none)) == []
-
-    class OfTraining(list[Any]):
-        train, transform = False, some
-
-        def __getitem__(self, index: Any) -> Any:
-            row = super().__getitem__(index)
-            return self.transform(row) if self.train else row
-
-    assert random_transforms(OfTraining([1])) == random_transforms(torch.zeros(3)) == []
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
-    result = dualeval.evaluate(model=model, data=data)
-    assert any("RandomErasing(p=0.1)" in each for each in result.warnings)

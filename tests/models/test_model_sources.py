@@ -407,11 +407,16 @@ def test_no_alarm_where_arguments_decide_nothing(tmp_path: Path) -> None:
     }
     torch.save({"state_dict": net_of("Net").state_dict(), "hyper_parameters": held}, tmp_path / "ck.pt")
     classifiers.build("of_arguments:Net", str(tmp_path / "ck.pt"), 3)
+    # As argparse has what nobody gave, and a text of the same number.
+    held = {"activation": None, "widths": "(3, 3)", "norm": ""}
+    torch.save({"state_dict": net_of("Net").state_dict(), "args": held}, tmp_path / "ck.pt")
+    classifiers.build("of_arguments:Net", str(tmp_path / "ck.pt"), 3)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["drop_path_rate", "attn_drop", "hidden_dropout_prob", "dropout1", "p_drop", "max_lr", "lr_scheduler"],
+    ["seed", "mode", "name", "path", "resume", "model"]
+    + ["drop_path_rate", "attn_drop", "hidden_dropout_prob", "dropout1", "p_drop", "max_lr", "lr_scheduler"],
 )
 def test_names_of_training(name: str) -> None:
     assert _OF_TRAINING.fullmatch(name)

@@ -122,6 +122,29 @@ def test_names_and_functions_of_a_regression() -> None:
     assert evaluate(model=linear(5, 1), data=constant, metrics=["r2"]).metrics == {"r2": None}
 
 
+def by_keyword(prediction: Any, *, k: int) -> float:
+    return float(prediction[k])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"metrics": ["mae"], "metric": ["mse"]}, "metric and metrics were given"),
+        ({"preprocessing": "imagenet"}, "preprocessing is for a path as data"),
+        ({"metrics": [by_keyword]}, "the function by_keyword: .* parameters without a default"),
+    ],
+)
+def test_what_does_not_go_with_a_data_set(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        evaluate(model=linear(5, 1), data=TensorDataset(numbers(SAMPLES, 5), numbers(SAMPLES)), **given)
+
+
+def test_tiny_numbers_have_no_correlation() -> None:
+    data = TensorDataset(numbers(SAMPLES, 5), numbers(SAMPLES).double() * 1e-170)
+    found = evaluate(model=linear(5, 1), data=data, metrics=["r2", "pearson"]).metrics
+    assert found == {"r2": None, "pearson": None}
+
+
 def test_a_value_of_a_default_metric_is_a_name() -> None:
     data = TensorDataset(numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7)
     every = evaluate(model=linear(5, 7), data=data)

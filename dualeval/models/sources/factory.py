@@ -31,7 +31,7 @@ _OF_TORCH = {*vars(nn.Module())} - {"_buffers"}
 _MADE_AGAIN_BELOW = 10**8
 # Arguments that decide no output of an evaluation: dropout's, those of the training; and the data's number.
 _OF_TRAINING = re.compile(
-    r"num_classes|(.*_)?drop(out|path)?\d*(_block|_connect|_path)?(_rate|_prob|_p|_ratio)?|(lr_)?schedul\w*"
+    r"num_classes|seed|mode|train(ing)?|name|path|resume|checkpoint|model|(.*_)?drop(out|path)?\d*(_block|_connect|_path)?(_rate|_prob|_p|_ratio)?|(lr_)?schedul\w*"
     r"|(.*_)?(lr|learning_rate|wd|weight_decay|momentum|betas|optim\w*|epochs?|warmup|max_steps|batch_size"
     r"|num_workers|devices?|gpus?|patience|label_smoothing|loss|criterion|pretrained|weights|ema|mixup|cutmix"
     r"|augment\w*|verbose|(data|log|save|output)_(dir|path))(_.*)?"
@@ -85,7 +85,8 @@ class FactoryModel(ModelSource):
             name: (value, takes[name].default)
             for name, value in found.arguments.items()
             if name in takes and is_plain(takes[name].default) and not _OF_TRAINING.fullmatch(name)
-            if name not in self.arguments and _as_tuple(value) != _as_tuple(takes[name].default)
+            if name not in self.arguments and value not in (None, "")  # as argparse has what nobody gave
+            if not _alike(value, takes[name].default)
         }
         if other:
             pairs = [f"{name} is {file!r}, called with {call!r}" for name, (file, call) in other.items()]
@@ -141,8 +142,10 @@ class FactoryModel(ModelSource):
         return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments are equal, also where one is a list or a text of the other."""
+    one, other = (tuple(value) if isinstance(value, list) else value for value in (one, other))
+    return bool(one == other or str(one) == str(other))
 
 
 def _typed(name: str, value: Any) -> str:
