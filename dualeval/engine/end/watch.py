@@ -277,14 +277,18 @@ class Watch:
                 return
             end_process(self.code)
         if self.is_done:
-            # The signal came when the result was written; the main thread is on its way out.
+            # The result was written before; the main thread is on its way out, or waits for a lost rank.
             if self._control.name.rank == 0:
                 self._control.report_end(EXIT_DONE)
             if self._is_over.wait(out_within_s - (monotonic() - start)):
                 return  # it has left the session, and shows the result
             if self._control.name.rank == 0:
-                stop = self._control.stopping
-                say(f"dualeval: {stop} came when the result was written; not all that follows it is done.")
+                failure, stop = self._control.failure, self._control.stopping
+                came = f"dualeval: {stop} came when the result was written"
+                if failure is not None:
+                    lost = spoken(failure, 0).removeprefix("dualeval: error: ").rstrip(".")
+                    came = f"dualeval: note: the result is complete, but {lost}"
+                say(f"{came}; not all that follows it is done.")
             end_process(EXIT_DONE)
         end_process(self._conclude())
 
