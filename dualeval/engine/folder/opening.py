@@ -206,13 +206,14 @@ def read_previous(
 def remove_leftovers(path: Path) -> None:
     """Remove what killed runs have left half written; for who holds the folder's lease.
 
-    Only where nobody has written into it for a while: ranks on other hosts may outlive rank 0.
+    Of ranks that may outlive rank 0, on other hosts, only where nobody has written into it for a while.
     """
+    of_rank_0 = (f"{PREDICTIONS}.", f"{RESULT}.")  # which has lost the lease
     # The disk's clock, which may be another host's.
     now = (path / LEASE).stat().st_mtime
     for file in layout.partial_files(path):
         with suppress(FileNotFoundError):
-            if now - file.stat().st_mtime > TAKE_OVER_AFTER_S:
+            if file.name.startswith(of_rank_0) or now - file.stat().st_mtime > TAKE_OVER_AFTER_S:
                 file.unlink()
 
 
