@@ -18,7 +18,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial, layout_of
-from dualeval.engine.looks import LATER, Lasting, Widest, as_before, differing, is_short, look
+from dualeval.engine.looks import ALONE, LATER, Lasting, Widest, as_before, differing, is_short, look
 from dualeval.engine.loop import Loop, compute_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -70,8 +70,8 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
 
 def _of_widest(evaluation: Evaluation, widest: Widest, seconds: float) -> tuple[list[str], list[str]]:
     """Warnings of samples that are computed alone after a loop of so many seconds; and what is unlike."""
-    batches, several = max(widest.batches, 1), 4
-    if is_short(seconds * several / batches, several, batches * evaluation.plan.batch_size):
+    batches = max(widest.batches, 1)
+    if is_short(seconds * ALONE / batches, ALONE, batches * evaluation.plan.batch_size):
         with suppress(Exception):  # some models want batches of one size
             said, is_other = widest.warnings(evaluation, partial(compute_of, evaluation))
             return ([], [LATER]) if is_other else (said, [])

@@ -46,7 +46,7 @@ _MORE, _READ_WITHIN_S = 16, 0.2
 _ROUNDING, _ROUNDING_OF_HALF, _LEAST = 0.01, 0.05, 0.1
 _HALF = {torch.float16, torch.bfloat16}
 # Samples that are computed each alone after the loop.
-_ALONE = 4
+ALONE = 4
 # Names in a sentence.
 _NAMED = 3
 # How long one of two batches waits for the other where they are computed at the same time.
@@ -202,7 +202,7 @@ class Widest:
         And whether the batch, computed once more, has them as well: then no batch size decides them.
         """
         samples, of_loop, least = self.samples, self.columns, 2 if _is_rough(evaluation) else 1
-        places = sorted({(len(samples) - 1) * part // (_ALONE - 1) for part in range(_ALONE)})
+        places = sorted({(len(samples) - 1) * part // (ALONE - 1) for part in range(ALONE)})
         if of_loop is None or len(samples) < 2 or is_compiled(evaluation.model):
             return [], False
         evaluation.run.control.progress.step("forward")

@@ -24,8 +24,6 @@ Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
 # Whose contents lie in memory.
 _IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
 _ARRAYS = (Tensor, np.ndarray)
-# Attributes in which data sets and torchvision's transforms keep transforms.
-_TRANSFORMS = ("transform", "transforms", "preprocess")
 _ROWS_AT_ONCE = 1 << 14
 _WANTED = "expected a tensor (a row a sample), a list or a map-style data set, with __len__ and __getitem__"
 

@@ -31,7 +31,8 @@ _OF_TORCH = {*vars(nn.Module())} - {"_buffers"}
 _MADE_AGAIN_BELOW = 10**8
 # Arguments that decide no output of an evaluation: dropout's, those of the training; and the data's number.
 _OF_TRAINING = re.compile(
-    r"num_classes|seed|mode|train(ing)?|name|path|resume|checkpoint|model|(.*_)?drop(out|path)?\d*(_block|_connect|_path)?(_rate|_prob|_p|_ratio)?|(lr_)?schedul\w*"
+    r"num_classes|seed|mode|train(ing)?|name|path|resume|checkpoint|model"
+    r"|(.*_)?drop(out|path)?\d*(_block|_connect|_path)?(_rate|_prob|_p|_ratio)?|(lr_)?schedul\w*"
     r"|(.*_)?(lr|learning_rate|wd|weight_decay|momentum|betas|optim\w*|epochs?|warmup|max_steps|batch_size"
     r"|num_workers|devices?|gpus?|patience|label_smoothing|loss|criterion|pretrained|weights|ema|mixup|cutmix"
     r"|augment\w*|verbose|(data|log|save|output)_(dir|path))(_.*)?"
