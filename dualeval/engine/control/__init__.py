@@ -1,1 +1,1 @@
-"""The control plane: where ranks meet, share out chunks, tell how far they are, and learn that one failed."""
+"""The control plane: ranks meet here, share out chunks, report their progress, and learn of failures."""

@@ -1,7 +1,7 @@
-"""The end of a run, as far as this rank knows of it: why, by whom, and who has saved what it had.
+"""What this rank knows of the end of the run: the reason, who caused it, and which ranks have saved.
 
-Any thread reports here what ends the run. The helper thread (``plane``) takes it to the store, and brings
-what holds for all ranks.
+Any thread may report an end here. The helper thread (``plane``) sends the report to the store, and reads the
+verdict that holds for all ranks.
 """
 
 from __future__ import annotations
@@ -19,52 +19,51 @@ from dualeval.errors import DualevalError, PeerError
 
 
 class Ending:
-    """What a rank knows of the end of the run, and reports of it; a part of its ``ControlPlane``."""
+    """The end of the run, as one rank knows and reports it; the base class of ``ControlPlane``."""
 
     def __init__(self, name: Name, meetings: Meetings | None) -> None:
         self.name = name
         self.size = 1 if meetings is None else meetings.size
-        # Set when another rank's failure or a stop has been heard of, for who watches.
+        # Wakes the watch: set when this rank learns of a failure, a stop or the end.
         self.news = threading.Event()
-        # Set on rank 0 when all ranks have reported that they have `saved`; on the others when rank 0 has
-        # written that down.
+        # Set on rank 0 when all ranks have reported `saved`, on the others when rank 0 has recorded the end.
         self.all_saved = threading.Event()
-        # Why all ranks end, as the store has decided; None as long as nothing is known of it here.
+        # Why all ranks end, as the store has decided; None while this rank knows of no verdict.
         self.verdict: Verdict | None = None
-        # The failure that was heard of first, which may be this rank's alone: rank 0 is gone.
+        # The first known failure. Perhaps only this rank knows it, because rank 0 cannot be reached.
         self.failure: PeerError | None = None
-        # The name of the signal that has asked the run to end; None where none has.
+        # Name of the signal that stops the run; None without one.
         self.stopping: str | None = None
         self._meetings = meetings
         self._saved: int | None = None
         self._saved_by_all: dict[int, int] = {}
         self._names: dict[int, Name] = {name.rank: name}
-        # What the helper thread is to say to the store with its next beat.
+        # Messages that the helper thread sends to the store with its next heartbeat.
         self._outbox: deque[Callable[[TCPStore], None]] = deque()
         self._wake = threading.Event()
 
     @property
     def end_code(self) -> int | None:
-        """What rank 0 ends with, once it has said so."""
+        """Rank 0's exit code, once rank 0 has reported it."""
         held = self.verdict
         return held.exit_code if held is not None and held.kind == "end" else None
 
     def stop(self, signal: str) -> None:
-        """Ask all ranks to end: this one knows at once, the others with their next beat."""
+        """Ask all ranks to end: this one learns of it at once, the others with their next heartbeat."""
         if self.stopping is None:
             self.stopping = signal
             self._propose(Verdict.stop(self.name.rank, signal))
         self.news.set()
 
     def saved(self, chunks: int) -> None:
-        """Report that this rank has saved what it had finished, and does nothing more."""
+        """Report that this rank has saved its finished chunks and does nothing more."""
         self._saved = self._saved_by_all[self.name.rank] = chunks
         if self._meetings is None:
             self.all_saved.set()
         self._wake.set()
 
     def fail_to_save(self, problem: str) -> None:
-        """Report, in place of ``saved``, that this rank cannot save what it had."""
+        """Report, in place of ``saved``, that this rank cannot save its finished chunks."""
         error = DualevalError(f"what was finished could not be saved: {problem}")
         self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
         self.all_saved.set()
@@ -80,7 +79,7 @@ class Ending:
 
     @property
     def missing(self) -> list[str]:
-        """On rank 0: the ranks that have not reported that they have saved what they had."""
+        """On rank 0: the ranks that have not reported `saved`."""
         return [
             str(self._names.get(rank, f"rank {rank}"))
             for rank in range(self.size)
@@ -89,17 +88,17 @@ class Ending:
 
     @property
     def ended(self) -> str | None:
-        """On rank 0: what is said of a missing rank whose process, on this host, has ended."""
+        """On rank 0: a message about a rank of this host whose process exited before it had saved."""
         gone = self._gone()
         return how_it_ended(gone[0]) if gone else None
 
     def _gone(self, left: Collection[int] = ()) -> list[Name]:
-        """Ranks of this host whose process has ended, though they have not saved, or left."""
+        """Ranks of this host whose process exited before they had saved or left."""
         known = {*self._saved_by_all, *left}
         return [name for rank, name in self._names.items() if rank not in known and name.has_ended]
 
     def _conclude(self, failure: Verdict) -> None:
-        # In this order: the helper thread ends once it has heard of a failure and has nothing to propose.
+        # Propose first: the helper thread exits once a failure is known and nothing is left to propose.
         self._propose(failure)
         self._hear_failure(failure.to_error())
 
@@ -121,15 +120,15 @@ class Ending:
         self._wake.set()
 
     def _hear(self, verdict: Verdict) -> None:
-        """Take note of the verdict that holds."""
+        """Record the verdict that holds."""
         before = self.verdict
         if verdict == before or (verdict.kind == "attempt" and before and not verdict.replaces(before)):
             return
         self.verdict = verdict
         if verdict.kind == "attempt":
-            return  # the main thread looks for it
+            return  # the main thread checks for it
         if verdict.kind != "stop":
-            # Nothing more of what is waited for will come.
+            # Nothing is left to wait for.
             self.all_saved.set()
         if verdict.kind == "failure":
             self._hear_failure(verdict.to_error())
@@ -139,5 +138,5 @@ class Ending:
 
 
 def how_it_ended(name: Name) -> str:
-    """What is said of a rank whose process has ended without a word."""
+    """The message about a rank whose process exited without a report."""
     return f"{name} exited without a message: it was killed or crashed"

@@ -1,7 +1,7 @@
-"""Meetings: where ranks wait for each other, share out chunks, choose who speaks, and leave in order.
+"""Meetings: ranks wait for each other here, share out chunks, choose who speaks, and leave in order.
 
-All of it on one client of the store, the main thread's: a call may hang for as long as rank 0's host is
-stopped or cut off.
+All calls use the main thread's client of the store; a call hangs while rank 0's host is suspended or
+unreachable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAILED = "failed"
 
 
 class Meetings:
-    """The main thread's end of the store."""
+    """The main thread's access to the store."""
 
     def __init__(self, store: TCPStore, token: str, size: int, name: Name, rank_0: Name) -> None:
         self.store = store
@@ -38,15 +38,15 @@ class Meetings:
         self._token = token
         self._name = name
         self._rank_0 = rank_0
-        # Each attempt counts its meetings from 0: ranks on which it breaks have come to fewer than others.
+        # Each attempt counts its meetings from 0: a rank on which one fails has held fewer than others.
         self._attempt = 0
         self._held = 0
-        # False where nobody answers: whoever asks a store that has gone gets pages of frames from torch.
+        # False once the store does not answer: each call to a lost store makes torch print pages of frames.
         self.is_reachable = True
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Around calls to the store: turns its errors into the news that rank 0 is gone."""
+        """Turn errors of the store within the block into a PeerError: rank 0 is gone."""
         gone = PeerError(
             f"{self._rank_0} can no longer be reached: it ended, or its host or network did",
             rank=0,
@@ -60,28 +60,28 @@ class Meetings:
             raise gone from error
 
     def come(self, heartbeat: str) -> None:
-        """Say that this rank is there."""
+        """Announce this rank."""
         with self.asking():
             self.store.set(self.key(f"heartbeat/{self._name.rank}"), heartbeat)
             self.store.set(self.key(f"name/{self._name.rank}"), json.dumps(asdict(self._name)))
 
     def key(self, name: str) -> str:
-        """The store's name for a key of this run."""
+        """Prefix a key with the token of this run."""
         return f"{self._token}/{name}"
 
     def keys(self, name: str) -> list[str]:
-        """That of each rank."""
+        """The keys of all ranks for one name."""
         return [self.key(f"{name}/{rank}") for rank in range(self.size)]
 
     def names_of_absent(self) -> Callable[[], str]:
-        """On rank 0: what says which ranks have not come, for another thread."""
+        """On rank 0: make a function, for another thread, that names the ranks that have not come."""
         return names_of_absent(self.store, lambda: self.keys("name"))
 
     def meet(self, check: Callable[[], None], limit_s: float) -> None:
-        """Wait, asleep, until every rank has come here; raises the verdict where one has failed."""
+        """Sleep until every rank has come here; raises the verdict if a rank has failed."""
         number = self._next
         self._held += 1
-        # Rank 0 says who has not come; the others speak only where it does not.
+        # Rank 0 names the missing ranks; the others wait longer, and do so only if rank 0 does not.
         within_s = limit_s + (_AFTER_RANK_0_S if self._name.rank else 0.0)
         with self.asking():
             if self._is_last(f"arrived/{number}"):
@@ -101,7 +101,7 @@ class Meetings:
         )
 
     def _is_last(self, name: str) -> bool:
-        """Count this rank; whether all others have been counted."""
+        """Count this rank; returns whether it is the last one."""
         return self.store.add(self.key(name), 1) == self.size
 
     def _await(
@@ -109,7 +109,7 @@ class Meetings:
     ) -> str | None:
         """Wait until a key is set; None after ``limit_s`` seconds without it."""
         start = monotonic()
-        # Looking now and then, not a blocking wait: that one cannot be interrupted, and torch logs its end.
+        # Poll: a blocking wait of torch cannot be interrupted, and logs its timeout.
         pause, longest = _SHORTEST_PAUSE_S, pause_for(self.size, 1, _LONGEST_PAUSE_S)
         while not self.store.check([self.key(name)]):
             if monotonic() - start > limit_s:
@@ -117,7 +117,7 @@ class Meetings:
             try:
                 check()
             except Exception:
-                # All may have come, a moment before a signal.
+                # The key may have been set just before check() raised.
                 if not self.store.check([self.key(name)]):
                     raise
                 break
@@ -129,21 +129,21 @@ class Meetings:
         """Propose a verdict, from any thread with a client of its own; returns the one that holds."""
         holds = propose(store, self.key(VERDICT), verdict)
         if verdict.kind in ("failure", "attempt"):
-            # The others can wait at most at the next meeting that this rank would have come to.
+            # Other ranks can at most be waiting at the meeting that this rank would come to next.
             store.set(self.key(f"go/{self._next}"), _FAILED)
         return holds
 
     @property
     def _next(self) -> str:
-        """Names the next meeting that this rank comes to."""
+        """Name of this rank's next meeting."""
         return f"{self._attempt}.{self._held}"
 
     def end_attempt(self, check: Callable[[], None]) -> Verdict | None:
-        """Wait, asleep, until every rank has come to the end of an attempt, however it went there."""
+        """Sleep until every rank has ended the attempt, whether it succeeded there or not."""
         over = f"over/{self._attempt}"
         with self.asking():
             if self._is_last(f"arrived/{over}"):
-                # Only the last one looks: the others could find the verdict of the next attempt.
+                # Only the last rank reads it: the others might already find the next attempt's verdict.
                 self.store.set(self.key(over), bytes(self.store.get(self.key(VERDICT))).decode())
             verdict = self._await(over, check=check)
         self._attempt += 1
@@ -151,18 +151,18 @@ class Meetings:
         return Verdict.read(verdict or NO_VERDICT)
 
     def claim(self, run: int) -> int:
-        """Take the next number of a run, from 0; no other rank gets it."""
+        """Take the run's next number, from 0; no other rank gets the same."""
         with self.asking():
             return int(self.store.add(self.key(f"claims/{run}"), 1)) - 1
 
     def may_speak(self) -> bool:
-        """Whether this rank is to say why all end: rank 0, or another where that has not spoken for 3 s.
+        """Whether this rank prints why all ranks end: rank 0, or another one if rank 0 is silent for 3 s.
 
-        A launcher ends all ranks when the first one fails; it must not end rank 0 before it has spoken. But
-        rank 0 may be in the midst of a long batch.
+        A launcher kills all ranks when the first one fails, so the others wait until rank 0 has spoken. But
+        rank 0 may be in the middle of a long batch.
         """
         with suppress(PeerError), self.asking():
-            # Whoever has spoken may be gone a moment later: it is not asked once more.
+            # A rank that sees the key makes no further call: rank 0 may exit once it has spoken.
             within_s = limit_for(self.size, _SPEAK_WITHIN_S)
             if self._name.rank != 0 and self._await("spoken", within_s) is not None:
                 return False
@@ -175,17 +175,17 @@ class Meetings:
             self.store.set(self.key("spoken"), _GO)
 
     def leave(self, limit_s: float, *, together: bool) -> bool:
-        """Leave, rank 0, who serves the others, last; returns whether all have left, as far as is known."""
+        """Leave; rank 0, which serves the others, goes last. Returns whether all are known to have left."""
         verdict: Verdict | None = None
         all_left = False
-        # Where rank 0 has gone already there is no order to keep.
+        # If rank 0 has gone already, there is no order to keep.
         with suppress(PeerError), self.asking():
             if self._is_last("left"):
                 self.store.set(self.key("all-left"), _GO)
             if self._name.rank == 0:
-                # Not before the others have seen it: torch prints pages of frames where the store has gone.
+                # Wait for the last calls of the others: torch prints pages of frames when the store is gone.
                 return self._await("all-gone", limit_s) is not None
-            # After a stop as well: where all are through, it came too late.
+            # Wait after a stop, too: if all ranks are through, the stop came too late.
             while together and not all_left and (verdict is None or verdict.kind == "stop"):
                 all_left = self._await("all-left", _LOOK_FOR_VERDICT_S) is not None
                 verdict = Verdict.read(self.store.get(self.key(VERDICT)))

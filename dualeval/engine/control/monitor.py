@@ -1,4 +1,4 @@
-"""Who of the ranks has come to a standstill, by their heartbeats.
+"""Finds ranks that make no progress, by their heartbeats.
 
 Times of two hosts are never compared: what counts is how long the observer has seen no change.
 """
@@ -13,23 +13,23 @@ from typing import Literal
 from dualeval.engine.control.progress import LEFT, Heartbeat, Name
 from dualeval.world.store import limit_for
 
-# A rank may be there for as long as the others, or its caller, need.
+# A rank may stay in these stages as long as other ranks, or its caller, need.
 IDLE = "idle"
 WAITING = ("meet", IDLE)
 COLLECTIVE = "collective"
-# There are no batches to count: what a rank computes there is progress, for however long.
+# These stages have no batches to count: any computing is progress, however long it takes.
 UNCOUNTED = ("setup", "write", "end")
-# The main thread waits without computing, for what the device computes.
+# The main thread waits here for the device, without computing.
 _DEVICE = "device"
-# Ranks that wait in a collective must not be named before one that has not come to it.
+# A rank that waits in a collective must not be blamed before the rank that has not come to it.
 _COLLECTIVE_GRACE_S = 2.0
-# One that has passed a meeting may be seen there for a moment longer.
+# Heartbeats lag: a rank that has passed a meeting seems to be there for a moment longer.
 _LEFT_BEHIND_S = 3.0
 _LATE_S = 10.0
 
 
 class Clock:
-    """Seconds that the observer has been awake for; those in which it was stopped itself do not count."""
+    """Seconds for which the observer was awake; time in which it was suspended does not count."""
 
     def __init__(self, most_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._most_s = most_s
@@ -38,7 +38,7 @@ class Clock:
         self._now = 0.0
 
     def now(self) -> float:
-        """Look at the clock."""
+        """Read the clock."""
         moment = self._monotonic()
         self._now += min(moment - self._last, self._most_s)
         self._last = moment
@@ -53,7 +53,7 @@ class Standstill:
         self._since = now
 
     def seconds(self, value: object, now: float) -> float:
-        """Take a look at the value."""
+        """Compare the value with the last one; returns for how long it has been the same."""
         if value != self._value:
             self._value, self._since = value, now
         return now - self._since
@@ -64,20 +64,20 @@ class Limits:
     """How long a rank may make no progress."""
 
     timeout_s: float
-    # With a batch in hand, where it computes.
+    # The same, while it computes a batch.
     forward_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How a rank's main thread goes on."""
+    """The state of a rank's main thread."""
 
-    # "going" on; "computing" for longer than the timeout, so that it is named; "collective": in one for
-    # longer than that, where another rank may be the cause; "stuck": to be given up.
+    # "going": it makes progress; "computing" for longer than the timeout, to be reported; "collective": in
+    # one for longer than the timeout, perhaps because of another rank; "stuck": to be given up.
     kind: Literal["going", "computing", "collective", "stuck"]
     # For how long.
     seconds: float = 0.0
-    # Why, for people; empty where it is going on.
+    # A description for people; empty for "going".
     text: str = ""
 
 
@@ -85,7 +85,7 @@ _GOING = Finding("going")
 
 
 class Judge:
-    """Judges how one rank's main thread goes on: for rank 0, and for that rank's own watch."""
+    """Judges the progress of one rank's main thread, for rank 0 and for that rank's own watch."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
@@ -100,7 +100,7 @@ class Judge:
         if still <= timeout_s or heartbeat.stage in WAITING or heartbeat.saved is not None:
             return _GOING
         if heartbeat.stage == COLLECTIVE:
-            # What its waiting loop computes is no progress.
+            # What a rank computes while it waits in a collective is no progress.
             is_long = still > timeout_s + _COLLECTIVE_GRACE_S
             return Finding("collective", still, _no_progress(still, heartbeat)) if is_long else _GOING
         if idle > timeout_s and heartbeat.stage != _DEVICE:
@@ -120,7 +120,7 @@ def _no_progress(seconds: float, heartbeat: Heartbeat) -> str:
 
 
 class Monitor:
-    """Watches the heartbeats of ranks: rank 0 those of all, the others those of rank 0."""
+    """Watches heartbeats: rank 0 watches all ranks, the others watch rank 0."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Monitor:
         self._has_named_late = False
 
     def look(self, heartbeats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
-        """Take the latest heartbeats; returns the rank that is to be given up, and a message."""
+        """Take the latest heartbeats; returns the rank to give up, if any, and a message."""
         by_stage: dict[str, list[int]] = {}
         for rank, heartbeat in heartbeats.items():
             by_stage.setdefault(heartbeat.stage, []).append(rank)
@@ -158,19 +158,19 @@ class Monitor:
         return self._stuck({rank: beat for rank, beat in heartbeats.items() if beat.stage != LEFT}, now)
 
     def _stuck(self, heartbeats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
-        """The rank that has come to a standstill, and a message."""
+        """The rank to give up because it makes no progress, if any, and a message."""
         stuck, collective, computing = [], [], []
         others_are_waited_for = False
         for rank, heartbeat in heartbeats.items():
             finding = self._judges[rank].look(heartbeat, now)
             silent = self._beats[rank].seconds(heartbeat.number, now)
-            # Its caller may be in C code that keeps Python's lock, for as long as it likes.
+            # The caller of an idle rank may be in long C code that holds Python's lock.
             silent_s = self._limits.forward_timeout_s if heartbeat.stage == IDLE else self._limits.timeout_s
             if silent > silent_s:
                 text = f"{_no_progress(silent, heartbeat)}, and the process does not respond"
                 stuck.append((0, -silent, rank, text))
             elif finding.kind == "stuck" and silent == 0:
-                # By a fresh heartbeat: where no other comes, that is what there is to say.
+                # Only by a fresh heartbeat: without one, "does not respond" is the better message.
                 stuck.append((1, -finding.seconds, rank, finding.text))
             elif finding.kind == "collective":
                 collective.append((2, -finding.seconds, rank, finding.text))
@@ -196,7 +196,7 @@ class Monitor:
             self._note(f"{self.names[rank]}{more}: {text}")
 
     def _name_late(self, waiting: Sequence[int], idle: Sequence[int], now: float) -> None:
-        """Say, once, which rank has not come where others wait for all."""
+        """Report, once, a rank that has not come while others wait for all."""
         seconds = self._late.seconds(bool(waiting and idle), now)
         if waiting and idle and seconds >= _LATE_S and self._sees_all and not self._has_named_late:
             self._has_named_late = True

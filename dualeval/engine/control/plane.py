@@ -1,10 +1,10 @@
-"""The control plane: where ranks meet, share out chunks, report how far they are, and hear that one failed.
+"""The control plane: ranks meet here, share out chunks, report their progress, and learn of failures.
 
-A torch ``TCPStore`` served by rank 0, whatever the backend. It carries a few bytes per rank and second, so
-that collectives are left to the data: they run only among ranks that have met here.
+It is a torch ``TCPStore`` served by rank 0, whatever the backend, and carries a few bytes per rank and
+second. Collectives carry the data; they run only among ranks that have met here.
 
-A call to the store may hang for as long as rank 0's host is stopped or cut off. So the main thread and the
-thread that sends this rank's beats each have a client of their own, and who watches them makes no call.
+A call to the store hangs while rank 0's host is suspended or unreachable. So the main thread and the
+heartbeat thread have a client each, and the watch, which watches both, makes no call.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _BEAT_EVERY_S = 0.5
 # mpirun leaves a second between SIGTERM and SIGKILL.
 _BEAT_WHILE_STOPPING_S = 0.05
 _REQUESTS_A_BEAT = 2
-# One request of one rank, for the heartbeats of all; it takes a millisecond for each hundred ranks.
+# Rank 0's one request for the heartbeats of all ranks takes a millisecond per hundred ranks.
 _REQUESTS_A_LOOK = 0.25
 _END_REPORTED_WITHIN_S = 0.3
 _LAST_BEAT_WITHIN_S = 2.0
-# All ranks come to it from one collective; a rank that cannot reach rank 0 says so itself before this.
+# All ranks come here from one collective; a rank that cannot reach rank 0 reports that sooner.
 _FIRST_MEETING_WITHIN_S = 120.0
-# Of each rank to rank 0: the main thread's, and that of the beats.
+# Connections from each rank to rank 0: one of the main thread, one of the heartbeat thread.
 _CONNECTIONS = 2
-# Ranks on which an attempt breaks have begun fewer runs than others; those of the next are numbered anew.
+# A rank on which an attempt fails has begun fewer runs than others, so each attempt numbers its runs anew.
 _RUNS_OF_AN_ATTEMPT = 1 << 20
 
 
@@ -68,12 +68,12 @@ class ControlPlane(Ending):
         super().__init__(name, meetings)
         self.rank_0 = rank_0
         self.limits = limits
-        # What this rank's main thread is at.
+        # What this rank's main thread is doing.
         self.progress = Progress()
-        # Whether other ranks wait for this one in a collective that it will not come to, as its forward has
-        # raised: that ends the run, whatever else was to be attempted.
+        # Whether other ranks wait for this one in a collective that it will never enter, because its forward
+        # raised: that ends the run, even if attempts are left.
         self.is_missed = False
-        # Grows with every answer of the store to this rank's beats.
+        # Counts the store's answers to this rank's heartbeats.
         self.answers = 0
         self._server = server
         self._work = Work()
@@ -86,7 +86,7 @@ class ControlPlane(Ending):
     # -- meeting and sharing out, on the main thread -----------------------------------------------
 
     def meet(self, limit_s: float = float("inf"), *, stoppable: bool = True) -> None:
-        """Wait, asleep, until every rank has come here."""
+        """Sleep until every rank has come here."""
         check = self.check if stoppable else self.raise_if_peer_failed
         if self._meetings is None:
             check()
@@ -95,18 +95,18 @@ class ControlPlane(Ending):
                 self._meetings.meet(check, limit_s)
 
     def check(self) -> None:
-        """Raise PeerError or Stopped where the helper thread has heard of it; costs nothing otherwise."""
+        """Raise PeerError or Stopped if the helper thread knows of a failure or a stop; cheap otherwise."""
         self.raise_if_peer_failed()
         if self.stopping is not None:
             raise Stopped(self.stopping)
 
     def is_stopping(self) -> bool:
-        """Whether this rank knows that the run is to end; raises PeerError where another rank has failed."""
+        """Whether this rank knows of a stop; raises PeerError if another rank has failed."""
         self.raise_if_peer_failed()
         return self.stopping is not None
 
     def raise_if_peer_failed(self) -> None:
-        """Raise PeerError where the helper thread has heard of another rank's failure."""
+        """Raise PeerError if the helper thread knows of another rank's failure."""
         if self.failure is not None:
             raise self.failure
         held = self.verdict
@@ -116,9 +116,9 @@ class ControlPlane(Ending):
     # -- attempts, on the main thread --------------------------------------------------------------
 
     def fail_attempt(self, error: BaseException) -> None:
-        """Report that the attempt at hand failed on this rank: the others leave it, too.
+        """Report that the current attempt failed on this rank; the others then leave it, too.
 
-        Every rank comes to ``end_attempt`` next. Where all ranks are ending already, that says why.
+        Every rank calls ``end_attempt`` next. If all ranks are ending already, that call raises the reason.
         """
         own = Verdict.own_failure(self.name.rank, error, str(self.name), self._attempt)
         if (meetings := self._meetings) is not None:
@@ -129,10 +129,10 @@ class ControlPlane(Ending):
         self._hear(own)
 
     def end_attempt(self, *, went_well: bool) -> PeerError | None:
-        """Wait, asleep, until every rank has come to the end of the attempt; the next one begins."""
+        """Sleep until every rank has ended the attempt; then the next one begins."""
 
         def check() -> None:
-            # Not for the failure of the attempt itself.
+            # The failure of the attempt itself is not raised here.
             if self.failure is not None:
                 raise self.failure
             if self.stopping is not None and not went_well:
@@ -155,8 +155,8 @@ class ControlPlane(Ending):
     # -- failures and the end ----------------------------------------------------------------------
 
     def report_end(self, code: int) -> None:
-        """On rank 0: let the others end, whose end may have a launcher kill this rank at once."""
-        # With the signal: a rank that was suspended meanwhile hears of the end alone.
+        """On rank 0: let the others exit; a launcher may then kill this rank at once."""
+        # With the signal's name: a rank that was suspended meanwhile learns only of the end.
         end = Verdict(kind="end", rank=self.name.rank, exit_code=code, message=self.stopping or "")
         self._propose(end)
         if self._beats is not None:
@@ -177,7 +177,7 @@ class ControlPlane(Ending):
         return self._meetings is not None and not self._left
 
     def own_heartbeat(self) -> Heartbeat:
-        """How far this rank is at this moment, as ``monitor.Judge`` takes it."""
+        """This rank's progress at this moment, for ``monitor.Judge``."""
         at, tally = self.progress.position, self._tally
         run, done = (0, 0) if tally is None else (tally.number, tally.done)
         work = self._work.count()
@@ -192,7 +192,7 @@ class ControlPlane(Ending):
         self._wake.set()
 
     def claim(self) -> int:
-        """Take the next number of the run that is counted, from 0; no other rank gets it."""
+        """Take the counted run's next number, from 0; no other rank gets the same."""
         tally = self._counted()
         if self._meetings is not None:
             return self._meetings.claim(tally.number)
@@ -203,7 +203,7 @@ class ControlPlane(Ending):
         self._counted().done += samples
 
     def end_run(self) -> None:
-        """Count no longer; the next beats still report what was done."""
+        """Stop counting; the next heartbeats still report what was done."""
         if self._tally is not None and not self._tally.is_over:
             self._wake.set()
             self._tally.end()
@@ -222,19 +222,19 @@ class ControlPlane(Ending):
         self._beats = threading.Thread(
             target=self._beat, args=(client, self._meetings), name="dualeval-beats", daemon=True
         )
-        # Python that ends while a thread is in a call of torch's aborts the process.
+        # Python aborts the process if it exits while a thread is in a call of torch.
         atexit.register(self.end_beats)
         self._beats.start()
 
     def _beat_every_s(self, *, stopping: bool) -> float:
         every = min(_BEAT_EVERY_S, self.limits.timeout_s / 6)
-        # In a stop, rank 0 looks who has saved: one looks, whatever the number of ranks.
+        # During a stop, rank 0 polls who has saved: one request, whatever the number of ranks.
         requests = _REQUESTS_A_LOOK if stopping and self.name.rank == 0 else _REQUESTS_A_BEAT
         return pause_for(self.size, requests, _BEAT_WHILE_STOPPING_S if stopping else every)
 
     def _beat(self, client: TCPStore, meetings: Meetings) -> None:
-        """Report this rank's heartbeats, look for a verdict, and on rank 0 at the heartbeats of all."""
-        # Twice, and a second: a busy machine is no reason to stop the clock, a stopped process is.
+        """Report this rank's heartbeats and read the verdict; on rank 0, also watch all heartbeats."""
+        # Twice, and a second more: the clock stops for a suspended process, not for a busy machine.
         clock = Clock(most_s=2 * self._beat_every_s(stopping=False) + 1.0)
         monitor: Monitor | None = None
         slept_s = 0.0
@@ -253,7 +253,7 @@ class ControlPlane(Ending):
                 gone = error
                 meetings.is_reachable = False
                 if slept_s > self.limits.timeout_s:
-                    # Rank 0 has gone while this process was stopped itself.
+                    # Rank 0 exited while this process was suspended.
                     message = f"was stopped for {slept_s:.0f} s, and the other ranks have ended without it"
                     gone = Verdict.failure(self.name.rank, f"{self.name} {message}").to_error()
                 self._hear_failure(gone)
@@ -264,13 +264,13 @@ class ControlPlane(Ending):
                 self._hear_failure(Verdict.own_failure(self.name.rank, error, str(self.name)).to_error())
                 raise
             self.answers += 1
-            # When all is said: torch prints pages of frames where rank 0 has gone meanwhile.
+            # Exit once all is sent: a call after rank 0 has gone makes torch print pages of frames.
             heard = self.failure is not None and not self._outbox
             if ending or (heard and not (self.name.rank == 0 and self.stopping is not None)):
                 return
 
     def _monitor(self, client: TCPStore, meetings: Meetings, now: float) -> Monitor:
-        """What watches the ranks: on rank 0 all of them, on the others rank 0."""
+        """Make the monitor: on rank 0 it watches all ranks, on the others rank 0."""
         sees_all = self.name.rank == 0
         if sees_all:
             texts = client.multi_get(meetings.keys("name"))
@@ -281,7 +281,7 @@ class ControlPlane(Ending):
         )
 
     def _exchange(self, client: TCPStore, meetings: Meetings, monitor: Monitor) -> dict[int, Heartbeat]:
-        """One round with the store; returns the heartbeats that it looked at, by rank."""
+        """Exchange messages with the store; returns the heartbeats of the watched ranks."""
         while self._outbox:
             self._outbox.popleft()(client)
         own = self.own_heartbeat()
@@ -294,7 +294,7 @@ class ControlPlane(Ending):
         return dict(zip(monitor.names, map(Heartbeat.read, texts), strict=True))
 
     def _observe(self, monitor: Monitor, heartbeats: dict[int, Heartbeat], now: float) -> None:
-        """Give a rank up that has ended without a word, or come to a standstill."""
+        """Give up a rank whose process exited without a report, or that makes no progress."""
         gone: list[Name] = []
         if self.name.rank == 0:
             if self._tally is not None:
@@ -316,7 +316,7 @@ class ControlPlane(Ending):
     # -- leaving -----------------------------------------------------------------------------------
 
     def may_speak(self) -> bool:
-        """As ``Meetings.may_speak``: exactly one rank gets True, where rank 0 can be reached."""
+        """Like ``Meetings.may_speak``: exactly one rank gets True while rank 0 can be reached."""
         return self._meetings is None or self._meetings.may_speak()
 
     def has_spoken(self) -> None:
@@ -325,12 +325,12 @@ class ControlPlane(Ending):
             self._meetings.has_spoken()
 
     def end_beats(self) -> None:
-        """Report no more; after a stop as Python ends, for rank 0 serves the others until then."""
+        """Stop the heartbeats; after a stop only as Python exits, for rank 0 serves the others until then."""
         self._left = True
         atexit.unregister(self.end_beats)
         if self._beats is not None:
             self._wake.set()
-            # Limited: it may hang in a call to the store, and ends with the process.
+            # Limited: the daemon thread may hang in a call to the store.
             self._beats.join(_LAST_BEAT_WITHIN_S)
             self._beats = None
 
@@ -340,7 +340,7 @@ class ControlPlane(Ending):
         self.end_beats()
         meetings, self._meetings = self._meetings, None
         all_left = meetings is None or meetings.leave(limit_s, together=together)
-        # Its threads end with it; collected later, in a forked process, it would wait for them there.
+        # Drop the server and its threads now: collected in a forked process, it would wait for them there.
         self._server = None
         return all_left
 
@@ -371,7 +371,7 @@ def open_control_plane(
             payload = {"token": token, "offer": offer, "rank_0": asdict(own)}
     with waiting(world, "all ranks' first collective", STARTED):
         payload = backend.broadcast_json(payload, src=0)
-        # Rank 0 may be through a broadcast before the others have come to it.
+        # Rank 0 may leave a broadcast before the others have entered it.
         backend.barrier()
     assert isinstance(payload, dict)
     if "refused" in payload:

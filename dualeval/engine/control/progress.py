@@ -1,4 +1,4 @@
-"""Progress: what a rank is at, what it reports of itself twice a second, and what rank 0 counts of that.
+"""Progress: what a rank is doing, what it reports twice a second, and what rank 0 counts of the reports.
 
 A rank reports how many steps its main thread has made, whether it computes, and how often it has reported.
 """
@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 from dualeval.engine.folder.lease import Process
 
-# In the order in which a run goes through them; a batch goes through load to journal. "device" is the wait
-# for what a GPU computes, "collective" any collective of the backend, "idle" between two runs.
+# In the order of a run; a batch goes from "load" to "journal". "device" is the wait for what a GPU computes,
+# "collective" any collective of the backend, "idle" the time between two runs.
 Stage = Literal[
     "setup",
     "load",
@@ -33,10 +33,10 @@ Stage = Literal[
     "end",
     "idle",
 ]
-# In place of the heartbeat of a rank that has left.
+# The stage of a rank that has left.
 LEFT = "left"
-# What a window of time must have in it to count as work: waiting loops take hundredths of a core, and reading
-# from a slow disk may take no more, but moves bytes.
+# A window of time counts as work above one of these. Waiting loops take hundredths of a core; reading from a
+# slow disk may take no more, but moves bytes.
 _WINDOW_S = 0.25
 _LEAST_CORES = 0.1
 _LEAST_BYTES_A_S = 65_536
@@ -45,7 +45,7 @@ _LAST_SHOWN_WITHIN_S = 2.0
 
 
 class Position(NamedTuple):
-    """One moment of a rank."""
+    """Where a rank's main thread is at one moment."""
 
     # Grows with every step; a rank whose steps stand still makes no progress.
     steps: int = 0
@@ -64,7 +64,7 @@ def described(stage: str, chunk: int | None) -> str:
 
 
 class Progress:
-    """Where a rank is. Its main thread steps, until another one saves what it had; any thread may look."""
+    """Where a rank is. The main thread steps, or the thread that saves in its place; any thread may read."""
 
     def __init__(self) -> None:
         # The last step.
@@ -77,7 +77,7 @@ class Progress:
 
     @contextmanager
     def inside(self, stage: Stage) -> Iterator[None]:
-        """Note that the main thread is at a stage within the block, and then again where it was before."""
+        """Note a stage of the main thread for the block, and the earlier stage again afterwards."""
         before = self.position
         self.step(stage, before.chunk)
         try:
@@ -102,28 +102,28 @@ class Name(Process):
 
 
 class Heartbeat(NamedTuple):
-    """What a rank reports of itself. Rank 0 reads those of all ranks with every beat."""
+    """A rank's report of itself. Rank 0 reads the heartbeats of all ranks each time it sends its own."""
 
-    # Grows as its main thread goes on.
+    # Grows with each step of the main thread.
     steps: int
     # Grows as it computes.
     work: int
     # How often it has reported.
     number: int
-    # What it is at.
+    # The stage of the main thread.
     stage: str
     # The chunk in hand.
     chunk: int | None = None
     # Number of chunks that it has saved, once it has nothing more to do; None before.
     saved: int | None = None
-    # Number of the run whose samples are counted; 0 where none is.
+    # Number of the run whose samples are counted; 0 without one.
     run: int = 0
-    # This rank's samples of it so far.
+    # Samples of that run that this rank has finished.
     done: int = 0
 
     @classmethod
     def read(cls, text: bytes | str) -> Heartbeat:
-        """Read what ``str`` gives."""
+        """Parse the text that ``str`` gives."""
         return cls(*json.loads(text))
 
     def __str__(self) -> str:
@@ -136,11 +136,11 @@ class Heartbeat(NamedTuple):
 
 
 class Work:
-    """Counts windows of time in which this process really worked; made on its main thread."""
+    """Counts windows of time in which this process really worked; create it on the main thread."""
 
-    # It worked where its threads of Python, but for the engine's own helpers, took a tenth of a core, or
-    # where the main thread read or wrote. A library's own threads do not count: Horovod's and MPI's look for
-    # messages without a pause.
+    # The process worked if its Python threads, without the engine's helpers, took a tenth of a core, or if
+    # the main thread read or wrote. Native threads of libraries do not count: those of Horovod and MPI poll
+    # without a pause.
 
     def __init__(self) -> None:
         self._main = threading.get_native_id()
@@ -151,7 +151,7 @@ class Work:
         self._bytes = self._bytes_moved()
 
     def count(self) -> int:
-        """Look, from any thread; grows where the process has worked since."""
+        """Number of these windows so far; any thread may ask."""
         with self._lock:
             now = time.monotonic()
             seconds = now - self._since
@@ -171,7 +171,7 @@ class Work:
             number = thread.native_id
             if number is not None and not _is_helper(thread.name):
                 try:
-                    # Linux: a thread's clock by its number; an error where it has ended.
+                    # On Linux, the CPU clock of a thread by its id; an error if the thread has ended.
                     found[number] = time.clock_gettime(~number << 3 | 6)
                 except OSError:
                     continue
@@ -190,17 +190,17 @@ def _is_helper(name: str) -> bool:
 
 
 class Tally:
-    """How many samples of a run are done, over all ranks, and its display."""
+    """Counts a run's finished samples over all ranks, and shows the count."""
 
     def __init__(self, number: int, show: Callable[[int], None] | None) -> None:
         self.number = number
         # This rank's samples so far.
         self.done = 0
-        # Numbers of chunks, where this rank is alone.
+        # Chunk numbers to claim, if this rank is alone.
         self.claims = itertools.count()
-        # On rank 0: samples of each rank, as far as they are known.
+        # On rank 0: the number of samples that each rank has last reported.
         self._done_by_all: dict[int, int] = {}
-        # Whether it has come to its end; the last beats still report what was done.
+        # Whether the run is over; the last heartbeats still report what was done.
         self.is_over = False
         self._show = show
         self._ended = threading.Event()
@@ -210,7 +210,7 @@ class Tally:
             self._display.start()
 
     def count(self, heartbeats: Mapping[int, Heartbeat]) -> None:
-        """On rank 0: take note of what all ranks have done."""
+        """On rank 0: record how many samples each rank has done."""
         counts = {
             rank: heartbeat.done for rank, heartbeat in heartbeats.items() if heartbeat.run == self.number
         }
@@ -228,7 +228,7 @@ class Tally:
                 return
 
     def end(self) -> None:
-        """Show the last state. Limited: who reads what is shown may not do so any more."""
+        """Show the last state. Limited: nobody may be reading the display any more."""
         self.is_over = True
         self._ended.set()
         if self._display is not None:

@@ -1,11 +1,11 @@
-"""The verdict: why all ranks of a run end early. There is one, and the store decides whose it is.
+"""The verdict: why all ranks of a run end early. There is one, and the store decides which.
 
-One key holds it, set by ``compare_set``, so that of two ranks which fail at the same time one wins, and both
-read the same. A stop (a signal asks all to end) may later give way: to a failure, where a rank breaks before
-all have saved, or to the end, when rank 0 knows with what exit code. Failure and end are final.
+One key holds it, set by ``compare_set``: of two ranks that fail at the same time one wins, and both read the
+same verdict. A stop (a signal asks all ranks to end) may later be replaced by a failure, if a rank fails
+before all have saved, or by the end, once rank 0 knows the exit code. Failure and end are final.
 
-Where one run makes several attempts, such as one for each of several models, the failure of one attempt is
-a verdict, too: it holds for that attempt alone, and gives way to any other kind, and to a later attempt's.
+A run may make several attempts, such as one per model. The failure of one attempt is a verdict, too: it holds
+for that attempt alone, and any other kind, or a later attempt's failure, replaces it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dualeval.errors import (
     message_of,
 )
 
-# The key's first value, which rank 0 sets before any other rank knows the key: every rank reads it with every
-# beat, and the store's ``multi_get`` would wait for an absent key.
+# The key's first value. Rank 0 sets it before any other rank knows the key: ranks read the key with each
+# heartbeat, and the store's ``multi_get`` would wait for an absent key.
 NO_VERDICT = "-"
 
 
@@ -38,28 +38,28 @@ class Verdict:
 
     # "failure", "stop", "end", or "attempt": a failure that ends one attempt.
     kind: Literal["failure", "stop", "end", "attempt"]
-    # Whose failure it is, or who has heard the signal, or 0.
+    # The rank that failed or received the signal; 0 for "end".
     rank: int
-    # What every rank ends with.
+    # The exit code of every rank.
     exit_code: int
     # The failure's text, or the signal's name.
     message: str = ""
-    # The rank that failed, with host and process; None where another rank has noticed it, whose message
-    # begins with that.
+    # The failed rank, with host and process, if it reported the failure itself; None if the message names the
+    # rank.
     reporter: str | None = None
     # The number of the attempt that has failed.
     attempt: int = 0
 
     @classmethod
     def failure(cls, rank: int, message: str) -> Verdict:
-        """A failure that was noticed from outside."""
+        """A failure whose message names the rank."""
         return cls(kind="failure", rank=rank, exit_code=EXIT_FAILED, message=message)
 
     @classmethod
     def own_failure(
         cls, rank: int, error: BaseException, reporter: str, attempt: int | None = None
     ) -> Verdict:
-        """A failure that its own rank reports; of one attempt where that is given."""
+        """A failure that the failed rank reports itself; of one attempt if ``attempt`` is given."""
         return cls(
             kind="failure" if attempt is None else "attempt",
             attempt=attempt or 0,
@@ -76,7 +76,7 @@ class Verdict:
 
     @classmethod
     def read(cls, text: bytes | str) -> Verdict | None:
-        """Read what ``str`` gives; None where there is no verdict yet."""
+        """Parse the text that ``str`` gives; None if there is no verdict yet."""
         return None if text in (NO_VERDICT, NO_VERDICT.encode()) else cls(**json.loads(text))
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Verdict:
         return kind(self.message, rank=self.rank, exit_code=self.exit_code, where=self.reporter)
 
     def replaces(self, other: Verdict) -> bool:
-        """Whether this one may take the other's place."""
+        """Whether this verdict may replace the other."""
         if other.kind == "attempt":
             return self.kind != "attempt" or self.attempt > other.attempt
         return other.kind == "stop" and self.kind in ("failure", "end")
@@ -101,7 +101,7 @@ class Verdict:
 def propose(store: TCPStore, key: str, verdict: Verdict) -> Verdict:
     """Propose a verdict to all ranks; returns the one that holds, which is this one or was there before."""
     expected = NO_VERDICT
-    # A few times at most: what a stop has given way to is final.
+    # A few rounds at most: what replaces a stop is final.
     while True:
         found = bytes(store.compare_set(key, expected, str(verdict))).decode()
         holds = Verdict.read(found)
