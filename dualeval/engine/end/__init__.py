@@ -1,1 +1,1 @@
-"""How a run ends early, whoever notices that it has to: in order, once, with one exit code."""
+"""How a run ends early, whoever notices the reason: in order, once, with one exit code."""

@@ -1,10 +1,10 @@
-"""Conclusion: the one way in which a run ends early, whoever notices that it has to.
+"""Conclusion: the one way in which a run ends early, whoever notices the reason.
 
-The main thread concludes it with the error that it has met, or the watch, where the main thread does not come
-back. What is finished is saved, all ranks learn of the end, rank 0 writes it into status.json, it is said
-once, and all end with one exit code.
+The main thread concludes the run with the error that it met; if the main thread does not return, the watch
+concludes it. Finished work is saved, all ranks learn of the end, rank 0 writes it into status.json, it is
+printed once, and all ranks exit with one code.
 
-An attempt ends here as well: every rank is still there then, and makes the next one.
+Attempts end here, too; all ranks are still there then, and make the next one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from dualeval.errors import (
 )
 from dualeval.world.store import limit_for
 
-# Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
-# down. Every rank has ended before 5 s, of up to a thousand (``limit_for``).
+# How long rank 0 waits for the others to save, and how long these wait for rank 0 to record that. With up to
+# a thousand ranks (``limit_for``), every rank has exited within 5 s.
 ALL_SAVED_WITHIN_S = 4.0
 _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
 _LEAVE_AFTER_FAILURE_S = 2.0
-# Of a step that may hang.
+# The limit of a step that may hang.
 _DONE_WITHIN_S = 1.0
 
 
@@ -60,16 +60,16 @@ class Conclusion:
         self._debug = debug
         self._leave_within_s = limit_for(control.size, _LEAVE_AFTER_FAILURE_S)
         self._concluding = threading.Lock()
-        # Of several attempts, how many are done; said where the run is stopped.
+        # How many of several attempts are done; printed if the run is stopped.
         self.progress = ""
-        # Sees to it that it comes to a conclusion; what is to be saved is in its hands.
+        # Concludes the run if the main thread does not; holds what is to be saved.
         self.watch = Watch(control, self.conclude, ends_process=ends_process, stop=stop)
 
     def conclude(self, error: BaseException | None = None) -> int:
         """Conclude the run, once; returns the exit code.
 
-        ``error`` is what the main thread has met. Without one the watch's thread concludes, where the main
-        thread is in something that does not return.
+        ``error`` is what the main thread met. Without one the caller is the watch's thread, because the main
+        thread does not return.
         """
         watch = self.watch
         if not self._concluding.acquire(blocking=False):
@@ -85,10 +85,10 @@ class Conclusion:
         return watch.code
 
     def _end(self, error: BaseException | None) -> int:
-        """Save what is finished, have all ranks know and one write down how it ends, say it."""
+        """Save finished work, report the end to all ranks, record it and print it."""
         control, code = self._control, None
         if control.failure is None and (isinstance(error, Stopped | None) or control.stopping is not None):
-            # Whatever went wrong while ranks were ending: they were told to.
+            # An error during a stop does not count: the ranks were told to end.
             if error is not None:
                 control.stop(text_of(error))
             code = self._stop()
@@ -105,8 +105,8 @@ class Conclusion:
     def of_attempt(self, error: Exception | None) -> PeerError | None:
         """End an attempt, from the main thread; every rank of the session calls it.
 
-        What is finished is saved, all ranks learn how it went, and rank 0 writes a failure into status.json.
-        The session goes on.
+        Finished work is saved, all ranks learn how the attempt went, and rank 0 writes a failure into
+        status.json. The session goes on.
         """
         folder = self.watch.folder
         own = None if isinstance(error, PeerError) else error
@@ -121,11 +121,11 @@ class Conclusion:
         failure = self._control.end_attempt(went_well=error is None)
         if failure is not None:
             if failure.rank == 0 or (own is not None and text_of(own) == text_of(failure)):
-                # What rank 0 met as well is no matter of one rank.
+                # An error that rank 0 met as well is not specific to one rank.
                 failure.where = None
             if self._control.name.rank == 0:
                 self._write_down(failure if error is None else error)
-            # As it is done where a run ends.
+            # As in ``_release``.
             with _surviving("remove what the watch has written"):
                 self.watch.release(done=False)
             if folder is not None:
@@ -133,7 +133,7 @@ class Conclusion:
         return failure
 
     def _is_late(self, failure: BaseException | None) -> bool:
-        """Whether a rank was lost, by no error of its own, after the result was written; says so."""
+        """Whether a rank was lost after the result was written, by no error of its own; prints a note."""
         folder = self.watch.folder
         if not isinstance(failure, PeerError) or failure.where is not None or self.watch.more_follows:
             return False
@@ -143,10 +143,10 @@ class Conclusion:
         return True
 
     def _release(self, code: int) -> None:
-        """Close what shows that this run is at work, and let the others end."""
+        """Release the watch and the folder, and let the other ranks end."""
         folder = self.watch.folder
         with _surviving("remove what the watch has written"):
-            # Nothing more is in hand, and the end is written down. The watch's file of stacks goes first.
+            # All is saved, and the end recorded. The watch goes first: its file of stacks lies in the folder.
             self.watch.release(done=False)
         with _surviving("release the folder"):
             if folder is not None:
@@ -157,9 +157,9 @@ class Conclusion:
             self._control.leave(self._leave_within_s)
 
     def _stop(self) -> int | None:
-        """Have all ranks save what they have, and rank 0 write it down; returns the exit code.
+        """Have all ranks save what they have, and rank 0 record the stop; returns the exit code.
 
-        None where it turns out that a rank has failed.
+        None if a rank turns out to have failed.
         """
         control, folder = self._control, self.watch.folder
         start = self.watch.since or monotonic()
@@ -201,17 +201,17 @@ class Conclusion:
         return folder.is_done and not self.watch.more_follows
 
     def _fail(self, error: BaseException, *, by_watch: bool) -> int:
-        """Tell every rank of a failure, have it written down, say it, and leave; returns the exit code."""
+        """Report a failure to all ranks, record it, print it, and leave; returns the exit code."""
         control, rank = self._control, self._control.name.rank
         self._save(error)
         first = error if isinstance(error, PeerError) else control.fail(error)
         self.watch.code = first.exit_code
 
         def do(action: Callable[[], object]) -> None:
-            # What the main thread hangs in may be the disk, or its end of the store.
+            # The main thread may hang in the same disk or store; the watch must not.
             try_for(_DONE_WITHIN_S, action) if by_watch else action()
 
-        # Where rank 0 is what failed, any other has to write it.
+        # If rank 0 itself has failed, any other rank has to write it.
         if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
             do(partial(self._write_down, error))
         if self._is_owner and not isinstance(error, PeerError):
@@ -219,11 +219,11 @@ class Conclusion:
                 say_traceback(error, whole=self._debug, is_first=first.rank == rank)
         line, is_usage = spoken(first, rank), first.exit_code == EXIT_USAGE
         if is_usage and not by_watch:
-            # Of wrong usage one rank speaks; what rank 0 met as well is no matter of one rank.
+            # One rank reports wrong usage, and names no rank if rank 0 met the same error.
             everybodys = first.rank == 0 or text_of(first) == text_of(error)
             line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
         asks = is_usage and rank == 0 if by_watch else is_usage or rank == 0
-        # Rank 0 may be gone at any moment, and says nothing any more.
+        # Do not wait for rank 0 if it is the rank that is lost: it prints nothing any more.
         waits = not (asks or by_watch or (first.rank == 0 and first.where is None))
         if not asks:
             self._say(line, by_watch=by_watch)
@@ -233,14 +233,14 @@ class Conclusion:
         if asks and answers != [False]:
             self._say(line, by_watch=by_watch)
         if asks or waits or by_watch:
-            # In time: the others cannot ask any more once the process of rank 0 has ended.
+            # Before this process ends: other ranks can no longer ask rank 0 then.
             do(control.has_spoken)
         if not by_watch:
             control.leave(self._leave_within_s)
         return first.exit_code
 
     def _say(self, line: str, *, by_watch: bool = False) -> None:
-        """Say how the run ended; a guest raises it instead, where its process goes on."""
+        """Print how the run ended; a guest, whose process goes on, raises the error instead."""
         if self._is_owner or by_watch:
             say(line)
 
@@ -252,7 +252,7 @@ class Conclusion:
                 folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
 
     def _save(self, first: BaseException | None = None) -> str | None:
-        """Save what is finished, after that error; returns what stands in the way."""
+        """Save finished work, after the error ``first``; returns what prevents it."""
         recorder = self.watch.recorder
         try:
             if recorder is None or recorder.flush(_FLUSH_WITHIN_S):
@@ -261,7 +261,7 @@ class Conclusion:
             return with_type(error)
         except Exception as error:  # noqa: BLE001 - a metric of the user's folds what is to be saved
             problem = with_type(error)
-            # What the metric has broken the run with is said already.
+            # The error that ended the run is reported already.
             if first is not None and problem not in (with_type(first), text_of(first)):
                 say(f"dualeval: note: cannot save what is finished: {problem}")
             return problem
@@ -270,7 +270,7 @@ class Conclusion:
 
 @contextmanager
 def _surviving(step: str) -> Iterator[None]:
-    """Do a step of the end; what it raises is said, and the next steps are done all the same."""
+    """Do a step of the end; an error in it is printed, and the next steps follow all the same."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the first error is the one to report

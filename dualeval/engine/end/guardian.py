@@ -1,10 +1,10 @@
-"""Guardian: a small process beside this one, for what a process cannot do once its Python does not run.
+"""Guardian: a small process beside this one, which acts when this one's Python does not run.
 
-It ends a process whose C code holds Python's lock, with its stacks written. ``faulthandler`` has a timer for
-that, but one that counts the seconds in which the process was suspended, and then ends it as it wakes. And it
-writes down the end of a run that is alone, and killed: where several ranks run, the others do.
+It kills a process whose C code holds Python's lock, after the stacks are written. The timer of
+``faulthandler`` would also count time in which the process was suspended, and kill it as it wakes. The
+guardian also records the end of a killed run of one rank; where several ranks run, the others do that.
 
-This file is also what that process runs: the standard library alone, and no package.
+The guardian runs this file as its program, so it uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, TextIO
 
 _LOOK_S = 0.25
 _GONE_WITHIN_S = 1.0
-# Nobody else's: it only has stacks written.
+# A signal that nothing else uses; it only has stacks written.
 _STACKS_SIGNAL = signal.SIGRTMAX
-# A launcher's variables would have it taken for a rank.
+# With a launcher's variables the guardian would be taken for a rank.
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 
 
@@ -35,7 +35,7 @@ class Guardian:
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._sending = threading.Lock()
-        # Signals that this process waits for in a thread are blocked there, too: it ends with its input.
+        # The guardian inherits this process's blocked signals; it ends when its standard input does.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), name],
             stdin=subprocess.PIPE,
@@ -44,41 +44,41 @@ class Guardian:
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
-        # It may be stopped, and read nothing.
+        # A suspended guardian reads nothing, and writing to it must not block.
         os.set_blocking(self._pipe.fileno(), False)
         self.tell(timeout_s=timeout_s)
         self.write_stacks_to(sys.__stderr__)
 
     def write_stacks_to(self, stream: TextIO | None) -> None:
-        """Say where stacks go: nowhere, where that is closed."""
+        """Say where stacks go: nowhere if the stream is closed."""
         faulthandler.unregister(_STACKS_SIGNAL)
         if stream is not None:
             with suppress(OSError, ValueError):
                 faulthandler.register(_STACKS_SIGNAL, stream)
 
     def tell(self, **facts: Any) -> None:
-        """Say that this process's Python runs, and what else it has to know.
+        """Say that this process's Python runs, and pass what else the guardian has to know.
 
-        ``timeout_s``: how long Python may not run; ``idle``: for as long as it likes. ``guarded``: where an
-        end is written down that this process cannot write down itself: status.json, the run's token, its file
-        of stacks, what to type; None where that has been done.
+        ``timeout_s``: how long Python may not run; ``idle``: whether it may pause for any time. ``guarded``:
+        what is needed to record an end in place of this process (status.json, the run's token, its file of
+        stacks, what to type); None once the end is recorded.
         """
-        # Full, where it is stopped; closed, where it was killed, or has been left.
+        # The pipe is full if the guardian is suspended, and closed if it was killed or left.
         with self._sending, suppress(OSError, ValueError):
             os.write(self._pipe.fileno(), f"{json.dumps(facts)}\n".encode())
 
     def leave(self) -> None:
-        """Guard no longer; a second call does nothing."""
+        """Stop guarding; a second call does nothing."""
         faulthandler.unregister(_STACKS_SIGNAL)
         with self._sending:
             self._pipe.close()
-        # It has nothing to do any more.
+        # A guardian that is still there has nothing left to do.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GONE_WITHIN_S)
 
 
 def _state_of(pid: int) -> str:
-    """The letter of a process's state; empty where there is no /proc."""
+    """The letter of a process's state; empty without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -90,18 +90,18 @@ def _state_of(pid: int) -> str:
 
 
 def _guard(pid: int, name: str) -> None:
-    """Guard the process that has started this one, until that has ended.
+    """Guard the parent process until it ends.
 
-    Time is counted in looks that nothing came in: a suspension, of both processes, is one look long. Standard
-    input ends with the process that is guarded; but reading processes, which were forked from that one, may
-    hold the other end for some seconds more.
+    Time is counted in polls without a message: a suspension of both processes counts as one poll. Standard
+    input ends with the guarded process; but reading processes, forked from that process, may hold the pipe
+    open for some seconds more.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     facts: dict[str, Any] = {"timeout_s": float("inf"), "idle": False, "guarded": None}
     looks, rest, hung = 0, b"", ""
     while not hung:
         has_ended = os.getppid() != pid
-        # What it has said before its end comes first.
+        # Read the last messages of that process first.
         if select.select([0], [], [], 0 if has_ended else _LOOK_S)[0]:
             came = os.read(0, 65536)
             if not came:
@@ -120,7 +120,7 @@ def _guard(pid: int, name: str) -> None:
                 "C code held Python's lock"
             )
             for number in (_STACKS_SIGNAL, signal.SIGKILL):
-                # Else it may be another process's number by now.
+                # Otherwise the number may be another process's by now.
                 if os.getppid() == pid:
                     os.kill(pid, number)
                     time.sleep(_LOOK_S)
@@ -129,7 +129,7 @@ def _guard(pid: int, name: str) -> None:
 
 
 def _write_down(status: str, run: str, stacks: str, resume: str, *, name: str, hung: str) -> None:
-    """Say how the run has ended, and write it into status.json, where the run has not."""
+    """Print how the run ended, and write it into status.json, unless the run itself has."""
     message = (
         f"{hung}; {stacks} has its stacks"
         if hung

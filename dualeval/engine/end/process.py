@@ -1,8 +1,7 @@
 """The end of a process: the signals that ask for it, the last lines it writes, and its exit.
 
-Its threads may hang, and nobody may read its output any more. So signals are taken by a thread of its own,
-whatever the main thread is in. Where a session owns the exception hook, an error that was concluded is not
-shown once more.
+Threads may hang, and nobody may read the output any more. So a separate thread takes signals, whatever the
+main thread is doing. If a session owns the exception hook, a concluded error is not shown a second time.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from dualeval.wording import printable_lines
 
 _WITHIN_S = 0.5
 _FRAME = '\n  File "'
-# What a run without --out calls its folder.
+# Folder names of runs without --out.
 _NAMED_BY_TIME = re.compile(r"\d{8}T\d{6}(\.\d+)?-(several-)?[0-9a-f]{8}")
 # A terminal sends SIGINT to all processes, and a launcher then sends its ranks another one at once.
 _SECOND_AFTER_S = 0.5
-# Nobody can wait for these, or has to: the kernel sends the others to the thread that has erred.
+# SIGKILL and SIGSTOP cannot be caught; the kernel sends the others to the thread that caused them.
 _NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _CLOSE = b"\0"  # no signal has this number
 
 
 def say(line: str) -> None:
-    """Write a line on standard error, if that goes without waiting."""
+    """Write a line on standard error, without waiting for a reader that hangs."""
 
     def write() -> None:
         stream = sys.stderr
@@ -52,12 +51,12 @@ def say(line: str) -> None:
 
 
 def show_until_end(close: Callable[[], None]) -> None:
-    """Have a display closed before the last line is written: else half a bar stays."""
+    """Have a display closed before the last line is written; otherwise half a bar stays on the screen."""
     _displays.append(close)
 
 
 def close_displays() -> None:
-    """Close what is shown of the run."""
+    """Close the displays of the run."""
     while _displays:
         try_for(_WITHIN_S, _displays.pop())
 
@@ -72,7 +71,7 @@ def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -
     elif not is_first:
         return
     elif isinstance(error, DualevalError) and _FRAME in text_of(error):
-        return  # its text shows them
+        return  # its text shows the frames
     elif lines := own_code(error):
         text = f"dualeval: in your code (--debug or DUALEVAL_DEBUG=1 shows the whole traceback):\n{lines}"
     elif isinstance(error, DualevalError):
@@ -83,7 +82,7 @@ def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process and its reading processes at once, whatever its threads are in."""
+    """End the process and its reading processes at once, whatever its threads are doing."""
     try:
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -101,9 +100,9 @@ def _flush() -> None:
 
 
 def try_for(seconds: float, action: Callable[[], object]) -> None:
-    """Do something that may hang, and wait no longer for it: a disk, a store, or who reads a stream.
+    """Do something that may hang (on a disk, a store, a stream's reader), and wait no longer than this.
 
-    It is done in a thread of its own, and goes on there.
+    The action runs in a thread of its own, and goes on there.
     """
     thread = threading.Thread(target=action, name="dualeval-trying", daemon=True)
     thread.start()
@@ -111,7 +110,7 @@ def try_for(seconds: float, action: Callable[[], object]) -> None:
 
 
 def spoken(error: DualevalError, rank: int) -> str:
-    """What a rank says of the first failure: which rank, where, and why; once."""
+    """The line that a rank prints of the first failure: which rank, where, and why."""
     if not isinstance(error, PeerError):
         return f"dualeval: error: {text_of(error)}"
     text = f"{error.where}: {text_of(error)}" if error.where else text_of(error)
@@ -119,8 +118,9 @@ def spoken(error: DualevalError, rank: int) -> str:
 
 
 def how_to_resume(folder: Path | None) -> str:
-    """What to type for a run to go on in its folder; None where it writes nothing."""
-    # Without --out the next launch would make another folder. A run of several models has one inside its own.
+    """What to type to resume a run in its folder; ``folder`` is None if the run writes nothing."""
+    # Without --out the next launch would make another folder. One of several models has its folder in the
+    # run's.
     paths = () if folder is None else (folder.parent, folder)
     out = next((f", with --out {path}," for path in paths if _NAMED_BY_TIME.fullmatch(path.name)), "")
     return f"the same command again{out} to resume"
@@ -132,11 +132,11 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 
 class _QuietHook:
-    """Ends a script with the exit code of an error that was concluded; ``previous`` shows any other."""
+    """Ends a script with the exit code of a concluded error; ``previous`` shows any other error."""
 
     def __init__(self, previous: _Hook) -> None:
         self.previous = previous
-        # This one, or what was put around it while the session was opened.
+        # This hook, or one that was put around it while the session was opened.
         self.outermost: _Hook = self
 
     def __call__(
@@ -146,7 +146,7 @@ class _QuietHook:
         if code is None:
             self.previous(kind, error, traceback)
         elif not (hasattr(sys, "ps1") or sys.flags.interactive):
-            # Python takes what a hook raises.
+            # Python obeys the SystemExit that a hook raises.
             sys.exit(code)
 
 
@@ -155,20 +155,20 @@ _installed: _QuietHook | None = None
 
 
 def install_hook() -> None:
-    """Have errors that were concluded end a script with their exit code, and nothing more said of them."""
+    """Have a concluded error end a script with its exit code, without a traceback."""
     global _installed
-    remove_hook()  # of an earlier session that was concluded: an uncaught error would have ended the script
+    remove_hook()  # left by a concluded session whose error the script has caught
     sys.excepthook = _installed = _QuietHook(sys.excepthook)
 
 
 def note_outer_hook() -> None:
-    """Have ``remove_hook`` also remove torch's, put around it for each group, which torch never removes."""
+    """Have ``remove_hook`` also remove torch's hook: torch sets one per process group and leaves it."""
     if _installed is not None:
         _installed.outermost = sys.excepthook
 
 
 def remove_hook() -> None:
-    """Put back what ``install_hook`` found, where nobody else has set a hook since."""
+    """Restore the hook that ``install_hook`` replaced, unless somebody else has set one since."""
     global _installed
     if _installed is not None and sys.excepthook is _installed.outermost:
         sys.excepthook = _installed.previous
@@ -176,7 +176,7 @@ def remove_hook() -> None:
 
 
 def conclude_quietly(error: BaseException, code: int) -> None:
-    """Mark an error as one of which all was said, and which ends a script with this code."""
+    """Mark an error as reported; if nobody catches it, it ends a script with this exit code."""
     with suppress(AttributeError):  # a class with slots; then its traceback follows
         error._dualeval_exit_code = code  # type: ignore[attr-defined]
 
@@ -187,15 +187,15 @@ def conclude_quietly(error: BaseException, code: int) -> None:
 class Signals:
     """Takes signals in place of this process's main thread, until it is closed.
 
-    They are blocked in the main thread. Reading processes that are forked from it inherit that: they must not
-    end by the SIGTERM that Slurm sends to all processes of a step, which their rank would take for an error.
-    They end with their rank (``end_process``, and the kernel).
+    The main thread blocks them, and reading processes forked from it inherit that. Slurm sends SIGTERM to all
+    processes of a step: reading processes must not end by it, because their rank would take that for an
+    error. They end with their rank (``end_process``, and the kernel).
 
-    The kernel hands a signal to any thread that does not block it: the one that is begun here, or one that is
-    older, as those of OpenBLAS in a script. It runs the handler of Python's that is set here: even where no
-    Python runs, that writes the signal's number into a pipe, which the thread reads.
+    The kernel hands a signal to any thread that does not block it: the thread started here, or an older one,
+    such as those of OpenBLAS in a script. There Python's handler writes the signal's number into a pipe, even
+    while no Python code runs; the thread started here reads the pipe.
 
-    Only the main thread can take signals: made in another one, this takes none (``is_active``).
+    Only the main thread can take signals: an object made in another thread takes none (``is_active``).
     """
 
     def __init__(self, names: Sequence[str] = DEFAULT_SIGNALS) -> None:
@@ -211,19 +211,19 @@ class Signals:
             self._open()
 
     def call(self, stop: Callable[[str], None]) -> None:
-        """Have ``stop`` called with the signal's name; before, a signal ends the process at once."""
+        """Have ``stop`` called with the signal's name; until this call, a signal ends the process at once."""
         with self._lock:
             self._stop = stop
 
     def close(self) -> None:
-        """Take no signals any more: handlers, blocked signals and wake-up descriptor are what they were."""
+        """Take no more signals; restores handlers, blocked signals and the wake-up descriptor."""
         if not self.is_active:
             return
         self.is_active = False
         os.write(self._write_end, _CLOSE)
         self._reading.join()
         self._put_back()
-        # What has come meanwhile is now for whoever took it before.
+        # Signals that came meanwhile go to the earlier handlers.
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _open(self) -> None:
@@ -231,7 +231,7 @@ class Signals:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        # Before the handlers: a signal that finds one of them finds the pipe.
+        # Set before the handlers, so that no handled signal misses the pipe.
         self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in self._numbers}
         _active = self
@@ -239,12 +239,12 @@ class Signals:
         self._reading.start()
 
     def _put_back(self) -> None:
-        """Put handlers and wake-up descriptor back, but for those that somebody else has set since."""
+        """Restore handlers and wake-up descriptor, except those that somebody else has set since."""
         global _active
         _active = None
         for number, handler in self._handlers.items():
             if signal.getsignal(number) is _leave_to_the_pipe:
-                # None where a library in C has set it, which cannot be put back.
+                # None if a C library had set the handler, which cannot be restored.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         found = signal.set_wakeup_fd(self._wakeup)
         if found != self._write_end:
@@ -259,7 +259,7 @@ class Signals:
                 if number in self._numbers:
                     self._take(number)
                 elif self._wakeup >= 0:
-                    # Another one's, as SIGCHLD for asyncio.
+                    # For the earlier descriptor, such as SIGCHLD for asyncio.
                     with suppress(OSError):
                         os.write(self._wakeup, bytes([number]))
 
@@ -280,7 +280,7 @@ class Signals:
 
 
 def numbers_of(names: Sequence[str]) -> tuple[signal.Signals, ...]:
-    """The signals of these names; raises UsageError where one is none that can be waited for."""
+    """The signals with these names; raises UsageError for a name that cannot stop a run."""
     numbers = []
     for name in names:
         number = getattr(signal.Signals, name, None)
@@ -301,7 +301,7 @@ def _leave_to_the_pipe(number: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """Have a forked process not write into its parent's pipe; what is blocked stays blocked there."""
+    """Keep a forked process from writing into its parent's pipe; its signals stay blocked."""
     if _active is not None:
         _active.is_active = False
         _active._put_back()

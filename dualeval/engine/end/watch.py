@@ -1,8 +1,8 @@
-"""Watch: the thread that sees to it that a run ends where its main thread cannot end it.
+"""Watch: the thread that ends a run if its main thread cannot.
 
-It makes no call to the store, and no collective. A rank's main thread may be in a collective that will never
-end, in a forward that takes minutes or in a read that hangs; a signal or another rank's failure must end it
-all the same. How a run is concluded is the session's matter: here is only when.
+It calls neither the store nor a collective. A rank's main thread may be in a collective that will never end,
+in a forward that takes minutes or in a read that hangs; a signal or another rank's failure must end the run
+all the same. This module decides when a run is concluded, the session how.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, message_of, w
 from dualeval.result import STATUS
 from dualeval.world.store import limit_for
 
-# Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
+# Seconds that the main thread has to conclude the run, after a signal or a failure.
 GRACE_S = 3.0
-# Until a main thread that concludes the run itself is ended.
+# Seconds until a process whose main thread concludes the run itself is ended.
 _OUT_WITHIN_S = 8.0
-# Until a rank ends even where nothing of its Python runs.
+# Seconds until the guardian ends a rank whose Python does not run.
 _AT_LAST_S = 9.5
 _LOOK_EVERY_S = 0.25
 _SHORTEST_PAUSE_S = 0.001
@@ -40,20 +40,20 @@ _SHORTEST_PAUSE_S = 0.001
 _GUEST_GRACE_S = 1.0
 _RAISED_WITHIN_S = 1.0
 _LEAVE_S = 1.0
-# After the time-out: this thread comes first, if it can; and mpirun leaves a rank one second after the others
-# have ended.
+# Added to the guardian's timeout, so that this thread comes first, if it can; and mpirun leaves a rank one
+# second after the others have exited.
 _NO_PYTHON_S = 1.0
 
 
 class Interrupted(BaseException):
-    """Raised by the watch in a main thread that a guest's failure finds in Python code that does not return.
+    """Raised by the watch in a guest's main thread if a run has failed while Python code does not return.
 
     The session turns it into the failure.
     """
 
 
 class Watch:
-    """Watches this rank's main thread, and has the run concluded where that does not do it."""
+    """Watches this rank's main thread, and has the run concluded if the main thread does not."""
 
     def __init__(
         self,
@@ -63,24 +63,24 @@ class Watch:
         ends_process: bool = True,
         stop: Callable[[], bool | str] | None = None,
     ) -> None:
-        # What is to be saved before an end; None where nothing is in hand.
+        # Saves finished work before an end; None if nothing is in hand.
         self.recorder: Recorder | None = None
         # The run's output folder, likewise.
         self.folder: RunFolder | None = None
-        # What the process ends with, as far as that is known.
+        # The process's exit code, as far as it is known.
         self.code = EXIT_FAILED
-        # `monotonic()` when it was heard that the run is to end; None before.
+        # `monotonic()` when the watch learned that the run ends; None before.
         self.since: float | None = None
-        # Whether a signal that comes when a result is written is not too late, as more is to be done.
+        # Whether more work follows the result being written, so that a signal then is not too late.
         self.more_follows = False
-        # Whether the last run has come to its end on all ranks: a signal comes too late.
+        # Whether the last run is complete on all ranks, so that a signal is too late.
         self.is_done = False
         self._control = control
         self._conclude = conclude
         self._ends_process = ends_process
         self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
-        # Against the thread that writes them while the main thread closes the file.
+        # The main thread may close the file of stacks while another thread writes to it.
         self._of_stacks = threading.Lock()
         self._guardian: Guardian | None = None
         if ends_process:
@@ -116,13 +116,13 @@ class Watch:
             self._in_evaluation = True
 
     def end(self, *, was_raised: bool = False) -> None:
-        """Say that the evaluation is left, in order or by an error: it is interrupted no more."""
+        """Say that the evaluation is over, in order or by an error, and must not be interrupted."""
         try:
             with self._interrupting:
                 self._in_evaluation = False
                 sent, self._was_interrupted = self._was_interrupted, False
-            # One that was sent a moment ago is raised here. Taking it back is no way: Python 3.11 then stays
-            # in its look for it.
+            # An interrupt that was just sent is raised here. Do not withdraw it: Python 3.11 would keep
+            # looking for it.
             limit = monotonic() + _RAISED_WITHIN_S
             while sent and not was_raised and monotonic() < limit:
                 sleep(_SHORTEST_PAUSE_S)
@@ -130,13 +130,13 @@ class Watch:
             return
 
     def keep(self, folder: RunFolder) -> None:
-        """Say where an end is written down, and stacks are."""
+        """Say in which folder an end and stacks are recorded."""
         self.folder = folder
         if self._guardian is not None and not self._control.has_peers:
             resume = f"Type {how_to_resume(folder.path)}."
             paths = str(folder.path / STATUS), folder.token, str(folder.stacks)
             self._guardian.tell(guarded=[*paths, resume])
-        # Else they go to standard error: a full disk is met soon enough.
+        # On an error they go to standard error; a full disk will be noticed elsewhere soon enough.
         with suppress(OSError), self._of_stacks:
             folder.stacks.parent.mkdir(exist_ok=True)
             self._stacks = folder.stacks.open("w")
@@ -144,7 +144,7 @@ class Watch:
                 self._guardian.write_stacks_to(self._stacks)
 
     def release(self, *, done: bool) -> None:
-        """Say that there is nothing to be saved any more."""
+        """Say that nothing is left to save."""
         self.is_done = done and not self.more_follows
         self.recorder = self.folder = None
         if self._guardian is not None:
@@ -159,16 +159,16 @@ class Watch:
                     path.unlink()
 
     def goes_on(self) -> None:
-        """Say that the caller may do more after a run that has come to its end: a signal ends that, too.
+        """Say that the caller may do more after a complete run: a signal ends that, too.
 
-        It may take its time, also in C code that keeps Python's lock.
+        The caller may take its time, also in C code that holds Python's lock.
         """
         self.is_done = False
         if self._guardian is not None:
             self._guardian.tell(idle=True)
 
     def main_concludes(self, code: int) -> None:
-        """Say that the main thread concludes the run; after some seconds it is ended with that exit code."""
+        """Say that the main thread concludes the run; the process ends some seconds later, with that code."""
         self.code = code
         self._main_concludes.set()
         self._control.news.set()
@@ -208,7 +208,7 @@ class Watch:
             if self._guardian is not None:
                 self._guardian.tell()
             self._control.news.wait(_LOOK_EVERY_S)
-            # Before the look at what is new: what comes after that sets it again.
+            # Before the news is read: later news sets it again.
             self._control.news.clear()
             now = clock.now()
             if not self._heard():
@@ -236,7 +236,7 @@ class Watch:
         )
 
     def _judge(self, finding: Finding, silent: float, timeout_s: float) -> None:
-        """Give this rank up where it stands still itself, or rank 0 where nothing is heard of it."""
+        """Give up this rank if it makes no progress, or rank 0 if it does not answer."""
         name = self._control.name
         if self._control.has_peers and silent > timeout_s:
             rank_0 = self._control.rank_0
@@ -245,18 +245,18 @@ class Watch:
             self._dump()
             self._control.give_up(f"{name}: {finding.text}", rank=name.rank)
         elif finding.kind == "computing" and not self._control.has_peers and not self._has_named:
-            # Else rank 0 says it, which sees all ranks; in a collective it judges, too.
+            # With peers, rank 0, which sees all ranks, reports this, and judges waits in collectives.
             self._has_named = True
             say(f"dualeval: note: {name}: {finding.text}")
 
     def _dump(self) -> None:
-        # A stream without a descriptor (a notebook's) takes none.
+        # Fails for a stream without a descriptor, such as a notebook's.
         with suppress(OSError, ValueError, RuntimeError, AttributeError), self._of_stacks:
             if (stream := self._stacks or sys.__stderr__) is not None:
                 faulthandler.dump_traceback(stream)
 
     def _end(self) -> None:
-        """Give the main thread its time, and have the run concluded where that has not."""
+        """Give the main thread some time, and have the run concluded if the main thread has not."""
         start = self.since = monotonic()
         out_within_s = limit_for(self._control.size, _OUT_WITHIN_S)
         if self._finding.kind == "collective":
@@ -265,7 +265,7 @@ class Watch:
             self._interrupt_main()
             return
         if self._guardian is not None:
-            # Whatever hangs from here on, a full disk or a file server included.
+            # Whatever hangs from here on, even a full disk or a file server, the guardian ends this process.
             self._guardian.tell(timeout_s=limit_for(self._control.size, _AT_LAST_S), idle=False)
         if self._control.failure is None and self.recorder is not None:
             # A launcher may leave a second between SIGTERM and SIGKILL.
@@ -277,7 +277,7 @@ class Watch:
                 return
             end_process(self.code)
         if self.is_done:
-            # The result was written before; the main thread is on its way out, or waits for a lost rank.
+            # The result is written; the main thread is on its way out, or waits for a lost rank.
             if self._control.name.rank == 0:
                 self._control.report_end(EXIT_DONE)
             if self._is_over.wait(out_within_s - (monotonic() - start)):
@@ -293,7 +293,7 @@ class Watch:
         end_process(self._conclude())
 
     def _interrupt_main(self) -> None:
-        """Name what a guest's run has come to, and raise that where the main thread runs Python."""
+        """Print why a guest's run has failed, and interrupt the main thread if it runs Python code."""
         failure = self._control.failure
         if failure is not None:
             say(spoken(failure, self._control.name.rank))
