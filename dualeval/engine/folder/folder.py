@@ -18,7 +18,7 @@ from dualeval.result import JOB, RESULT, Result, Status, json_text, read_status
 from dualeval.whole_files import write_text
 from dualeval.wording import counted
 
-# A file system that hangs holds up nobody's end for longer.
+# The longest that a hanging file system delays the exit.
 _CLOSE_WITHIN_S = 3.0
 
 
@@ -30,7 +30,7 @@ class RunFolder:
         self.token = token
         self._rank = rank
         self._launch: str | None = None
-        self._fingerprint: str | None = None  # None until the folder says whose it is
+        self._fingerprint: str | None = None  # None until the folder's files name the job
         self._lease: Lease | None = None
         self._closing = threading.Event()
         self._writing_status = threading.Lock()
@@ -54,10 +54,10 @@ class RunFolder:
         step: Callable[[], None] = lambda: None,
         lost: Callable[[str], None] = lambda reason: None,
     ) -> tuple[RunFolder, opening.PreviousRun]:
-        """Make the folder, or go on in it; rank 0 calls it.
+        """Make the folder, or continue in it; rank 0 calls this.
 
-        ``evaluates``: it may lack something. It is that of one ``share``, or of the whole job. ``lost`` is
-        called as by ``Lease.take``.
+        With ``evaluates`` the folder may lack chunks. It belongs to one ``share``, or to the whole job.
+        ``lost`` is called as by ``Lease.take``.
         """
         layout.check_file_names(facts["files"])
         layout.check_path(path)
@@ -68,7 +68,7 @@ class RunFolder:
         try:
             with layout.writable(path):
                 held = Lease.take(path, token, waiting=step, lost=lost)
-                # Not before: a run that ends here meanwhile removes its own.
+                # Only with the lease: a run that ends here meanwhile removes its empty journal folder.
                 layout.journal_of(path).mkdir(exist_ok=True)
                 layout.probe_of(layout.journal_of(path), token).touch()
                 folder = cls(path, token, rank=0)
@@ -94,9 +94,9 @@ class RunFolder:
         share: layout.Share | None,
         step: Callable[[], None],
     ) -> opening.PreviousRun:
-        """Read what is there, remove what is not wanted, and say that this run is at work."""
+        """Read what is there, remove what is not wanted, and record that this run is at work."""
         with layout.writable(self.path):
-            # With its own lease in hand: of a share and of who joins them, one sees the other.
+            # With its own lease held: of a share and a run that joins shares, at least one sees the other.
             (layout.check_idle if share is None else layout.check_joined_by_none)(self.path, step)
             if opening.begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
                 layout.remove_shares(self.path)
@@ -111,7 +111,7 @@ class RunFolder:
                 if previous.chunks.remaining and not evaluates:
                     why = previous.chunks.left_out or previous.notes
                     raise UsageError(layout.missing(self.path, previous.chunks.remaining, why))
-                # That of shares stays: it names the kind of machine that they are computed on.
+                # The job.json of shares stays: it names the kind of machine that they are computed on.
                 if layout.job_of_shares(self.path) is None:
                     write_text(self.path / JOB, json_text(opening.in_job(facts)))
                 self._status("running").write(self.path)
@@ -135,7 +135,7 @@ class RunFolder:
         cls, message: Mapping[str, Any], plan: EvalPlan, *, rank: int, path: Path | None
     ) -> tuple[RunFolder, opening.PreviousRun]:
         """Another rank's view of the folder that rank 0 has opened."""
-        # A path that was given is this rank's to resolve: without a shared folder it names another disk.
+        # This rank resolves a given path itself: without a shared folder the path is on another disk.
         where = Path(message["path"]) if path is None else path.absolute()
         folder = cls(where, message["token"], rank=rank)
         folder._launch = message["launch"]
@@ -148,7 +148,7 @@ class RunFolder:
 
     @property
     def is_done(self) -> bool:
-        """Whether a run of this job has come to its end here."""
+        """Whether a run of this job is complete here."""
         status = read_status(self.path)
         return status is not None and status.state == "done"
 
@@ -159,7 +159,7 @@ class RunFolder:
         return status is not None and (status.state, status.run) == ("done", self.token)
 
     def _is_own(self) -> bool:
-        """Whether the folder is this run's: it was not emptied, and is no other one under its name."""
+        """Whether the folder is still this run's: neither emptied nor replaced by another."""
         if self._fingerprint is None:
             return self.path.is_dir()
         status = read_status(self.path)
@@ -191,22 +191,22 @@ class RunFolder:
             signal=text_of(error) if isinstance(error, Stopped) else None,
             chunks_saved=chunks_saved,
         )
-        # What was written first stays, and another run's status: a rank that was stopped and wakes, as one
-        # does that mpirun ends, knows neither what the others have said of it nor who has gone on here since.
+        # Keep what was written first, and another run's status: a suspended rank that wakes, such as one that
+        # mpirun ends, knows neither what the others reported nor which run has continued here since.
         with self._writing_status:
             before = read_status(self.path)
             is_first = before is None and self._is_own()
             is_open = before is not None and (before.state, before.run) == ("running", self.token)
             if is_first or is_open:
-                # Where the disk is what failed, this fails too; the first error is the one to report.
+                # If the disk has failed, this fails too; the first error is the one to report.
                 with suppress(OSError):
                     status.write(self.path)
 
     def merged_files(
         self, previous: opening.PreviousRun, counts: Sequence[int], step: Callable[[], None]
     ) -> list[JournalFile]:
-        """Check the journal files of the result: ``counts`` of each rank's, and earlier runs' once more."""
-        # By name: a list of the folder may be seconds old where it is on NFS.
+        """Check the result's journal files: ``counts`` of them per rank, and those of earlier runs again."""
+        # By name: on NFS a listing of the folder may be seconds old.
         names = [
             layout.file_name(self.prefix(rank), number)
             for rank, count in enumerate(counts)
@@ -229,7 +229,7 @@ class RunFolder:
         return files
 
     def check(self) -> None:
-        """Check that the folder is still there, and this run's."""
+        """Check that the folder is still there, and still this run's."""
         reason = None if self._lease is None else self._lease.renew()
         if reason is None and not self._is_own():
             reason = gone(self.path)
@@ -237,11 +237,11 @@ class RunFolder:
             raise DualevalError(reason)
 
     def write(self, result: Result) -> None:
-        """Write result.json, when all that lies beside it is there."""
+        """Write result.json, once all files beside it are complete."""
         write_text(self.path / RESULT, result.to_json())
 
     def finish(self, previous: opening.PreviousRun, files: Sequence[Path] = ()) -> None:
-        """Say that the result is there, and remove what has served to make it."""
+        """Record that the result is complete, and remove the files that it was made from."""
         with self._writing_status:
             self._status("done", exit_code=0).write(self.path)
         for file in (*files, *previous.stale):
@@ -251,10 +251,10 @@ class RunFolder:
     def finish_share(
         self, plan: EvalPlan, share: layout.Share, previous: opening.PreviousRun, said: Mapping[str, Any]
     ) -> str:
-        """Check that all chunks of a share are on the disk, and say that it is done; returns a sentence."""
+        """Check that a share's chunks are all on the disk, and record that it is done; returns a sentence."""
         self.check()
         assert self._fingerprint is not None
-        # Damaged, or of failed samples: what they held was evaluated again.
+        # Damaged files, and files with failed samples: their chunks were evaluated again.
         for file in {*previous.stale} - {file.path for file in previous.chunks.files}:
             file.unlink(missing_ok=True)
         chunks = read_journal([self.journal], plan, self._fingerprint, wanted=share.chunks(plan))
@@ -264,7 +264,7 @@ class RunFolder:
                 f"share {share} lacks {counted(len(chunks.remaining), 'chunk')}: {why}. Type the same "
                 "command again."
             )
-        # What was said of chunks that were finished before stays.
+        # If all chunks were finished before, what was said of them stays.
         if previous.chunks.remaining or not (self.path / layout.SAID).exists():
             write_text(self.path / layout.SAID, json_text(said))
         with self._writing_status:
@@ -275,18 +275,18 @@ class RunFolder:
         return f"share {share} is done, {now} of its {chunks_of_it} evaluated now{unread}: {self.path}"
 
     def close(self, limit_s: float = _CLOSE_WITHIN_S) -> None:
-        """Remove what shows that this run is at work; a second call does nothing."""
+        """Remove the signs that this run is at work; a second call does nothing."""
         if not self._closing.is_set():
             self._closing.set()
             try_for(limit_s, self._clean_up)
 
     def _clean_up(self) -> None:
-        # Where the disk is what failed, this fails too; and what is left over hurts nobody.
+        # If the disk has failed, this fails too; leftover files do no harm.
         with suppress(OSError):
             if self.shared:
                 self._probe.unlink(missing_ok=True)
             status = read_status(self.path)
-            # Another run, which has taken over, may be about to write into them.
+            # A run that has taken over may be about to write into these folders.
             if status is None or status.run in (None, self.token) or status.state != "running":
                 layout.remove_if_empty(self.journal)
                 layout.remove_if_empty(self.path / layout.STACKS)

@@ -1,16 +1,16 @@
-"""The journal: what a rank has finished, on disk, a file at a time.
+"""The journal: finished work of a rank on disk, one file at a time.
 
 A file holds the chunks finished since the last one: their numbers, one ledger delta for them together, and
-their per-sample rows. It is written beside its place, checksummed, synced and renamed, so a file that is
-there under its name is whole. Layout, integers little-endian:
+their per-sample rows. It is written under another name, checksummed, synced and renamed, so a file under its
+final name is complete. Layout, integers little-endian:
 
-    8 bytes   magic "DUALEVL3"; "DUALEVL4" where a column is ragged or text: older versions leave it out
+    8 bytes   magic "DUALEVL3"; "DUALEVL4" if a column is ragged or text: older versions skip the file
     8 bytes   length of the header
     header    UTF-8 JSON: fingerprint, machine, chunks, rows (a count per chunk), failed, failures (index and
               error of each failed sample), entries, columns
     entries   int64 ledger slots, then int64 values: the non-zero entries of the delta
-    columns   each in C order, one after the other; a ragged one or one of text as ``rows + 1`` int64
-              offsets of its rows' values, and then these
+    columns   each in C order, one after the other; a ragged column, or one of text, as ``rows + 1`` int64
+              offsets of its rows' values, and then the values
     32 bytes  sha256 of everything before
 """
 
@@ -39,7 +39,7 @@ from dualeval.whole_files import partial_of, whole_file
 _MAGIC = b"DUALEVL3"
 _MAGIC_OF_RAGGED = b"DUALEVL4"
 _CHECKSUM_BYTES = 32
-# Letters of a failed sample's text; an error may hold a whole file.
+# Longest text kept of a failed sample's error; an error may quote a whole file.
 MOST_OF_AN_ERROR = 500
 
 
@@ -49,17 +49,17 @@ class JournalFile(RowsOfChunks):
 
     # Sha256 of its content, 32 bytes.
     checksum: bytes
-    # Of the job that wrote it.
+    # Fingerprint of the job that wrote it.
     fingerprint: str
-    # What its rows were computed on.
+    # The machine that computed its rows.
     machine: dict[str, Any]
-    # Number of samples in them that could not be read.
+    # Number of its samples that could not be read.
     failed: int
-    # Index and error of each of them.
+    # Index and error of each of these samples.
     failures: tuple[tuple[int, str], ...]
     # Ledger slots of its delta, int64 of shape (entries,).
     slots: npt.NDArray[np.int64]
-    # What it adds to them, likewise.
+    # The values to add to these slots, likewise.
     values: npt.NDArray[np.int64]
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
@@ -116,7 +116,7 @@ class JournalWriter:
 
 
 def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
-    """Write the parts, and behind them their checksum."""
+    """Write the parts, followed by their checksum."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for part in parts:
@@ -157,7 +157,7 @@ def read_journal_file(path: Path) -> JournalFile:
         chunks=tuple(described["chunks"]),
         rows=tuple(described["rows"]),
         failed=described["failed"],
-        # An older version has only counted them.
+        # Older versions only counted failures.
         failures=tuple((index, error) for index, error in described.get("failures", ())),
         slots=delta[:entries],
         values=delta[entries:],
@@ -171,19 +171,19 @@ class FinishedChunks:
 
     # The files that count, in name order; no chunk is in two of them.
     files: tuple[JournalFile, ...]
-    # Numbers of the chunks that are in none, in order.
+    # Numbers of the chunks that are in none of these files, in order.
     remaining: tuple[int, ...]
     # A sentence for each file that does not count.
     left_out: tuple[str, ...]
-    # Those of them that belong to another job.
+    # The left-out files that belong to another job.
     foreign: frozenset[Path] = frozenset()
 
     def machine(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the result names: this run's own, or where nothing remains that of the first file."""
+        """The machine that the result names: this run's, or that of the first file if no chunk remains."""
         return own if self.remaining or not self.files else self.files[0].machine
 
     def add_to(self, ledger: Tensor) -> None:
-        """Add what the files hold to a ledger's vector."""
+        """Add the files' deltas to a ledger's vector."""
         for file in self.files:
             ledger.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
 
@@ -197,12 +197,12 @@ def read_journal(
     retried: Path | None = None,
     wanted: Sequence[int] | None = None,
 ) -> FinishedChunks:
-    """Read folders of journal files, those of every run that wrote into them.
+    """Read the journal files in some folders, whichever runs wrote them.
 
-    They are taken in the order of folders and names, those without a failed sample first. A file that names
-    a chunk already taken is left out whole, so that no chunk can count twice. In the folder ``retried`` one
-    with a failed sample is left out, so that it is tried again. What remains is of the ``wanted`` chunks;
-    without them of all.
+    Files are taken in the order of folders and names, those without a failed sample first. A file that names
+    a chunk already taken is left out whole, so that no chunk counts twice. In the folder ``retried``, files
+    with a failed sample are left out, so that these chunks are tried again. ``remaining`` are those of the
+    ``wanted`` chunks, or of all, that none of these files holds.
     """
     found: list[JournalFile] = []
     files = []
@@ -243,13 +243,13 @@ def _reason_to_leave_out(
     *,
     retries: bool,
 ) -> str | None:
-    """Why a whole file does not count: a sentence, empty where nobody has to hear of it; None if it does."""
+    """Why a whole file does not count: a sentence, empty if nobody needs to know; None if the file counts."""
     if file.fingerprint != fingerprint:
         return f"{file.path} belongs to another job, with fingerprint {file.fingerprint[:8]}"
     if file.failed and retries:
         return ""
     chunks = np.array(file.chunks, np.int64)
-    # Not in the fingerprint: no number depends on it.
+    # Chunk sizes are not in the fingerprint: no number depends on them.
     if chunks.max() >= len(sizes) or not np.array_equal(sizes[chunks], file.rows):
         return f"{file.path} was written by a version of dualeval that divides the data set into other chunks"
     again = chunks[taken[chunks]]

@@ -1,8 +1,8 @@
 """The names of all files in an output folder, and the folders of shares in it.
 
-A share evaluates its own chunks of a job, in a folder of its own, with no other rank needed. ``OUT/job.json``
-is the job of all of them; ``OUT/shares/3-of-100`` is the folder of one, like that of a run without a result.
-A run in OUT itself goes on from what they have left.
+A share evaluates its own chunks of a job in its own folder, and needs no other rank. ``OUT/job.json`` is the
+job of all shares; ``OUT/shares/3-of-100`` is the folder of one, like that of a run without a result. A run in
+OUT itself continues from the work of the shares.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _JOURNAL = "journal"
 STACKS = "stacks"
 SUFFIX = ".journal"
-# A run's token, as ``secrets.token_hex(4)`` makes it; and what makes the name of a partial file unique.
+# A run's token, from ``secrets.token_hex(4)``; the names of partial files have one, too.
 _TOKEN = "[0-9a-f]{8}"
-# What a task may call a file of its own.
+# Allowed names of a task's own files.
 _TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
-# What this program calls the files in its journal; any other file there is somebody else's.
+# Names of this program's files in a journal; any other file there is somebody else's.
 _JOURNAL_FILE = re.compile(rf"{_TOKEN}(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|\.run)")
 _SHARES = "shares"
-# What a share has to say in the result: warnings of its runs.
+# What a share reports for the result: warnings of its runs.
 SAID = "said.json"
-# In OUT's job.json, beside what a run writes there: the number of shares, and the command that began them.
+# Further keys in the job.json of shares: the number of shares, and the command that began them.
 COUNT, COMMAND = "shares", "command"
 
 
@@ -87,7 +87,7 @@ def writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # A file that cannot be put in its place.
+        # The target of a failed rename.
         named = f"{Path(error.filename2).name}: " if error.filename2 else ""
         raise UsageError(
             f"the output folder {path} cannot be written on {socket.gethostname()} "
@@ -96,7 +96,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def files_of_a_run(path: Path) -> list[Path]:
-    """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
+    """The files that a run leaves in its folder, result and status first; nobody else's files."""
     names = _names(_files_of_its_task(path))
     stacks = sorted((path / STACKS).glob("rank-[0-9]*.txt"))
     found = [*(path / name for name in names), *partial_files(path)]
@@ -104,7 +104,7 @@ def files_of_a_run(path: Path) -> list[Path]:
 
 
 def partial_files(path: Path) -> list[Path]:
-    """The files that runs have begun to write; the lease's among them."""
+    """The files that runs have begun to write, those of the lease included."""
     names = "|".join(map(re.escape, [*_names(_files_of_its_task(path)), SAID]))
     name = re.compile(rf"({names})\.{_TOKEN}\.partial|{re.escape(LEASE)}\.{_TOKEN}")
     found = [file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file()]
@@ -112,12 +112,12 @@ def partial_files(path: Path) -> list[Path]:
 
 
 def journal_files(journal: Path) -> list[Path]:
-    """The files of a journal that are this program's, whole and partial ones and probes."""
+    """This program's files in a journal: complete files, partial files and probes."""
     return sorted(file for file in journal.glob("*") if _JOURNAL_FILE.fullmatch(file.name) and file.is_file())
 
 
 def job_there(path: Path) -> dict[str, Any]:
-    """What a folder's job.json says; nothing where there is none, or a damaged one."""
+    """The content of a folder's job.json; empty if it is missing or damaged."""
     try:
         return read_job(path)
     except (OSError, UsageError):
@@ -125,7 +125,7 @@ def job_there(path: Path) -> dict[str, Any]:
 
 
 def to_mend_job(path: Path, start_over: str) -> str:
-    """What to do about a damaged job.json. A journal says itself whose it is."""
+    """What to do about a damaged job.json. No work is lost: journal files name their job themselves."""
     if (path / _SHARES).is_dir():
         return "Remove it and start a share again, which writes it anew: what was evaluated stays."
     if (path / RESULT).exists():
@@ -137,11 +137,11 @@ def to_mend_job(path: Path, start_over: str) -> str:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder in which nothing is left."""
+    """Remove a folder if it is empty."""
     try:
         folder.rmdir()
     except OSError as error:
-        # Somebody else's file, or what NFS keeps for one that is still open; the run itself is complete.
+        # Somebody else's file, or one that NFS keeps for a file still open; the run itself is complete.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise
 
@@ -151,9 +151,9 @@ def _names(files: Sequence[str]) -> tuple[str, ...]:
 
 
 def _files_of_its_task(path: Path) -> list[str]:
-    """Names of the files that a folder's job writes for its task, as its job.json has them."""
+    """Names of the files that a folder's job writes for its task, from its job.json."""
     names = job_there(path).get("files")
-    # A file of that name may be anybody's: what it names is removed only inside its own folder.
+    # This job.json may be anybody's file: accept only names inside its own folder.
     return [name for name in map(str, names) if _TASK_FILE.fullmatch(name)] if isinstance(names, list) else []
 
 
@@ -180,16 +180,16 @@ class Share:
         return f"{self.number}/{self.count}"
 
     def chunks(self, plan: EvalPlan) -> range:
-        """Numbers of its chunks; none where there are more shares than chunks."""
+        """Numbers of its chunks; there may be none if there are more shares than chunks."""
         return plan.static_chunks(self.number - 1, self.count)
 
     def folder(self, out: Path) -> Path:
-        """Its folder in the output folder of all."""
+        """This share's folder in the output folder of all shares."""
         return out / _SHARES / f"{self.number}-of-{self.count}"
 
 
 def job_of_shares(out: Path) -> dict[str, Any] | None:
-    """What job.json says of the job of all shares; None where a folder holds none."""
+    """The job.json of all shares; None if a folder holds no shares."""
     found = job_there(out)
     return found if isinstance(found.get(COUNT), int) else None
 
@@ -209,7 +209,7 @@ def _number_of(folder: Path) -> str:
 
 
 def unfinished(out: Path) -> str | None:
-    """How many shares are done, in words; None where a folder holds none, or the result of all."""
+    """A sentence that counts the finished shares; None if a folder holds no shares, or their result."""
     job = job_of_shares(out)
     if job is None or (out / RESULT).is_file():
         return None
@@ -219,13 +219,13 @@ def unfinished(out: Path) -> str | None:
 
 
 def refuse_unfinished(out: Path) -> None:
-    """Check, for who reads a result, that a folder does not hold shares that were not joined yet."""
+    """Refuse to read a result in a folder whose shares are not joined yet."""
     if said := unfinished(out):
         raise UsageError(f"{said}. Type 'dualeval finish {out}' when all are done.")
 
 
 def check_idle(out: Path, step: Callable[[], None]) -> None:
-    """Check, for who holds ``out``, that no share is at work: what it has would be evaluated twice."""
+    """Check, while holding ``out``, that no share is at work: its chunks would be evaluated twice."""
     if working := at_work(folders_of(out), step):
         raise UsageError(
             f"{unfinished(out)}; at work: {listed(map(_number_of, working))}. Wait for their end."
@@ -233,19 +233,19 @@ def check_idle(out: Path, step: Callable[[], None]) -> None:
 
 
 def check_joined_by_none(folder: Path, step: Callable[[], None]) -> None:
-    """Check, for who holds the folder of a share, that nobody joins the shares meanwhile."""
+    """Check, while holding a share's folder, that nobody joins the shares."""
     out = folder.parents[1]
     if at_work([out], step):
         raise UsageError(f"{out} is being finished. Wait for it to end.")
 
 
 def missing(out: Path, remaining: Sequence[int], why: Sequence[str]) -> str:
-    """Which shares lack which chunks, for which reasons as far as they are known, and what to type."""
+    """Which shares lack which chunks, why, as far as that is known, and what to type."""
     chunks = f"{counted(len(remaining), 'chunk')} ({'; '.join([listed(map(str, remaining)), *why])})"
     itself = f"type 'dualeval finish {out} --evaluate-missing'"
     job, state = job_of_shares(out), unfinished(out)
     if job is None or state is None:
-        # A result is there, but damaged: for a share that is started again nothing is left to do.
+        # A result is there, but damaged: a share that is started again would find nothing to do.
         return f"{out} has no whole result: {chunks} are missing. To evaluate them, {itself}."
     shares = sorted({chunk % job[COUNT] + 1 for chunk in remaining})
     return (
@@ -264,7 +264,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def what_they_said(out: Path) -> list[dict[str, Any]]:
-    """What the shares that are done have to say in the result."""
+    """What the finished shares report for the result."""
     kinds = {"warnings": list[str], "unlike": list[list[str]]}
     remedy = "Remove it: its share's warnings are then not in the result."
     files = [folder / SAID for folder in folders_of(out)]
@@ -277,7 +277,7 @@ def files_of_share(folder: Path) -> list[Path]:
 
 
 def remove_shares(out: Path) -> None:
-    """Remove the files of all shares, and their folders where nothing else lies in them."""
+    """Remove the files of all shares, and their folders if nothing else lies in them."""
     folders = folders_of(out)
     for folder in folders:
         for file in [*files_of_share(folder), folder / LEASE]:

@@ -1,11 +1,11 @@
-"""The lease of an output folder, which keeps two runs from working in one folder at once; and who holds it.
+"""The lease of an output folder, which keeps two runs from working in it at once; and who holds the lease.
 
-It saves waste and nothing more: no result depends on it, and in rare races two runs hold it until the next
-``renew``.
+The lease only prevents wasted work: no result depends on it, and in rare races two runs hold it until the
+next ``renew``.
 
-The holder keeps counting in lease.json. A newcomer watches by its own clock whether the count moves, so that
-the clocks of two hosts need not agree. A holder on the newcomer's own kernel is asked for directly. No lock
-of the system is used: closing any descriptor of the file drops POSIX locks, and not every disk has them.
+The holder increments a counter in lease.json. A newcomer watches by its own clock whether the counter moves,
+so that the clocks of two hosts need not agree. A holder on the newcomer's own kernel is looked up directly.
+File locks are not used: closing any descriptor of a file drops POSIX locks, and not every disk has them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dualeval.errors import UsageError
 from dualeval.result import JOB
 from dualeval.whole_files import whole_file
 
-# Of the fields of /proc/PID/stat behind the process's name.
+# Positions in /proc/PID/stat after the process's name.
 _STATE, _START_TIME = 0, 19
 LEASE = "lease.json"
 # How often the holder calls ``renew``.
 RENEW_EVERY_S = 2.0
-# A lease that stands still for so long is a dead run's, or that of a run that hangs.
+# A lease that does not change for so long belongs to a run that is dead or hangs.
 TAKE_OVER_AFTER_S = 20.0
 LOOK_EVERY_S = 0.25
-# Bytes: two host names of 64 letters, each written as \uXXXX. Every rewriting covers the one before it.
+# Bytes: two host names of 64 letters, each as \uXXXX; fixed, so that each rewrite covers the last one.
 _LENGTH = 1024
 # NFS says ESTALE of a file that another host has removed.
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -48,7 +48,7 @@ class Process:
     host: str
     # Its number there.
     pid: int
-    # Its kernel's boot and its PID namespace; "" where there is no /proc, as on other systems.
+    # Its kernel's boot and its PID namespace; "" on systems without /proc.
     space: str
     # When it began, in the kernel's ticks; "" likewise.
     start: str
@@ -66,12 +66,12 @@ class Process:
         return cls.of(os.getpid())
 
     def __str__(self) -> str:
-        # A process id may be another one's later; along with the time of its start it is not.
+        # A process id may be reused; with its start time it is unique.
         return f"{self.host} {self.pid} {self.start}".rstrip()
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Process | None:
-        """Read the fields of a mapping; None where it does not describe a process."""
+        """Read the fields of a mapping; None if it does not describe a process."""
         try:
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
         except (KeyError, TypeError):
@@ -79,7 +79,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to have ended; False where it runs, and where nothing is known of it."""
+        """Whether it is known to have ended; False if it runs, or if nothing is known of it."""
         if not self.space or self.space != _space():
             return False  # it could not be seen from here
         try:
@@ -89,7 +89,7 @@ class Process:
         except PermissionError:
             pass
         stat = _stat(self.pid)
-        # Another user's may be hidden. Another start: the number is another process's by now.
+        # None: another user's process may be hidden. Another start time: the process id was reused.
         return stat is not None and (stat[_START_TIME] != self.start or stat[_STATE] in "ZX")
 
 
@@ -103,7 +103,7 @@ def _space() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of a process behind its name; None where they cannot be read."""
+    """The fields of /proc/PID/stat after the process's name; None if they cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -114,15 +114,15 @@ class Lease:
     """A run's hold on its output folder: ``take`` makes it, and a thread renews it until ``close``."""
 
     def __init__(self, path: Path, token: str, lost: Callable[[str], None]) -> None:
-        # Of lease.json.
+        # The path of lease.json.
         self.path = path
-        # Names this run apart from any other.
+        # Identifies this run.
         self.token = token
         self._process = Process.own()
         self._counter = 0
         self._lost = lost
         self._closing = threading.Event()
-        # It waits for nothing but the disk.
+        # This thread waits for nothing but the disk.
         self._thread = threading.Thread(target=self._keep, name="dualeval-lease", daemon=True)
 
     @classmethod
@@ -134,9 +134,9 @@ class Lease:
         waiting: Callable[[], None] = lambda: None,
         lost: Callable[[str], None] = lambda reason: None,
     ) -> Lease:
-        """Take the lease of a folder, from a dead run where need be.
+        """Take the lease of a folder, if need be from a dead run.
 
-        Its thread calls ``lost`` once, with a sentence, where another run has taken it over.
+        The lease's thread calls ``lost`` once, with a sentence, if another run takes the lease over.
         """
         lease = cls(folder / LEASE, token, lost)
         while not lease._create() and not lease._take_over(waiting):
@@ -145,26 +145,26 @@ class Lease:
         return lease
 
     def close(self) -> None:
-        """Give the lease back; another run's, which has taken it over, stays. Waits for the disk."""
+        """Give the lease back, unless another run has taken it over. Waits for the disk."""
         self._closing.set()
         self._thread.join()
-        # Where the disk fails: whoever comes next sees that this process has ended.
+        # If the disk fails, the next run sees that this process has ended.
         with suppress(OSError):
             if _claim(self.path.read_bytes()).get("token") == self.token:
                 self.path.unlink()
 
     def renew(self) -> str | None:
-        """Show that this run lives; returns why it cannot go on in the folder, None where it can."""
+        """Show that this run lives; returns why it cannot go on in the folder, or None if it can."""
         self._counter += 1
         try:
             with self.path.open("r+b", buffering=0) as file:
                 if _claim(file.read(_LENGTH)).get("token", self.token) == self.token:
-                    # Through the same descriptor: a lease that takes this one's place now is another file.
+                    # Through the same descriptor: a lease that replaces this one now is another file.
                     os.pwrite(file.fileno(), self._content(), 0)
                     return None
         except OSError:
-            # The next renewal is in two seconds. Where somebody has removed it, or the folder, or another run
-            # has come to its end there, whoever cannot write rows will say so.
+            # The next renewal is in two seconds. If the lease or its folder was removed, the next write of
+            # rows reports that.
             return None
         return (
             f"another run has taken over {self.path.parent}: this one stood still for too long. What it has "
@@ -179,7 +179,7 @@ class Lease:
                 return
 
     def _create(self) -> bool:
-        """Write a lease where there is none; False where there is one."""
+        """Write a lease; returns False if there is one already."""
         try:
             file = self.path.open("xb", buffering=0)
         except FileExistsError:
@@ -193,12 +193,12 @@ class Lease:
         return True
 
     def _take_over(self, waiting: Callable[[], None]) -> bool:
-        """Watch another run's lease until it is gone, which is False, or dead and replaced by this one."""
+        """Watch another run's lease; returns False once it is gone, True once this one has replaced it."""
         own = self.path.with_name(f"{LEASE}.{self.token}")
         watched: bytes | None = None
         since = monotonic()
         while True:
-            # Opened anew for each look: NFS shows what other hosts have written to who opens a file.
+            # Open the file anew each time: NFS shows other hosts' writes only on opening.
             if (content := _lease_of(self.path.parent)) is None:
                 return False
             if content == self._content():
@@ -208,7 +208,7 @@ class Lease:
             if content != watched:
                 raise UsageError(_in_use(self.path.parent, holder))
             if monotonic() - since >= TAKE_OVER_AFTER_S or (holder is not None and holder.has_ended):
-                # Of several newcomers the last one has it, which shows at the next look.
+                # Of several newcomers the last one wins; each of them sees that at its next look.
                 with whole_file(self.path, own):
                     own.write_bytes(self._content())
             else:
@@ -221,7 +221,7 @@ class Lease:
 
 
 def at_work(folders: Iterable[Path], step: Callable[[], None]) -> list[Path]:
-    """Those of some folders in which a run is alive; a dead one's lease is watched as by ``take``."""
+    """The folders in which a run is alive; a lease that does not change is watched as by ``take``."""
     watched = {folder: content for folder in folders if (content := _lease_of(folder)) is not None}
     found, since = [], monotonic()
     while watched and monotonic() - since < TAKE_OVER_AFTER_S:
@@ -240,7 +240,7 @@ def at_work(folders: Iterable[Path], step: Callable[[], None]) -> list[Path]:
 
 
 def gone(path: Path, file: str = JOB) -> str:
-    """What is said where the output folder is no longer there, or no longer this run's: ``file`` is gone."""
+    """The message if the output folder is gone, or is no longer this run's: ``file`` is gone."""
     if path.is_dir():
         return (
             f"the output folder {path} was emptied or replaced: this run's {file} is not there any more. "
@@ -263,7 +263,7 @@ def _lease_of(folder: Path) -> bytes | None:
 
 
 def _claim(content: bytes) -> Mapping[str, Any]:
-    """What a lease says; nothing where its holder died before writing it, or something has damaged it."""
+    """The content of a lease; empty if its holder died before writing it, or if it is damaged."""
     try:
         claim = json.loads(content)
     except ValueError:

@@ -39,7 +39,7 @@ from dualeval.whole_files import write_text
 from dualeval.world import World
 
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
-# Between the agents of a launch, in status.json.
+# Separates the agents of a launch in status.json.
 _AND = " | "
 
 
@@ -47,9 +47,9 @@ _AND = " | "
 class PreviousRun:
     """What earlier runs of this job have left in the folder."""
 
-    # Those that they have finished, and those that remain.
+    # The chunks that they have finished, and those that remain.
     chunks: FinishedChunks
-    # The result, where an earlier run came to its end.
+    # The result, if an earlier run is complete.
     finished: Result | None = None
     # Files that killed runs have left, to be removed at the end.
     stale: tuple[Path, ...] = ()
@@ -67,7 +67,7 @@ class PreviousRun:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], plan: EvalPlan) -> PreviousRun:
-        """What ``to_message`` made plain, less the files, which are rank 0's."""
+        """The inverse of ``to_message``, without the files, which only rank 0 has."""
         bits = np.frombuffer(base64.b64decode(message["remaining"]), np.uint8)
         remaining = np.flatnonzero(np.unpackbits(bits, count=plan.num_chunks)).tolist()
         finished = message["finished"]
@@ -83,26 +83,26 @@ def in_job(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh: bool) -> bool:
-    """Whether an earlier run's files are to be removed: ``fresh`` counts for a launch's first start alone."""
+    """Whether to remove an earlier run's files: ``fresh`` applies only to the first start of a launch."""
     status = read_status(path)
     if status is None or not _is_restarted(status, launches):
         return fresh
     if status.state == "stopped":
-        # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
+        # The user stopped the run, and the launcher took its exit for a failure.
         raise Stopped(status.signal or "a signal")
     # A script may evaluate several jobs in one folder, one after the other.
     return fresh and layout.job_there(path).get("fingerprint") != fingerprint
 
 
 def _is_restarted(status: Status, launches: Sequence[str]) -> bool:
-    """Whether this launch has written a status before its ranks were started again."""
+    """Whether this launch wrote a status before its ranks were restarted."""
     earlier = (status.launch_id or "").split(_AND)
-    # Rank 0 may be another agent's by now. And one process may evaluate several times.
+    # Any of the agents: rank 0 may belong to another one by now. And one process may evaluate several times.
     return not set(launches).isdisjoint(earlier) and status.process != own_process()
 
 
 def named_launch(launches: Sequence[str]) -> str | None:
-    """How status.json names the agents of a launch; None where nobody starts ranks again."""
+    """How status.json names the agents of a launch; None if nobody restarts ranks."""
     return _AND.join(launches) or None
 
 
@@ -112,9 +112,9 @@ def own_process() -> str:
 
 
 def launch_of(world: World) -> str | None:
-    """What the ranks have in common that one agent of torchrun starts, and starts again.
+    """Names the agent of torchrun that starts, and restarts, this rank.
 
-    The number of restarts is no help: an agent does not count those that another node has caused.
+    The number of restarts does not help: an agent does not count those that another node has caused.
     """
     launch = world.meeting.launch_id
     return None if launch is None else f"{launch} {Process.of(os.getppid())}"
@@ -137,9 +137,9 @@ def join_shares(
     *,
     mix_machines: bool,
 ) -> bool:
-    """Check that a share, which a command asks for, belongs to those of a folder.
+    """Check that the share that a command asks for belongs to the shares of a folder.
 
-    False where there is the result of all shares already, so that nothing is left to do.
+    Returns False if the result of all shares is there already, so that nothing is left to do.
     """
     with layout.writable(out):
         _check_same_job(out, facts)
@@ -147,7 +147,7 @@ def join_shares(
             return False
         out.mkdir(parents=True, exist_ok=True)
         if not (out / JOB).exists():
-            # Of several at once the last one's is there: the same, or all others are refused.
+            # If several shares write it, the last file stays: they are equal, or the others are refused.
             of_shares = {layout.COMMAND: command, layout.COUNT: share.count}
             write_text(out / JOB, json_text({**in_job(facts), **of_shares}))
             _check_same_job(out, facts)
@@ -192,7 +192,7 @@ def read_previous(
         finished = None
         notes.append(f"{error}; all samples are evaluated again")
     journal = layout.journal_of(path)
-    # Shares are whole, where they are done; a run of the whole job that has ended early is not.
+    # Shares come first: a finished share is complete, a run of the whole job that ended early is not.
     folders = [*map(layout.journal_of, layout.folders_of(path)), journal]
     wanted = None if share is None else share.chunks(plan)
     chunks = read_journal(folders, plan, facts["fingerprint"], step, retried=journal, wanted=wanted)
@@ -204,11 +204,11 @@ def read_previous(
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed runs have left half written; for who holds the folder's lease.
+    """Remove files that killed runs have left half written; for the holder of the folder's lease.
 
-    Of ranks that may outlive rank 0, on other hosts, only where nobody has written into it for a while.
+    Ranks on other hosts may outlive rank 0, so their files go only if nobody has written to them for a while.
     """
-    of_rank_0 = (f"{PREDICTIONS}.", f"{RESULT}.")  # which has lost the lease
+    of_rank_0 = (f"{PREDICTIONS}.", f"{RESULT}.")  # an earlier rank 0 has lost the lease
     # The disk's clock, which may be another host's.
     now = (path / LEASE).stat().st_mtime
     for file in layout.partial_files(path):
@@ -228,7 +228,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
                 f"{path} holds a run of several models ({MODELS}). Give another --out; the result of each of "
                 "them is in its own folder there."
             ) from None
-        # A run writes how it has failed also where its folder was emptied.
+        # A failed run writes its status even into an emptied folder.
         if old and (old != [STATUS] or read_status(path) is None):
             raise UsageError(
                 f"{path} holds an earlier run ({old[0]}), but no {JOB} that says of which job. "
@@ -266,7 +266,7 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
 
 
 def finished_result(path: Path, facts: Mapping[str, Any]) -> Result | None:
-    """The result of a run of this job that came to its end; raises DualevalError where it is damaged."""
+    """The result of a complete run of this job; raises DualevalError if it is damaged."""
     try:
         result = read_result(path / RESULT)
     except FileNotFoundError:

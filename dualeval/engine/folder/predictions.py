@@ -18,9 +18,9 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.tasks import Dataset, Task
 from dualeval.whole_files import whole_file
 
-# Of a field of the schema whose strings are a column, and not what the task's ``texts`` has made of others.
+# Metadata of a field that is a column of text, and not made by the task's ``texts`` from other columns.
 COLUMN_OF_TEXT = {b"dualeval": b"column of text"}
-# Of a field that is a column of the user's data.
+# Metadata of a field that is a column of the user's data.
 COLUMN_OF_DATA = {b"dualeval": b"data"}
 
 
@@ -41,9 +41,9 @@ def write_predictions(
 ) -> None:
     """Merge the rows of all chunks into one Parquet file in data-set order.
 
-    Columns: id (string), index (int64), then those of ``kept`` and the task's ``texts``, each null where the
-    sample could not be read. ``of_data`` are those of ``kept`` that are the data's. The file is whole under
-    its name, or not there.
+    Columns: id (string), index (int64), then those of ``kept`` and the task's ``texts``, which are null for
+    samples that could not be read. ``of_data`` names the columns of ``kept`` that come from the data. The
+    file appears complete or not at all.
     """
     import pyarrow
     import pyarrow.parquet
@@ -54,7 +54,7 @@ def write_predictions(
             for start, rows in windows_of(files, plan, kept):
                 table = _table(pyarrow, task, dataset, kept, rows, start, of_data)
                 if writer is None:
-                    # No dictionaries: ids and losses hardly repeat, and one is kept for the whole file.
+                    # No dictionaries: ids and losses hardly repeat, and each is kept for the whole file.
                     writer = pyarrow.parquet.ParquetWriter(
                         partial, table.schema, compression="zstd", use_dictionary=False
                     )
@@ -69,10 +69,10 @@ def write_predictions(
 
 @contextmanager
 def _arrow_pool_of_system(pyarrow: Any) -> Iterator[None]:
-    """Have Arrow take memory from the system's allocator, as long as this lasts.
+    """Have Arrow take memory from the system's allocator within the block.
 
-    Its own takes segments of several MB a thread, by chance more or fewer of them: 13 to 28 MB for 100,000
-    rows. The writer has no option for its pool, it takes the default one.
+    Arrow's own allocator takes segments of several MB per thread, more or fewer by chance: 13 to 28 MB for
+    100,000 rows. The writer has no option for its pool; it takes the default one.
     """
     pool = pyarrow.default_memory_pool()
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
@@ -141,7 +141,7 @@ def write_json_file(
 ) -> None:
     """Write one column as a JSON object, sample id to value, in data-set order.
 
-    Samples that could not be read are left out. ASCII, a line a sample; whole under its name, or not there.
+    Samples that could not be read are left out. ASCII, a line per sample; the file is complete or absent.
     """
     with whole_file(path) as partial, partial.open("w", encoding="ascii") as file:
         before = "{\n"
@@ -173,7 +173,7 @@ def _arrow(pyarrow: Any, rows: Rows, missing: npt.NDArray[np.bool_] | None) -> A
 
 
 def _ragged_arrow(pyarrow: Any, rows: RaggedRows, missing: npt.NDArray[np.bool_] | None) -> Any:
-    # What a failed sample's placeholder has in a row that is null, Arrow does not write.
+    # Arrow does not write the values of a failed sample's placeholder, because its row is null.
     offsets = rows.offsets.astype(np.int32)
     if isinstance(rows, TextRows):
         data = pyarrow.py_buffer(np.ascontiguousarray(rows.values))
@@ -184,7 +184,7 @@ def _ragged_arrow(pyarrow: Any, rows: RaggedRows, missing: npt.NDArray[np.bool_]
     return pyarrow.ListArray.from_arrays(_plain(pyarrow, offsets, None), values, mask=mask)
 
 
-# From their buffers: ``pyarrow.array`` imports pandas, where that is installed, which takes a second.
+# Arrays are made from buffers: ``pyarrow.array`` imports pandas, if installed, which takes a second.
 
 
 def _plain(pyarrow: Any, values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None) -> Any:
@@ -204,7 +204,7 @@ def _texts(pyarrow: Any, texts: Sequence[str | None], missing: npt.NDArray[np.bo
 
 
 def _valid(pyarrow: Any, missing: npt.NDArray[np.bool_] | None) -> Any:
-    """The bits of the rows that are not null; None where all are."""
+    """The bitmap of the rows that are not null; None if no row is null."""
     if missing is None or not missing.any():
         return None
     return pyarrow.py_buffer(np.packbits(~missing, bitorder="little"))

@@ -1,11 +1,11 @@
-"""The rows of a run: where they lie, a window of them in data-set order, and all of them for a metric.
+"""The rows of a run: where they are stored, windows of them in data-set order, and all rows for a metric.
 
-In a journal file, or a rank's memory, columns lie one after the other in C order. A plain column is its rows.
-A ragged one, or one of text, is first ``rows + 1`` int64 offsets, and then the values of all rows; so a few
-rows can be read without the others.
+In a journal file, or a rank's memory, columns follow each other in C order. A plain column consists of its
+rows. A ragged column, or one of text, has ``rows + 1`` int64 offsets, and then the values of all rows; so a
+few rows can be read without the others.
 
-Metrics of all rows get them mapped from files without a name: what they read is in the system's page cache,
-which gives it up where memory is short, and whatever ends the process, the system takes the files' room back.
+A metric of all rows gets them mapped from files without a name: the system's page cache drops pages if memory
+is short, and the system frees the files however the process ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dualeval.result import PREDICTIONS
 
 # Rows held at once; also the row group size of the Parquet file.
 WINDOW_ROWS = 16_384
-# Bytes of values of ragged columns and text in them, at most, or one chunk's.
+# Most bytes of ragged and text values in a window, unless one chunk has more.
 WINDOW_BYTES = 256 << 20
 # The journal's own column: 1 where the sample was evaluated, 0 where it could not be read.
 EVALUATED = "evaluated"
@@ -49,21 +49,21 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredColumn:
-    """Where a column lies."""
+    """Where a column is stored."""
 
     # "plain", "ragged" or "text".
     form: str
     # Its little-endian numpy dtype.
     dtype: np.dtype[Any]
-    # The shape of one row; () for a scalar column. Of a ragged one that of one value of a row.
+    # The shape of one row; () for a scalar column. In a ragged column, the shape of one value of a row.
     row_shape: tuple[int, ...]
-    # Bytes from the start: of its offsets, if it has some, and of its values.
+    # Byte positions: of its offsets, if there are any, and of its values.
     offset: int
     values_at: int
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row; of a ragged column those of one value of a row."""
+        """Bytes of one row; in a ragged column, of one value of a row."""
         return int(self.dtype.itemsize * np.prod(self.row_shape, dtype=np.int64))
 
     def empty(self, rows: int) -> Rows:
@@ -94,7 +94,7 @@ class RowsOfChunks(ABC):
         return rows_of(found.form, self._values(found, *offsets[[0, -1]].tolist()), offsets - offsets[0])
 
     def read_offsets(self, column: str, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """Where the values of rows of a ragged column begin, and the last one's end."""
+        """Where the values of each row of a ragged column begin, and where those of the last row end."""
         count = (sum(self.rows) if stop is None else stop) - start + 1
         return self._read(_OFFSET, count, self.columns[column].offset + _OFFSET.itemsize * start)
 
@@ -105,7 +105,7 @@ class RowsOfChunks(ABC):
 
     @abstractmethod
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
-        """Read so many values from so many bytes after the start."""
+        """Read ``count`` values from byte ``offset``."""
 
 
 def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]:
@@ -124,7 +124,7 @@ def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]
 
 
 def place_columns(described: Iterable[Mapping[str, Any]], rows: int, offset: int) -> dict[str, StoredColumn]:
-    """Where columns lie that are written one after the other."""
+    """Where columns are stored that follow each other from byte ``offset``."""
     columns = {}
     for entry in described:
         form = entry.get("form", PLAIN)
@@ -144,7 +144,7 @@ def _little(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def evaluated_of(rows: Mapping[str, Rows]) -> npt.NDArray[np.bool_]:
-    """Which of some rows' samples could be read."""
+    """Which rows belong to samples that could be read."""
     return np.asarray(rows[EVALUATED]).astype(bool)
 
 
@@ -153,7 +153,7 @@ def windows_of(
 ) -> Iterator[tuple[int, dict[str, Rows]]]:
     """Read the rows of consecutive chunks, about ``WINDOW_ROWS`` at a time.
 
-    Zeros, or ragged rows of length 0, are those of samples that could not be read.
+    Samples that could not be read have zeros, or ragged rows of length 0.
     """
     where = _places(files, plan)
     known = _known_columns(files)
@@ -190,7 +190,7 @@ def read_columns(
             yield {name: rows[name][evaluated] for name in columns}
             step()
 
-    if folder is None:  # where nothing is written, all rows lie in memory already
+    if folder is None:  # if nothing is written, all rows are in memory already
         held = list(pieces())
         return {name: read_only(concatenated_rows([piece.pop(name) for piece in held])) for name in columns}
     with MappedColumns(folder) as found:
@@ -200,7 +200,7 @@ def read_columns(
 
 
 def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
-    """A column of each name: a file whose samples all failed has none but ``EVALUATED``."""
+    """One column of each name; a file whose samples all failed has only ``EVALUATED``."""
     known: dict[str, StoredColumn] = {}
     for file in files:
         for name, column in file.columns.items():
@@ -248,7 +248,7 @@ def _rows_of(
     for number in sorted(set(numbers.tolist())):
         if name not in files[number].columns:
             continue
-        # One read a column and file: a file's chunks of this window lie close together.
+        # One read per column and file: a file's chunks of this window lie close together.
         own = (chunks.start + np.flatnonzero(numbers == number)).tolist()
         places = [(int(where[c, 1]), int(where[c, 1]) + len(plan.chunk_samples(c))) for c in own]
         low = min(start for start, _ in places)
@@ -278,16 +278,16 @@ def _places(files: Sequence[RowsOfChunks], plan: EvalPlan) -> npt.NDArray[np.int
 
 
 class MappedColumns:
-    """Takes columns a piece at a time, and gives them back whole, mapped and read-only.
+    """Takes columns in pieces, and returns them whole, mapped and read-only.
 
-    The files are in a folder, or in the system's temporary one, whose lack of room is said here.
+    The files are in a folder, or in the system's temporary folder; an error says if that is full.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._files = ExitStack()
         self._values: dict[str, _Array] = {}
-        # Of each ragged column; its form too.
+        # Form and offsets of each ragged column.
         self._offsets: dict[str, tuple[str, _Array]] = {}
 
     def __enter__(self) -> MappedColumns:
@@ -297,7 +297,7 @@ class MappedColumns:
         self._files.close()
 
     def append(self, columns: Mapping[str, Rows]) -> None:
-        """Take the next rows; each time of the same columns, of the same kinds."""
+        """Take the next rows; each call has the same columns, of the same kinds."""
         with self._room():
             for name, rows in columns.items():
                 values = values_of(rows)
@@ -311,7 +311,7 @@ class MappedColumns:
                 self._values[name].append(values)
 
     def columns(self) -> dict[str, Rows]:
-        """All that was taken, by name; valid also when the files are closed."""
+        """All columns, by name; they stay valid when the files are closed."""
         with self._room():
             found: dict[str, Rows] = {name: array.mapped() for name, array in self._values.items()}
             for name, (form, offsets) in self._offsets.items():
@@ -363,9 +363,9 @@ class _Array:
     def mapped(self) -> npt.NDArray[Any]:
         self._file.flush()
         shape = (self.rows, *self._row_shape)
-        if 0 in shape:  # nothing is no file that could be mapped
+        if 0 in shape:  # an empty file cannot be mapped
             return _read_only(np.empty(shape, self._dtype))
-        # A plain array over the mapping: what is computed of numpy's own kind would be of that kind, too.
+        # A plain array over the mapping: results computed from a memmap would be memmaps, too.
         return np.asarray(np.memmap(self._file, self._dtype, mode="r", shape=shape))
 
 
