@@ -1,4 +1,4 @@
-"""What a job is: everything that decides its numbers, by name, as far as it can be named.
+"""The identity of a job: everything that decides its numbers, by name, as far as it can be named.
 
 World size, backend, launcher, workers, threads, folders and machines are no part of it.
 """
@@ -43,12 +43,12 @@ _VALUES = (
     *(bool, int, float, complex, str, bytes, enum.Enum),
     *(FunctionType, functools.partial, Tensor, np.ndarray, np.generic),
 )
-# Entries of a container, or attributes, in which the user's own objects are looked for.
+# How many entries or attributes of an object are searched for the user's own objects.
 _LOOKED_AT = 32
-# What is looked through.
+# Types whose content is searched, but which do not count themselves.
 _PASSED = (list, tuple, dict, MethodType, functools.partial)
 _OBJECTS = "functions with values of their own"  # as a module's name
-# Longer ones are hashed: nobody wants a password or a token in job.json.
+# Longer texts are hashed: nobody wants a password or a token in job.json.
 _LONGEST_VALUE = 16
 _MOST_SHOWN = 128
 # What typing.Protocol leaves in every class that derives from one.
@@ -64,17 +64,17 @@ def job_identity(
     samples: int,
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What of a job follows from task, data set and model."""
+    """The part of a job's identity that follows from task, data set and model."""
     hasher = model.hasher
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
-    # What else than their classes has source that decides, as task and metrics say it.
+    # Further code that decides numbers, named by task and metrics.
     named = [
         *task.sources(),
         *(item for each in measures if hasattr(each, "sources") for item in each.sources()),
     ]
     items = [task, dataset, getattr(dataset, "wrapped", None), *measures]
     objects = [*items, *model.modules]
-    # What has a fingerprint of its own says what it depends on.
+    # An object with a fingerprint of its own names what it depends on.
     for item in items:
         for each in () if _has_fingerprint(item) else _inside(item):
             if isinstance(each, FunctionType):
@@ -85,16 +85,16 @@ def job_identity(
         "task": task.name,
         **_sources(objects, named, hasher),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
-        # Those that the command line has made the task of, whatever its fingerprint says.
+        # The options that the command line gave the task, whatever its fingerprint says.
         **({"options": dict(task.given_options)} if task.given_options else {}),
         **({"task_attributes": dict(attributes)} if attributes else {}),
         "data": dataset.fingerprint(samples),
         "samples": samples,
         "weights": dict(model.weights),
         "structure": dict(model.structure),
-        # What the source of classes leaves open: it may come from the environment, or a caller.
+        # Values that the source of classes leaves open: they may come from the environment, or a caller.
         "constants": constants(objects, hasher, named),
-        # Their order is that of their slots in the ledger.
+        # In the order of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
         "metric_options": {metric.name: metric_fingerprint(metric) for metric in measures},
     }
@@ -107,7 +107,7 @@ def _has_fingerprint(item: Any) -> bool:
 
 
 def _inside(item: Any, depth: int = 4) -> Iterator[Any]:
-    """An object, and the user's own objects and functions in it, as what a ``Subset`` is of, a transform."""
+    """An object, and the user's objects and functions in it, as a transform or a ``Subset``'s data set."""
     yield item
     ignored = {id(value) for name, value in own_attributes(item).items() if name in ignored_by(type(item))}
     for each in held_by(item, _LOOKED_AT) if depth and not isinstance(item, FunctionType) else ():
@@ -119,14 +119,14 @@ def _inside(item: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def _has_own_parts(kind: type) -> bool:
-    """Whether a class is the user's, or one of torch's that wraps another data set; no module."""
+    """Whether a class is the user's and no module, or a data set of torch, which may wrap another."""
     return (is_own(kind) and not issubclass(kind, nn.Module)) or issubclass(kind, torch.utils.data.Dataset)
 
 
 def _sources(
     objects: Sequence[object], named: Sequence[Any], hasher: ModelHasher
 ) -> dict[str, dict[str, str]]:
-    """Hashes of the source of objects, of what a task names, and of all that the model's structure holds."""
+    """Hashes of the source of objects, of what a task names, and of all code in the model's structure."""
     code = defaultdict[str, list[bytes]](list)
     for kind in {kind: None for item in objects for kind in class_of(item).__mro__}:
         digest = hasher.digest(kind)  # it notes the module, too
@@ -137,15 +137,15 @@ def _sources(
         if isinstance(item, (FunctionType, type)):
             code[item.__module__ or "builtins"].append(digest)
         elif not isinstance(item, ModuleType):
-            # One with values of its own, such as a partial: whoever made its class, they are of the job.
+            # Such as a partial: its values belong to the job, whoever wrote its class.
             code[_OBJECTS].append(digest)
     return source_fingerprints(hasher.met, code)
 
 
 def task_attributes(task: Task) -> dict[str, Any]:
-    """The values in a task's attributes, where its class says nothing of what it depends on.
+    """The values in a task's attributes, if its class has no fingerprint of its own.
 
-    To be taken before the first batch: a task may count in an attribute.
+    Take them before the first batch: a task may count in an attribute.
     """
     if type(task).fingerprint is not Task.fingerprint:
         return {}
@@ -153,7 +153,7 @@ def task_attributes(task: Task) -> dict[str, Any]:
     return {
         name: shown(value, hasher)
         for name, value in sorted(attributes_of(task).items())
-        # Those are in the job by themselves.
+        # The given options are in the job already.
         if _holds_values(value) and not is_incidental(name) and name != "given_options"
     }
 
@@ -179,7 +179,7 @@ def _as_json(said: Any, whose: str) -> Any:
 
 
 def metric_fingerprint(metric: Metric | RowMetric) -> Any:
-    """What a metric's values depend on: what its ``fingerprint()`` says; else its class and attributes."""
+    """What a metric's values depend on: its ``fingerprint()``, or else its class and attributes."""
     own = getattr(metric, "fingerprint", None)
     if callable(own):
         return _as_json(own(), f"metric {metric.name!r}")
@@ -195,11 +195,11 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
 
 
 def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any]) -> dict[str, Any]:
-    """Values that methods read, of the user's classes among those of some objects, by class and name.
+    """Values that methods read, by class and name, of the user's classes among those of ``objects``.
 
-    They are: plain class attributes; plain constants of a module that methods name; defaults of arguments,
-    and what functions close over, where it is plain, a tensor, an array or a function. A name that the
-    methods write to as a global is a counter, and left out.
+    These are plain class attributes; plain constants of a module that methods name; and defaults of arguments
+    and closed-over values, if they are plain, a tensor, an array or a function. A global that the methods
+    write to is a counter, and left out.
     """
     items: dict[Any, None] = {kind: None for item in objects for kind in class_of(item).__mro__}
     items |= dict.fromkeys(filter(_is_function, map(_innermost, functions)))
@@ -216,7 +216,7 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
             if (own := name.rpartition(".")[2]) not in left_out and not is_incidental(own)
         }
         name = name_of(item).decode()
-        while kept and name in found:  # classes that one function has made, or lambdas of one place
+        while kept and name in found:  # classes made by one function, or lambdas in one place
             name += "'"
         if kept:
             found[name] = kept
@@ -250,7 +250,7 @@ def _read_by(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _constants_of(functions: Sequence[FunctionType]) -> Iterator[tuple[str, Any]]:
-    """The plain constants of their modules that functions name, and none of them writes to."""
+    """The plain module constants that functions name, and that none of them writes to."""
     written = {name for function in functions for name in _written(function.__code__)}
     for function in functions:
         for name in names_in(function.__code__) - written:
@@ -275,7 +275,7 @@ def _functions_of(item: Any) -> list[FunctionType]:
 
 
 def _held_by(function: FunctionType) -> dict[str, Any]:
-    """The defaults of a function and what it closes over, where that is no object that may change."""
+    """A function's defaults and closed-over values, except objects that may change."""
     code = function.__code__
     arguments = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()

@@ -1,8 +1,8 @@
-"""Digests of values, callables and objects: equal for equal ones, in every process and on every machine.
+"""Digests of values, callables and objects: equal for equal values, in every process and on every machine.
 
-What decides a number is looked at, never asked: no ``repr`` of an unknown object (it may hold an address), no
-attribute that computes, no import. What cannot be looked into counts with its type alone, and is left to the
-batch that is evaluated anew before a run goes on.
+Objects are inspected without running their code: no ``repr`` of an unknown object (it may hold an address),
+no attribute that computes, no import. An object that cannot be inspected counts with its type alone; its
+content is left to the batches that are evaluated again before a run continues.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from dualeval.engine.identity.plain import (
 from dualeval.engine.identity.source import definition, has_source, is_own, names_in
 from dualeval.errors import DualevalError, UsageError
 
-# What it wraps is in its closure. Torch keeps one that is not compiled beside it, and an address.
+# The closure has the wrapped function. Torch adds the function that is not compiled, and an address.
 _NOT_OF_A_FUNCTION = {"__wrapped__", "__dynamo_disable", "_torchdynamo_wrapper_id"}
-# Of a class: what its functions do not read, or Python makes of them.
+# Names in a class that its functions do not read, or that Python generates.
 _NOT_OF_A_BODY = {
     *("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__slots__"),
     *("__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__", "__parameters__"),
@@ -72,7 +72,7 @@ BY_TYPE_ALONE = (
     *(torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random),
     *(logging.Logger, threading.Thread, io.IOBase, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
     *(weakref.WeakSet, GeneratorType, subprocess.Popen, BaseProcess),
-    # Those that a model holds say when it was made.
+    # In a model, these say when it was made.
     *(datetime.date, uuid.UUID),
 )
 _WITH_SAFE_REPR = (
@@ -89,18 +89,18 @@ _OPERATORS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 
 
 class Hasher:
-    """Makes digests of values; one hasher for all that belongs together, since it hashes each object once."""
+    """Makes digests of values; values that belong together share one, which hashes each object once."""
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
         # The modules of all classes and functions that were met.
         self.met = set[str]()
-        # By id; weakly, so that a model that is divided can let go of its parameters.
+        # By id; weakly, so that a model that is being divided can free its parameters.
         self._known = {
             id(value): (weakref.ref(value), name) for name, value in reversed([*(known or {}).items()])
         }
-        # The objects are kept, so that nothing else gets their ids.
+        # Keeps the objects, so that no other object gets their ids.
         self._done: dict[int, tuple[Any, bytes]] = {}
-        # How many others hold each object that is looked at just now.
+        # The nesting depth of each object that is being hashed.
         self._depths: dict[int, int] = {}
 
     def digest(self, value: Any) -> bytes:
@@ -113,7 +113,7 @@ class Hasher:
         if (name := self._name_of(number)) is not None:
             return sha256_of("known", name)
         if number in self._depths:
-            # Held by what it holds: it counts as that many levels above.
+            # A cycle: the object counts as the number of levels up to it.
             return sha256_of("above", str(len(self._depths) - self._depths[number]).encode())
         if number not in self._done:
             self._depths[number] = len(self._depths)
@@ -132,7 +132,7 @@ class Hasher:
         return self._done[number][1]
 
     def _name_of(self, number: int) -> bytes | None:
-        """By which name the object that has an id is known."""
+        """The name under which the object with this id is known."""
         reference, name = self._known.get(number, (None, ""))
         return None if reference is None or reference() is None else name.encode()
 
@@ -144,11 +144,11 @@ class Hasher:
         except Exception:
             if issubclass(type(value), Tensor):
                 raise
-            # An object that does not let itself be looked at.
+            # The object cannot be inspected.
             return sha256_of("type", name_of(type(value)))
 
     def special(self, value: Any) -> bytes | None:
-        """The digest of a value that a subclass has a rule of its own for; None for any other."""
+        """For subclasses: the digest of a value that has a rule of its own; None for any other."""
         return None
 
     def combined(self, kind: str, values: Iterable[Any]) -> bytes:
@@ -156,7 +156,7 @@ class Hasher:
         return sha256_of(kind, *map(self.digest, values))
 
     def _by_type(self, value: Any) -> bytes:
-        # Its type, never isinstance: that asks an object for its __class__.
+        # Never isinstance: that asks an object for its __class__.
         own = type(value)
         for kinds, rule in self._rules:
             if issubclass(own, kinds):
@@ -169,7 +169,7 @@ class Hasher:
 
     # -- what holds other values -----------------------------------------------------------------------
 
-    # The iterators are Python's own: one of a derived class may raise, or never end.
+    # The iterators are Python's own: that of a derived class may raise, or never end.
 
     def _sequence(self, value: Any) -> bytes:
         base = next(kind for kind in (tuple, list, deque) if issubclass(type(value), kind))
@@ -186,7 +186,7 @@ class Hasher:
         items = [
             sha256_of("item", self._key(key, item), self.digest(item)) for key, item in base.items(value)
         ]
-        # The order of a plain one may come from a set's, which is another in each process.
+        # The order of a plain dict may come from a set, whose order differs between processes.
         return sha256_of("mapping", *(items if base is OrderedDict else sorted(items)))
 
     def _key(self, key: Any, item: Any) -> bytes:
@@ -197,7 +197,7 @@ class Hasher:
         if value.dtype.hasobject:
             return self.combined("objects", [value.shape, *value.reshape(-1).tolist()])
         header = f"{value.dtype.descr if value.dtype.names else value.dtype.str} {value.shape}"
-        # As they lie in memory: a data set may be an array.
+        # From memory, without a copy: a data set may be an array.
         values = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return sha256_of("array", header.encode(), values.data)
 
@@ -205,7 +205,7 @@ class Hasher:
         return sha256_of("tensor", tensor_digest("that is an attribute", value, self.digest))
 
     def _with_attributes(self, value: Any, content: bytes) -> bytes:
-        """The digest of a class, a content, and what stands in an object's attributes."""
+        """The digest of an object: its class, its content and its attributes."""
         attributes = attributes_of(value)
         return sha256_of("object", self.digest(type(value)), content, self.attributes(attributes))
 
@@ -228,7 +228,7 @@ class Hasher:
             [_cell_content(cell) for cell in value.__closure__ or ()],
         ]
         if not has_source(value):
-            # What it looks up by name stands in no file either.
+            # The globals that it names are in no file either.
             names = sorted(names_in(value.__code__) & value.__globals__.keys())
             parts.append({name: value.__globals__[name] for name in names})
         text = definition(value)
@@ -262,7 +262,7 @@ class Hasher:
         return sha256_of("module", module_name(value.__name__).encode())
 
     def body(self, kind: type) -> bytes:
-        """The digest of what a class defines: its functions' code, and its values."""
+        """The digest of a class's own definition: its functions' code, and its values."""
         left_out = {*_NOT_OF_A_BODY, *ignored_by(kind)}
         body = {name: value for name, value in vars(kind).items() if name not in left_out}
         return sha256_of("body", name_of(kind), self.attributes(body))
@@ -270,11 +270,11 @@ class Hasher:
     def _script_object(self, value: Any) -> bytes:
         try:
             state = value.__getstate__()
-        except RuntimeError:  # a class of C++ that says nothing of what it holds
+        except RuntimeError:  # a class of C++ that does not give its state
             return sha256_of("type", name_of(type(value)))
         return sha256_of("script object", self.digest(state))
 
-    # The rule of each type; the first that fits.
+    # The rule of each type; the first match counts.
     _rules: tuple[tuple[Any, Callable[[Any, Any], bytes]], ...] = (
         (Tensor, _tensor),
         (enum.Enum, lambda self, value: self.combined("enum", [type(value), value.name, value.value])),
@@ -316,7 +316,7 @@ class Hasher:
     )
 
 
-# Of these all is said by their content; of a class that derives from them, class and attributes count, too.
+# The content of these types says all; for a derived class, the class and its attributes count, too.
 _EXACT = {
     *(tuple, list, deque, set, frozenset, dict, OrderedDict, MappingProxyType, np.ndarray, torch.Size, slice),
     *(Tensor, torch.nn.Parameter, torch.nn.Buffer, FunctionType, MethodType, BuiltinFunctionType, CodeType),
@@ -328,7 +328,7 @@ _EXACT = {
 
 
 class SampleHasher(Hasher):
-    """Digests of samples: each text, path, date and attribute counts as it is: it is what is evaluated."""
+    """Digests of samples. Each text, path, date and attribute counts as it is, because it is evaluated."""
 
     def digest(self, value: Any) -> bytes:
         """sha256 of a value, 32 bytes."""
@@ -356,7 +356,7 @@ def digest_of(value: Any) -> bytes:
 def script_code(hasher: Hasher, method: Any) -> bytes:
     """The digest of a compiled function's text, and of the constants that it names."""
     text, constants = method.code_with_constants
-    # Numbered by how much this process has compiled before.
+    # Mangled names are numbered by how much this process has compiled before.
     plain = re.sub(r"___torch_mangle_\d+\.?", "", text)
     named = constants if isinstance(constants, dict) else constants.const_mapping
     return hasher.combined("script", [plain, named])
@@ -370,7 +370,7 @@ def _cell_content(cell: Any) -> Any:
 
 
 def _put_into(kind: type) -> list[FunctionType]:
-    """The user's functions that a class has now, and that its source does not define as its own."""
+    """The user's functions that were put into a class later: its source does not define them."""
     found = [(name, value) for name, value in sorted(vars(kind).items()) if type(value) is FunctionType]
     put_in = [value for name, value in found if value.__qualname__ != f"{kind.__qualname__}.{name}"]
     return [

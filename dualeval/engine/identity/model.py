@@ -1,4 +1,4 @@
-"""What a model is: its tensors, and everything else in its modules that can decide a number."""
+"""The identity of a model: its tensors, and everything else in its modules that can decide a number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dualeval.engine.identity.hasher import Hasher, script_code
 from dualeval.engine.identity.plain import attributes_of, is_incidental, short_hex, tensor_digest
 from dualeval.engine.sharding.fsdp import class_of, is_of_fsdp, is_state_of_fsdp, whole
 
-# Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
+# Attributes of an nn.Module that are read in another way, or that no forward in evaluation reads.
 _BOOKKEEPING = {
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"),
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
@@ -27,7 +27,7 @@ _BOOKKEEPING = {
 # What torch.compile and torch.fx keep beside the module and its text.
 _COMPILED = {"dynamo_ctx", "forward", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"}
 _TRACED = {"meta", "_graph", "_code", "_tracer_cls", "_tracer_extras", "_codegen"}
-# The hashes of a structure: every rank sends its own.
+# Most hashes of a structure: every rank sends its own.
 _MOST_NAMED = 192
 
 
@@ -38,8 +38,8 @@ def model_fingerprint(
 ) -> dict[str, Any]:
     """sha256 over names and contents of all parameters, all buffers and what else a state_dict holds.
 
-    A collective where the model is sharded: one parameter after the other is gathered; none of which the
-    ``digests`` are given, by their first names.
+    A collective if the model is sharded: its parameters are gathered one by one. Parameters whose ``digests``
+    are given, by their first names, are not gathered.
     """
     hasher = ModelHasher(model)
     known = {} if digests is None else {id(each): digests[name] for name, each in model.named_parameters()}
@@ -57,7 +57,7 @@ def model_fingerprint(
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers, also those that a state_dict leaves out; and what it holds besides."""
+    """Parameters and buffers, also those that a state_dict leaves out, and its other entries."""
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     return {**model.state_dict(keep_vars=True), **tensors}
@@ -76,14 +76,14 @@ class ModelHasher(Hasher):
         super().__init__(None if model is None else _names(model))
 
     def special(self, value: Any) -> bytes | None:
-        """A module that is no part of the model, such as one that a hook keeps: with all that it holds."""
+        """The digest of a module outside the model, such as one that a hook keeps, with all that it holds."""
         if not issubclass(type(value), nn.Module):
             return None
         parts = [_own_tensors(value), list(value._modules.values())]
         return self.combined("module", [self.said_by(value), *parts])
 
     def said_by(self, module: nn.Module) -> dict[str, bytes]:
-        """The digests of what one module says by itself: class, names of parts, hooks, each value."""
+        """The digests of a module without its parts: class, names of parts, hooks, each value."""
         children = [(name, child is None) for name, child in module._modules.items()]
         absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
         kind: Any = class_of(module)
@@ -124,15 +124,15 @@ def values_of(module: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """What a model is, as it was built: to be taken before it is prepared for its evaluation."""
+    """The identity of a model as it was built; to be taken before the model is prepared for evaluation."""
 
-    # Makes digests of what belongs to the model, whose modules and tensors it knows by name.
+    # Makes digests of what belongs to the model; knows the model's modules and tensors by name.
     hasher: ModelHasher
-    # All of them.
+    # All modules of the model.
     modules: tuple[nn.Module, ...]
-    # As `structure_fingerprint` gives it.
+    # The result of `structure_fingerprint`.
     structure: Mapping[str, str]
-    # As `model_fingerprint` gives it.
+    # The result of `model_fingerprint`.
     weights: Mapping[str, Any]
 
     @classmethod
@@ -143,7 +143,7 @@ class ModelIdentity:
         *,
         weights: Mapping[str, Any] | None = None,
     ) -> ModelIdentity:
-        """Take the identity of a model as it was built; a collective where it is sharded."""
+        """Take the identity of a model as it was built; a collective if it is sharded."""
         if weights is None:
             weights = model_fingerprint(model, around_gather)
         hasher = ModelHasher(model)
@@ -152,15 +152,15 @@ class ModelIdentity:
 
 
 def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, str]:
-    """Hashes of all that modules are besides their tensors: classes, plain values, callables, hooks.
+    """Hashes of everything in modules but their tensors: classes, plain values, callables, hooks.
 
-    By class and attribute, over all modules of that class, so that a difference has a name.
+    One hash per class and attribute, over all modules of that class, so that a difference has a name.
     """
     groups: dict[str, Any] = {
         "model": hashlib.sha256(hasher.combined("model", [_aliases(model), _hooks_of_all()]))
     }
     for name, module in model.named_modules():
-        # A copied trace is of another class than the trace.
+        # The class of a copied trace is not that of the trace.
         kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module).__qualname__
         for said, digest in sorted(hasher.said_by(module).items()):
             group = f"{kind.rpartition('.')[2]}.{said}"
@@ -170,7 +170,7 @@ def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, st
 
 
 def _aliases(model: nn.Module) -> list[tuple[str, str]]:
-    """The other names of modules that a model holds more than once, each with the first one."""
+    """Further names of modules that a model holds more than once, each with the first name."""
     first = {id(module): name for name, module in model.named_modules()}
     found = model.named_modules(remove_duplicate=False)
     return [(name, first[id(module)]) for name, module in found if first[id(module)] != name]
@@ -183,14 +183,14 @@ def _names(model: nn.Module) -> dict[str, Any]:
 
 
 def _own_tensors(module: nn.Module) -> Mapping[str, Tensor | None]:
-    # Those of a compiled module are no dicts.
+    # In a compiled module these are no dicts.
     return {**dict(module._parameters.items()), **dict(module._buffers.items())}
 
 
 def _hooks(module: nn.Module) -> list[Any]:
     """A module's forward hooks in their order, without the numbers that the process has given them.
 
-    Nor FSDP's own: a sharded model is the model that it was.
+    FSDP's own hooks are left out: a sharded model is the same model.
     """
     return [
         [(hook, number in with_kwargs) for number, hook in hooks.items() if not is_of_fsdp(hook)]

@@ -22,17 +22,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dualeval.engine.nests import own_attributes
 from dualeval.errors import UsageError
 
-# In a class or an object: the names of attributes that decide no number.
+# The attribute in which a class or an object names its attributes that decide no number.
 IGNORES = "dualeval_identity_ignores"
 _INCIDENTAL = {
     # Where a thing was found, and not what it is.
     "name_or_path",
-    # A hash that Python has salted, another in each process; transformers keeps one of a model's options.
+    # A hash that Python salts, different in each process; transformers keeps one of a model's options.
     "original_object_hash",
 }
 _SHOWN = 16  # characters of a hash in job.json: it tells jobs apart, and nobody forges one
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
-# The plain value in one of a class that derives from a plain one's.
+# Reads the plain value of an object whose class derives from a plain type.
 _DERIVED: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (int, int.__int__),
     (float, float.__float__),
@@ -41,7 +41,7 @@ _DERIVED: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 )
 _PIECE_BYTES = 64 * 2**20
 
-# What torch itself takes apart, to save it.
+# Layouts that torch itself takes apart, to save a tensor.
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 
 
@@ -61,7 +61,7 @@ def short_hex(digest: bytes) -> str:
 
 
 def module_name(name: str) -> str:
-    """A module's name; of the script that runs, that by which it can be imported."""
+    """A module's name; for the script that runs, the name by which it can be imported."""
     if name != "__main__":
         return name
     space = vars(sys.modules[name])
@@ -76,7 +76,7 @@ def name_of(item: Any) -> bytes:
 
 
 def plain_digest(value: Any) -> bytes | None:
-    """sha256 of a value that holds no other, 32 bytes; None for any other."""
+    """sha256 of a value that holds no other values, 32 bytes; None if it may hold some."""
     kind = type(value)
     if value is None or kind in (bool, EllipsisType, type(NotImplemented)):
         return sha256_of("constant", str(value).encode())
@@ -88,14 +88,14 @@ def plain_digest(value: Any) -> bytes | None:
         return _text_digest(value)
     if kind in (bytes, bytearray):
         return sha256_of("bytes", bytes(value))
-    # Which of them it is says the machine, not the job.
+    # The machine decides which device it is, not the job.
     if kind is torch.device:
         return sha256_of("device")
     if issubclass(kind, PurePath):
         return sha256_of("path", b"" if value.is_absolute() else value.as_posix().encode())
     if issubclass(kind, enum.Enum):
         return None
-    # A class derived from one: its value counts, and its name.
+    # A class derived from a plain type: its value counts, and its name.
     for base, content in _DERIVED:
         if issubclass(kind, base):
             plain = plain_digest(content(value))
@@ -113,15 +113,15 @@ def _text_digest(value: str) -> bytes:
 
 
 def is_path(value: str) -> bool:
-    """Whether a text is an absolute path: its first folder is there, as that of a prompt "/think" is not."""
+    """Whether a text is an absolute path: its first folder exists, unlike that of a prompt "/think"."""
     first = value.split("/", 2)[1] if value.startswith("/") else ""
     if not first or not _is_folder(f"/{first}"):
         return False
-    # What has spaces is a text that begins with a path, unless it is there. Path.exists raises if it is long.
+    # A text with spaces only begins with a path, unless that path exists. Path.exists raises for long ones.
     return len(value.split()) == 1 or os.path.exists(value)  # noqa: PTH110
 
 
-# A vocabulary may have many such texts.
+# Cached: a vocabulary may have many such texts.
 _is_folder = functools.lru_cache(os.path.isdir)
 
 
@@ -131,19 +131,19 @@ def is_device(value: str) -> bool:
 
 
 def is_incidental(name: str) -> bool:
-    """Whether an attribute of that name says where a thing lies, and not what it is."""
+    """Whether an attribute of this name decides no number."""
     return name.strip("_").lower() in _INCIDENTAL
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What stands in an object's ``__dict__`` and slots, less what it ignores; no attribute that computes."""
+    """An object's ``__dict__`` and slots, without ignored names and without computed attributes."""
     found = own_attributes(value)
     left_out = {*ignored_by(type(value)), *_names_in(found.get(IGNORES, ()), type(value))}
     return {name: item for name, item in found.items() if name not in left_out}
 
 
 def ignored_by(kind: type) -> set[str]:
-    """The attributes that a class, and what it derives from, leaves out of the identity."""
+    """The attributes that a class and its bases leave out of the identity."""
     bodies = [type.__dict__["__dict__"].__get__(base) for base in type.__dict__["__mro__"].__get__(kind)]
     named = {name for body in bodies for name in _names_in(body.get(IGNORES, ()), kind)}
     return {IGNORES, *named}
@@ -154,7 +154,7 @@ def _names_in(names: Any, kind: type) -> set[str]:
         return {names}
     if type(names) in (tuple, list, set, frozenset) and all(type(name) is str for name in names):
         return set(names)
-    # A slot or property of that name says it for each object, where it is found.
+    # A slot: each object holds its own names, and they are read there.
     if type(names) is MemberDescriptorType:
         return set()
     raise UsageError(
@@ -189,7 +189,7 @@ def tensor_digest(name: str, tensor: Tensor, plain: Callable[[Any], bytes]) -> b
 
 
 def rows_digest(dtype: torch.dtype, shape: tuple[int, ...], rows: Iterable[Tensor]) -> bytes:
-    """As ``tensor_digest`` of one strided tensor that comes in parts."""
+    """Like ``tensor_digest``, for one strided tensor that comes in parts."""
     digest = _opened(dtype, shape, torch.strided)
     for part in rows:
         if part.numel():
@@ -207,7 +207,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _parts(tensor: Tensor) -> dict[str, Any] | None:
-    """What a tensor is made of that is not simply strided values; None for one that is."""
+    """The parts of a tensor that is not simply strided values; None for a plain one."""
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, context = wrapper.__tensor_flatten__()
@@ -231,7 +231,7 @@ def _parts(tensor: Tensor) -> dict[str, Any] | None:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor in parts that follow each other in C order; whole where that takes no copy."""
+    """A tensor in parts that follow each other in C order; whole if that takes no large copy."""
     small = tensor.numel() * tensor.itemsize <= _PIECE_BYTES
     if small or (tensor.device.type == "cpu" and tensor.is_contiguous()):
         yield tensor
@@ -244,9 +244,9 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    # A plain one: a subclass may have an idea of its own of what these operations mean.
+    # As a plain tensor: a subclass may redefine these operations.
     plain = tensor.as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous()
-    # Not reshape: a dimension of one may have any stride, and keeps it.
+    # Not reshape: a dimension of size 1 may have any stride, and keeps it.
     flat = plain.as_strided((plain.numel(),), (1,))
     content: memoryview = flat.view(torch.uint8).numpy().data
     return content

@@ -1,4 +1,4 @@
-"""The source of what decides a number: the text of modules, and code objects where there is no file."""
+"""The source code that decides numbers: the text of modules, and code objects without a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dualeval.engine.identity.plain import module_name, sha256_of, short_hex
 from dualeval.own_code import library_of
 
 _OWN_PACKAGE = __name__.partition(".")[0]
-# Those of it that define what is handed in, or made of it.
+# Files of this package that define inputs, or what is made of them.
 _OWN_FILES = (
     *("columns.py", "further_columns.py", "data", "metrics", "models", "tasks"),
     *("engine/parts.py", "engine/samples.py"),
@@ -28,10 +28,10 @@ _COMPILED = (*EXTENSION_SUFFIXES, ".pyc")
 
 
 class _Source:
-    """Where a module comes from, and the text of its file as it was when that was first asked for."""
+    """Where a module comes from, and the text of its file when first read."""
 
     def __init__(self, name: str, mark: object, origin: str | None, folders: Iterable[str]) -> None:
-        self.mark = mark  # another one where the module was loaded anew
+        self.mark = mark  # changes when the module is loaded again
         self.folders = [*folders]  # of a package
         place = None if origin is None else Path(origin).absolute()
         is_text = place is not None and not place.name.endswith(_COMPILED) and place.is_file()
@@ -52,9 +52,9 @@ class _Source:
 
     @cached_property
     def imported(self) -> list[tuple[int, str, list[str]]]:
-        """What the text may import: from how far above, a module, and what may be a module inside of it."""
+        """The text's imports: level of a relative import, module, and names that may be modules in it."""
         found: list[tuple[int, str, list[str]]] = []
-        with suppress(SyntaxError):  # written anew since it was imported
+        with suppress(SyntaxError):  # changed since it was imported
             for node in ast.walk(ast.parse(self.text or "")):
                 if isinstance(node, ast.Import):
                     found += [(0, each.name, []) for each in node.names]
@@ -67,7 +67,7 @@ _sources: dict[str, _Source] = {}
 
 
 def _source(name: str) -> _Source:
-    """Of a module that is loaded, or would be: functions may import it later."""
+    """The source of a module, loaded or not: functions may import it later."""
     loaded = sys.modules.get(name)
     space = vars(loaded) if isinstance(loaded, ModuleType) else {}
     mark = space.get("__spec__") or loaded
@@ -79,7 +79,7 @@ def _source(name: str) -> _Source:
 
 
 def _found(name: str) -> tuple[str | None, Iterable[str]]:
-    """The file and the folders of a module that is not loaded; nothing is imported for that."""
+    """The file and the folders of a module that is not loaded, found without importing it."""
     parent = name.rpartition(".")[0]
     folders = _source(parent).folders if parent else None
     if folders != [] and name.replace(".", "_").isidentifier():
@@ -91,9 +91,9 @@ def _found(name: str) -> tuple[str | None, Iterable[str]]:
 
 
 def has_source(item: type | FunctionType) -> bool:
-    """Whether a class or function stands in a file, or is Python's own.
+    """Whether a class or function is defined in a file, or is Python's own.
 
-    Not so in a notebook, in ``python -c``, after ``exec``.
+    False in a notebook, in ``python -c``, and after ``exec``.
     """
     if isinstance(item, type) and not item.__flags__ & _HEAP_TYPE:
         return True
@@ -109,7 +109,7 @@ def has_source(item: type | FunctionType) -> bool:
 
 
 def definition(function: FunctionType) -> bytes | CodeType:
-    """The lines that define a function; its code where no file has them, or its line has more lambdas."""
+    """The lines that define a function; its code if no file has them, or for a lambda."""
     code, source = function.__code__, _source(function.__module__ or "")
     if source.file is None or code.co_name == "<lambda>" or Path(code.co_filename).absolute() != source.file:
         return code
@@ -117,7 +117,7 @@ def definition(function: FunctionType) -> bytes | CodeType:
         return "".join(inspect.getblock(source.lines[code.co_firstlineno - 1 :])).encode(
             "utf-8", "surrogateescape"
         )
-    except (tokenize.TokenError, SyntaxError):  # written anew since it was imported
+    except (tokenize.TokenError, SyntaxError):  # changed since it was imported
         return code
 
 
@@ -133,20 +133,20 @@ def _is_own_module(name: str) -> bool:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The globals and attributes that a code object, and those inside of it, name."""
+    """The globals and attributes that a code object, and code nested in it, name."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*map(names_in, inner))
 
 
 def source_fingerprints(used: Iterable[str], code: Mapping[str, list[bytes]]) -> dict[str, dict[str, str]]:
-    """Hashes of the user's modules that are used, and of libraries; with more code of each."""
+    """Hashes of the user's modules that are used, and of libraries; ``code`` adds digests by module."""
     parts = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
     libraries = defaultdict[str, list[bytes]](list)
     for name, text in _reached(used).items():
         parts[module_name(name)] = [text.encode("utf-8", "surrogateescape")]
     for name in sorted({*used, *code}):
         found = _source(name)
-        # Whatever the order: a model may hold its modules in another one.
+        # Sorted: a model may hold its modules in another order.
         digests = sorted(code.get(name, ()))
         if name.partition(".")[0] == _OWN_PACKAGE:
             parts[_OWN_PACKAGE] += digests
@@ -187,10 +187,10 @@ def _own_digest() -> bytes:
 
 
 def _reached(used: Iterable[str]) -> dict[str, str]:
-    """The text of the user's modules: of those that are used, and all that these reach.
+    """The text of the user's modules that are used, and of all that they reach.
 
-    That are those that they import, at the start or in a function, and those that define what their globals
-    hold now.
+    A module reaches the modules that it imports, at the start or in a function, and the modules that define
+    the current values of its globals.
     """
     texts: dict[str, str] = {}
     waiting = [*used]
