@@ -1,1 +1,1 @@
-"""Models whose parameters are divided over the ranks: what they are, how they are filled and watched."""
+"""Models whose parameters are divided over the ranks: their identity, their values, and their gathers."""

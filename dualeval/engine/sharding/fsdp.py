@@ -1,11 +1,11 @@
-"""torch's FSDP: whether a model is sharded by it, and what it does not let itself be told.
+"""torch's FSDP: whether it shards a model, and how to make it do what it has no settings for.
 
 Each rank of a sharded model holds a part of each parameter, and its forward waits for all other ranks.
 
-It cannot be told the strides of what it gathers, and what to do with outputs, host rows and reads. The first
-two decide last bits. All reach into what torch has not declared stable; tests compare the bits. Torch refuses
-to mix a divided parameter with other tensors. A number that is read from one (``float(w.sum())``) is that of
-the rank's own rows, without a word: another one on each rank.
+FSDP has no settings for the strides of gathered parameters, for outputs, host rows and reads. The first two
+decide last bits. The code for all of them uses internals that torch has not declared stable; tests compare
+the bits. Torch refuses to mix a divided parameter with other tensors. But a number that is read from one
+(``float(w.sum())``) silently comes from the rank's own rows, and differs between ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dualeval.engine.nests import map_tensors
 from dualeval.errors import BackendError, UsageError, text_of
 from dualeval.world import World
 
-# By its name: torch.distributed.fsdp takes a second to import, and a model that is sharded has imported it.
+# By name: importing torch.distributed.fsdp takes a second, and a sharded model has imported it.
 _UNIT = "FSDPModule"
 _FLAT = "FullyShardedDataParallel"
 _OF_FSDP = "torch.distributed.fsdp"
-# The first version whose FSDP has been tried here.
+# The first torch version whose FSDP is tested here.
 _FIRST = "2.13"
 NOT_GATHERED = (
     "the forward computes with the weights of a part without calling it, and they are gathered where it is "
@@ -41,7 +41,7 @@ _ONE_NUMBER = (
     "gathers it: each rank would read those of its own part. Read them in the forward of that unit, or of "
     "the whole parameter (parameter.full_tensor(), on all ranks)."
 )
-# They give numbers of the rows themselves, or compare them.
+# Operations that return numbers of the rows themselves, or compare them.
 _NUMBERS = {
     *(Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__),
     *(Tensor.__complex__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero),
@@ -50,7 +50,7 @@ _NUMBERS = {
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` (FSDP2) was called with a module: a call of it gathers its parameters."""
+    """Whether ``fully_shard`` (FSDP2) was called on a module, so that a call of it gathers its parameters."""
     return _UNIT in _names(module)
 
 
@@ -60,7 +60,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def class_of(value: object) -> type[Any]:
-    """The class of an object; of a module that ``fully_shard`` was called with, the one it had before."""
+    """The class of an object; for a module that ``fully_shard`` was called on, its earlier class."""
     kind = type(value)
     if _UNIT not in _names(value):
         return kind
@@ -75,20 +75,20 @@ def is_of_fsdp(hook: Any) -> bool:
 
 
 def is_state_of_fsdp(name: str) -> bool:
-    """Whether an attribute of a module has the name of what FSDP keeps there."""
+    """Whether FSDP keeps state in an attribute of this name."""
     return name.startswith(("_is_fsdp", "_fsdp", "__composable_api_state_key"))
 
 
 def whole(
     tensor: Tensor, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Tensor:
-    """A tensor with all its values: those of one that is divided over ranks are gathered, a collective."""
+    """A tensor with all its values; if it is divided over ranks, a collective gathers them."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return tensor
     divided: Any = tensor.detach()
     if divided.device.type != mesh.device_type:
-        # One that is kept in host memory: the group may send from devices alone.
+        # A tensor in host memory: the group may only be able to send from devices.
         divided = divided.to(mesh.device_type)
     try:
         with torch.no_grad(), around_gather():
@@ -109,7 +109,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Have each unit free what it has gathered, and keep its own part alone; no collective."""
+    """Have each unit free its gathered parameters, and keep only its own part; no collective."""
     for module in modules:
         if is_unit(module):
             unit: Any = module
@@ -146,7 +146,7 @@ def _names(value: object) -> set[str]:
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Check that this torch's FSDP is one that is known here."""
+    """Check that this torch's FSDP is new enough."""
     if TorchVersion(version) < _FIRST:
         raise UsageError(
             f"shard needs torch {_FIRST} or newer, and this is torch {version}, whose FSDP keeps its "
@@ -156,10 +156,11 @@ def check_torch(version: str = torch.__version__) -> None:
 
 
 def set_strides(unit: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Have a unit's gathered parameters lie in memory as those of a whole model do.
+    """Give a unit's gathered parameters the strides of those of a whole model.
 
-    Gathered are the ranks' rows one behind the other, each as it lies in its rank's memory. Torch takes that
-    for contiguous. Of ``_in_memory_order`` it is another layout of the same numbers.
+    A gather puts the memory of the ranks' rows one after the other, and torch takes the result for
+    contiguous. The rows are in ``_in_memory_order``, so the result has the same numbers in the layout of a
+    whole model.
     """
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
     group = state._fsdp_param_group
@@ -169,16 +170,16 @@ def set_strides(unit: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
 
 
 def _in_memory_order(rows: Tensor) -> Tensor:
-    """Rows as a contiguous tensor of the same shape, whose memory is that of the rows in their layout."""
+    """A contiguous tensor of the rows' shape, whose memory has the rows in the order of their own layout."""
     if rows.is_contiguous():
         return rows
-    # By their strides, the widest first; that of rows is.
+    # The dimensions by stride, widest first; the widest is that of the rows.
     order = sorted(range(rows.ndim), key=rows.stride, reverse=True)
     return rows.permute(order).contiguous().view(rows.shape)
 
 
 def of_rows(rows: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
-    """A divided tensor of this rank's rows; ``from_local`` would move offloaded ones to the GPU."""
+    """A divided tensor of this rank's rows; ``from_local`` would move offloaded rows to the GPU."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -188,9 +189,9 @@ def of_rows(rows: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
 
 
 def refuse_own_rows(module: Any) -> None:
-    """Refuse a unit that gives its parameters, or views of them: their memory is let go behind its forward.
+    """Refuse a unit that returns its parameters or views of them, which are freed after its forward.
 
-    A table of positions may return its first rows. Reading them then gives any numbers, or ends the process.
+    A table of positions may return its first rows. Reading freed rows gives any numbers, or crashes.
     """
     state = module._get_fsdp_state()
     hooks, number = module._forward_hooks, state._post_forward_hook_handle.id
@@ -224,7 +225,7 @@ def refuse_own_rows(module: Any) -> None:
 
 @contextmanager
 def reads_refused(*, owned: bool) -> Iterator[None]:
-    """In a forward of a sharded model: an error where numbers of a divided parameter are used."""
+    """Around a forward of a sharded model: an error if it uses numbers of a divided parameter."""
     from torch.distributed.tensor import DTensor
 
     def checked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

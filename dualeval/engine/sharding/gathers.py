@@ -1,16 +1,16 @@
-"""Gathers: the collectives inside of a sharded model's forward, watched and kept in one order.
+"""Gathers: the collectives inside a sharded model's forward, watched and kept in one order.
 
-A unit's parameters are gathered when it is called. A rank that waits there is in a collective for who watches
-it. Gathers have no names: where one rank gathers one layer and another rank another, they would mix their
-parameters without a word. So every call of the model has to call the units in the order of the first
-forward's, which all ranks compute with the same samples.
+The call of a unit gathers its parameters; a rank that waits there is in stage "collective". Gathers have no
+names: if ranks gathered different layers at once, they would silently mix their parameters. So every call of
+the model has to call the units in the order of the first forward, which all ranks compute with the same
+samples.
 
-A task may call its model more often for one batch than for another, as for texts of several windows. Before
-each call all ranks tell each other on the host that there is one more; a rank that has none left calls the
-model with inputs that it has had, and throws its outputs away.
+A task may call its model more often for one batch than for another, such as for texts of several windows.
+Before each call the ranks agree on the host that there is one more; a rank that has none left calls the model
+with earlier inputs, and discards the outputs.
 
-A rank whose forward raises takes part in the gathers that are left: in a script of the user's nothing else
-would free the others, which wait for it there.
+A rank whose forward raises takes part in the remaining gathers: in a user's script nothing else would free
+the other ranks, which wait for it there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dualeval.errors import BackendError, PeerError, UsageError, text_of
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One call of the model, of the first forward."""
+    """One call of the model in the first forward."""
 
     # Its inputs.
     args: tuple[Any, ...]
@@ -44,7 +44,7 @@ class _Call:
 
 
 class Gathers:
-    """Watches the gathers of a model's units, as long as this context lasts; without units nothing."""
+    """Watches the gathers of a model's units within this context; without units it does nothing."""
 
     def __init__(self, model: nn.Module, control: ControlPlane, backend: Backend, *, owned: bool) -> None:
         self._model = model
@@ -53,20 +53,20 @@ class Gathers:
         self._progress = control.progress
         self._backend = backend
         self._world = backend.world
-        # Whether the last forward came to its end: no other rank waits in it for this one.
+        # Whether the last forward is complete, so that no other rank waits in it for this one.
         self.is_complete = False
-        # What takes the watching back.
+        # Functions that end the watching.
         self._undo: list[Callable[[], None]] = []
         self._units: dict[str, Any] = {}
         # The calls of the first forward, which are the same on all ranks.
         self._first: list[_Call] = []
         self._is_first = True
-        # The number of calls of the present forward, and the units that the last of them has called.
+        # Number of calls in the present forward, and the units that the last call has called.
         self._calls = 0
         self._seen: list[str] = []
         # Whether this rank calls the model only because others do.
         self._is_filling_in = False
-        # The unit that is gathered at this moment, and what the rank was at before.
+        # The unit that is being gathered, and what the rank was doing before.
         self._gathered: str | None = None
         self._before = Position()
 
@@ -87,7 +87,7 @@ class Gathers:
         self._first.clear()
 
     def _watch(self, name: str, module: Any) -> None:
-        """Put what begins and ends a gather around FSDP's own function: what other hooks do is no gather."""
+        """Note the begin and end of a gather around FSDP's own hook alone: other hooks gather nothing."""
         hooks = module._forward_pre_hooks
         number = next(number for number, hook in hooks.items() if is_of_fsdp(hook))
         gather = hooks[number]
@@ -106,7 +106,7 @@ class Gathers:
     # -- calls of the model --------------------------------------------------------------------------------
 
     def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a call of the model: all ranks call it."""
+        """Before each call of the model, which all ranks make."""
         self._check_end_of_call()
         if not self._is_filling_in:
             self._another_call(here=True)
@@ -138,10 +138,10 @@ class Gathers:
 
     @property
     def _order(self) -> list[str] | None:
-        """The units that the present call has to call; None where the first forward has fewer calls."""
+        """The units that the present call has to call, in order; None before the first call."""
         if not self._first:
             return None
-        # Where the model is called more often than in the first forward, it is called as it was last there.
+        # A call beyond those of the first forward has to repeat its last call.
         return self._first[min(self._calls, len(self._first)) - 1].order
 
     def _check_end_of_call(self) -> None:
@@ -153,7 +153,7 @@ class Gathers:
             raise UsageError(_other_order("this one ends", f"the first one calls {wanted}"))
 
     def _join_gathers_left(self) -> bool:
-        """After a forward that has raised, take part in the gathers that the other ranks still do."""
+        """After a forward that raised, take part in the other ranks' remaining gathers."""
         knows = self._units and not self._is_first and self._gathered is None
         if not knows or not all(map(_gathers_at_its_call, self._units.values())):
             return False
@@ -180,7 +180,7 @@ class Gathers:
         if not name:
             self._begin_call(module, args, kwargs)
         elif not self._calls:
-            # The task calls parts of the model, and not the model: all of them count as one call.
+            # The task calls parts of the model, not the model itself: all of them count as one call.
             self._calls = 1
             if self._is_first:
                 self._first.append(_Call(args=(), kwargs={}))
@@ -236,8 +236,8 @@ def _shown(name: str) -> str:
 
 
 def _gathers_at_its_call(unit: Any) -> bool:
-    """Whether a unit is gathered when it is called, and not before by another one."""
-    # The second is of torch 2.13: before, a forward that has raised leaves units gathered.
+    """Whether a unit is gathered by its own call, and not ahead of it by another unit's."""
+    # Before torch 2.13, which has reset_iter_state, a forward that raised leaves units gathered.
     return not unit._get_fsdp_state()._states_to_forward_prefetch and hasattr(unit, "reset_iter_state")
 
 
@@ -251,10 +251,10 @@ def _other_order(here: str, there: str) -> str:
 
 
 def _end_forward(units: Collection[Any]) -> None:
-    """Have FSDP forget a forward that has raised: the next one begins anew."""
+    """Have FSDP forget a forward that raised, so that the next one begins anew."""
     inner = {part for unit in units for part in unit.modules() if part is not unit}
     for unit in units:
-        # Of one that was never called there is nothing to forget; torch 2.8 cannot.
+        # A unit that was never called has nothing to forget; torch 2.8 cannot forget.
         is_outer = unit not in inner and hasattr(unit, "reset_iter_state")
         if is_outer and unit._get_fsdp_state()._is_root:
             unit.reset_iter_state()
@@ -265,9 +265,9 @@ def _forget_records(units: Collection[Any]) -> None:
     # Only a backward empties them: an evaluation would fill memory, and leave them for the next training.
     for unit in units:
         state = unit._get_fsdp_state()
-        # Torch 2.8 to 2.12 have one group a unit, and no such list.
+        # Torch 2.8 to 2.12 have one group per unit, and no such list.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in filter(None, groups):
             group._post_forward_indices.clear()
-        # Of the root alone, and not before its first forward.
+        # Only the root has this list, from its first forward on.
         getattr(state._comm_ctx, "post_forward_order", []).clear()

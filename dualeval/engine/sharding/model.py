@@ -1,7 +1,7 @@
-"""A model divided over the ranks: what it is, and the model that computes.
+"""A model divided over the ranks: its identity, and the model that computes.
 
-Torch's FSDP gathers a unit's parameters before its forward and lets them go behind it. That moves bits and
-computes none, so that the numbers are those of the whole model.
+Torch's FSDP gathers a unit's parameters before its forward and frees them after it. That moves bits and
+computes none, so the numbers are those of the whole model.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_o
 
 _LARGEST_PART = 32
 _SMALLEST_PART = 1024
-# Often their children are called one by one, and they themselves are not.
+# Often a forward calls their children one by one, and not the containers.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Of mallopt(3).
+# From mallopt(3).
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 128 * 1024
 
 
 class ShardedModel:
-    """Divides a model over the ranks of a mesh. Every rank makes one, and calls the same.
+    """Divides a model over the ranks of a mesh. Every rank makes one, and calls the same methods.
 
-    It begins with a model that has no values of parameters any more, for ``check_model`` and ``layout_of``;
-    ``filled`` gives the model that computes.
+    At first the model's parameters have no values, for ``check_model`` and ``layout_of``; ``filled`` returns
+    the model that computes.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, run: Run) -> None:
@@ -54,18 +54,18 @@ class ShardedModel:
             _put_all(model, parameter, _empty(parameter, parameter.dtype))
 
     def filled(self) -> tuple[nn.Module, ModelIdentity]:
-        """The model that computes, and the identity of the model as it was built; called once, by all."""
+        """The model that computes, and the identity of the model as built; all ranks call this, once."""
         identity = self._read()
         return self._divided(self._run.options), identity
 
     def _read(self) -> ModelIdentity:
-        """Read this rank's part of the model, and learn what all of it is: the identity of the whole one."""
+        """Read this rank's part of the model; returns the identity of the whole model."""
         control, backend = self._run.control, self._run.backend
         reading = Reading(self._parameters, backend, self._identity.hasher)
         for parameter in self._parameters:
             control.progress.step("setup")
             reading.read(parameter)
-        # Here a rank that could not read is heard of.
+        # Raises if another rank could not read its part.
         control.meet()
         weights = model_fingerprint(self._model, digests=reading.digests())
         return replace(self._identity, weights=weights)
@@ -94,7 +94,7 @@ class ShardedModel:
             _put_all(model, parameter, made)
         place = CPUOffloadPolicy() if options.offload else OffloadPolicy()
         for unit in units_of(model, sizes):
-            # The model itself, too: torch would keep its own parameters gathered behind its forward.
+            # Also for the model itself, whose parameters torch would keep gathered after its forward.
             fully_shard(
                 unit, mesh=self._mesh, reshard_after_forward=True, offload_policy=place, ignored_params=whole
             )
@@ -128,16 +128,16 @@ def _put_all(model: nn.Module, parameter: Parameter, made: nn.Parameter) -> None
 
 
 def units_of(model: nn.Module, sizes: Mapping[int, int]) -> list[nn.Module]:
-    """The modules whose parameters are gathered together, while they compute; the model itself is the last.
+    """The modules whose parameters are gathered together while they compute; the model itself is the last.
 
-    A module with at most 1/32 of the model's bytes is a unit. A larger one is divided into its children, and
-    is itself a unit for what is left directly in it; what has less than 1/1024 stays with the module above.
-    So a rank holds the unit that computes, those that it is inside of, and its own part of all others.
+    A module with at most 1/32 of the model's bytes is a unit. A larger module is divided into its children,
+    and is itself a unit for the parameters directly in it; less than 1/1024 stays with the module above. So a
+    rank holds the unit that computes, the units around it, and its own part of all others.
 
-    Three kinds of modules are no units, and what is in them belongs to the module above: those that nobody
-    calls (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict`` and others without a forward), those that
+    Three kinds of modules are no units, and their parameters belong to the module above: modules that nobody
+    calls (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict`` and others without a forward), modules that
     share a parameter with a module outside of them, and ``nn.TransformerEncoderLayer``, which computes in
-    another way, with other bits, where it or a part has a hook. Modules that read the parameters of their
+    another way, with other bits, if it or a part has a hook. Modules that read the parameters of their
     children without calling them (``is_indivisible``) are not divided.
     """
     whole = sum(sizes.values())
@@ -151,7 +151,7 @@ def units_of(model: nn.Module, sizes: Mapping[int, int]) -> list[nn.Module]:
         return all(inside[name] * paths[id(module)] == uses[name] for name in parameters)
 
     def divide(module: nn.Module) -> set[int]:
-        """The parameters of a module that are in none of the units found."""
+        """The parameters of a module that are in no unit found so far."""
         if id(module) in done:  # it is there under several names
             return done[id(module)]
         left = {id(parameter) for parameter in module.parameters()} & sizes.keys()
@@ -172,7 +172,7 @@ def units_of(model: nn.Module, sizes: Mapping[int, int]) -> list[nn.Module]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module is one that others call: a container is not, nor what has no forward."""
+    """Whether others call a module: not a container, and not a module without a forward."""
     return type(module) not in _CONTAINERS and has_forward(module)
 
 
@@ -190,11 +190,11 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def return_large_blocks() -> None:
-    """Have the C library give each large block back to the system as soon as it is freed, from now on.
+    """From now on, have the C library return each large block to the system as soon as it is freed.
 
-    glibc raises the size from which it does so, up to 32 MiB, as blocks are freed, and keeps smaller ones in
-    a heap for each thread. Units are gathered by several threads: a model of 1 GB on two ranks then took 1.4
-    GB of a rank instead of 0.57. The price is that pages of gathered units are mapped again each time.
+    As blocks are freed, glibc raises the size from which it does so, up to 32 MiB, and keeps smaller blocks
+    in a heap per thread. Several threads gather units: without this call, a model of 1 GB on two ranks took
+    1.4 GB per rank instead of 0.57. The price is that pages of gathered units are mapped again each time.
     Other C libraries do not have the call.
     """
     if sys.platform != "linux":
@@ -205,7 +205,7 @@ def return_large_blocks() -> None:
 
 
 def release() -> None:
-    """Let go of what an evaluation has left in cycles, and in the frames of an error that is under way."""
+    """Free what an evaluation has left in reference cycles, and in the frames of the current error."""
     error = sys.exc_info()[1]
     while error is not None:
         traceback.clear_frames(error.__traceback__)

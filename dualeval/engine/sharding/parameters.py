@@ -1,4 +1,4 @@
-"""The parameters of a model that is divided: which they are, what a rank reads of them, their digests."""
+"""The parameters of a divided model: which they are, what a rank reads of them, and their digests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Task
 
-# What is read of a parameter to see that all ranks read the same.
+# Bytes of a parameter that are read to check that all ranks read the same.
 _PROBED_BYTES = 4096
 _IMAGE_DIMENSIONS = 4
 
@@ -42,29 +42,29 @@ class Parameter:
     name: str
     # All its names.
     names: tuple[str, ...]
-    # Of all of it.
+    # Shape of the whole parameter.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    # Whether each rank has some of its rows; else each has all of it.
+    # Whether each rank has some of the rows; otherwise each rank has all.
     is_divided: bool
-    # The parameter as the model was built with it; None when its rows are read.
+    # The parameter as the model was built with it; None once its rows are read.
     source: nn.Parameter | None
-    # This rank's, contiguous, on the CPU, in its own dtype; all of it where it is not divided.
+    # This rank's rows, contiguous, on the CPU, in the parameter's dtype; all rows if it is not divided.
     rows: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Bytes of the whole parameter."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def take_rows(self) -> Tensor:
-        """This rank's rows, which it no longer keeps."""
+        """Return this rank's rows, and keep them no longer."""
         rows, self.rows = self.rows, None
         assert rows is not None, "they are read once, and taken once"
         return rows
 
     def rows_of(self, rank: int, size: int) -> tuple[int, int]:
-        """A rank's first row and the one behind its last, as ``torch.chunk`` divides; it may have none."""
+        """The range of a rank's rows, as ``torch.chunk`` divides; it may be empty."""
         if not self.is_divided:
             return 0, self.shape[0] if self.shape else 1
         step = -(-self.shape[0] // size)
@@ -73,10 +73,10 @@ class Parameter:
 
 
 def parameters_of(model: nn.Module) -> list[Parameter]:
-    """The parameters of a model by their first names, in order.
+    """The parameters of a model, ordered by their first names.
 
-    Divided are those with floating values and at least one dimension. One that is not contiguous, and is no
-    weight of images' convolutions, stays whole: it would come back with other strides, and so other bits.
+    Parameters with floating values and at least one dimension are divided, but not a non-contiguous one
+    (other than an image convolution's weight): it would come back with other strides, and so other bits.
     """
     _check_model(model)
     names: dict[int, list[str]] = {}
@@ -102,7 +102,7 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
 
 
 def check_device(offload: bool, device: torch.device) -> None:
-    """Check that the parameters may lie where they are asked for."""
+    """Check that this run can keep parameters in host memory, if that is asked for."""
     if offload and device.type == "cpu":
         raise UsageError(
             "offload keeps a rank's part of the model in host memory, and this run computes there (device "
@@ -111,7 +111,7 @@ def check_device(offload: bool, device: torch.device) -> None:
 
 
 def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None:
-    """Check that a model which is divided was made for this run: it cannot be put back as it was."""
+    """Check that a model to be divided was made for this run: it cannot be restored afterwards."""
     if is_sharded(model):
         raise UsageError(
             "shard: the model is sharded already, where it is built (fully_shard), and is evaluated as it "
@@ -171,7 +171,7 @@ def _is_divisible(parameter: nn.Parameter) -> bool:
 
 
 class Reading:
-    """Reads this rank's rows of all parameters, and then takes their digests with the other ranks."""
+    """Reads this rank's rows of all parameters, and then computes their digests with the other ranks."""
 
     def __init__(self, parameters: Sequence[Parameter], backend: Backend, hasher: Hasher) -> None:
         self._parameters = parameters
@@ -183,7 +183,7 @@ class Reading:
         self._probe: list[str] = []
 
     def read(self, parameter: Parameter) -> None:
-        """Read this rank's rows of one; no collective."""
+        """Read this rank's rows of a parameter; no collective."""
         source, parameter.source = parameter.source, None
         assert source is not None, "each parameter is read once"
         first, last = parameter.rows_of(self._rank, self._size)
@@ -198,7 +198,7 @@ class Reading:
                 rows = _whole(source)
                 self._digests[parameter.name] = tensor_digest(parameter.name, rows, self._hasher.digest)
         else:
-            # Every rank has it whole: one that has another is found when the ranks compare their jobs.
+            # Every rank has all of it; a difference is found when the ranks compare their jobs.
             self._digests[parameter.name] = tensor_digest(parameter.name, source, self._hasher.digest)
             own = source.detach()
             rows = _copy_of(own[first:last]) if parameter.is_divided else own.cpu()
@@ -207,8 +207,7 @@ class Reading:
     def digests(self) -> dict[str, bytes]:
         """The digest of each parameter by its name, the same on every rank; a collective.
 
-        One that no rank has whole is brought together for a moment on one rank; each rank takes the digests
-        of some.
+        A parameter that no rank has whole is gathered on one rank for a moment; the ranks take turns.
         """
         probes = self._backend.all_gather_json(sha256_of_json(self._probe))
         if len(set(probes)) > 1:
@@ -245,19 +244,19 @@ def _shape_of(parameter: Parameter, rows: int) -> tuple[int, ...]:
 
 
 def _copy_of(rows: Tensor) -> Tensor:
-    """Rows in contiguous memory of the CPU that is theirs alone."""
+    """A copy of rows, in contiguous memory of the CPU."""
     return torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
 
 
 def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of the one that has a name."""
+    """Replace the parameter of this name."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     sets: Any = type(module).__setattr__
     if sets is nn.Module.__setattr__:
         module._parameters[own] = parameter
     else:
-        # Recurrent layers keep a list of their weights beside.
+        # Recurrent layers also keep a list of their weights.
         setattr(module, own, parameter)
 
 
