@@ -116,7 +116,7 @@ def agree(
         "machine": machines[0],
         "machines": machines,
         "hosts": hosts,
-        # A sentence without its end.
+        # A sentence without its full stop.
         "start_over": options.start_over if run.share is None else or_remove(options.out),
         "launches": sorted({rank["launch"] for rank in everyone} - {None}),
         "files": sorted(task.exports),
