@@ -148,7 +148,7 @@ class Cuda(Accelerator):
 
 
 def nvidia_driver() -> str | None:
-    """Version of NVIDIA's driver; None where there is none."""
+    """Version of NVIDIA's driver; None if there is none."""
     with suppress(OSError):
         found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
         return found[1] if found else None
@@ -156,7 +156,7 @@ def nvidia_driver() -> str | None:
 
 
 def _cublas() -> str | None:
-    """Version of the cuBLAS that this process has loaded; None where it has none."""
+    """Version of the cuBLAS that this process has loaded; None if it has loaded none."""
     path = next(
         (line.split()[-1] for line in _MAPS.read_text().splitlines() if "/libcublas.so" in line), None
     )
@@ -178,7 +178,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def random_states() -> list[Tensor] | None:
-    """The states of all GPUs' random generators; None where this process uses none."""
+    """The states of all GPUs' random generators; None if this process uses no GPU."""
     uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.get_rng_state_all() if uses_cuda else None
 

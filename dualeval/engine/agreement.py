@@ -104,7 +104,7 @@ def agree(
     hosts = [rank["host"] for rank in everyone]
     check_same_job([rank["job"] for rank in everyone], hosts, [rank["numbers"] for rank in everyone])
     _check_ids(dataset, plan.num_samples, hashes, backend)
-    # Of rank 0: values that hold a rank's number differ between the ranks.
+    # Rank 0's job, because values that hold a rank's number differ between the ranks.
     job = everyone[0]["job"]
     # Last: the cheaper checks have shown that every rank has the same samples.
     job["contents"] = _contents_fingerprint(dataset, plan.num_samples, backend, run.control)
@@ -128,7 +128,7 @@ def agree(
 
 
 def _probe(evaluation: Evaluation) -> dict[int, str | None]:
-    """Hashes of the first and the last sample, where the user's code reads them."""
+    """Hashes of the first and the last sample, if the user's code reads them."""
     dataset, run = evaluation.dataset, evaluation.run
     wrapped = getattr(dataset, "wrapped", dataset)
     is_ours = type(wrapped).__module__.partition(".")[0] == "dualeval"
@@ -285,7 +285,7 @@ def digest_of(samples: int, ids: Iterable[str]) -> str | None:
 def _contents_fingerprint(
     dataset: Dataset, samples: int, backend: Backend, control: ControlPlane
 ) -> str | None:
-    """sha256, in hex, over the contents of the first samples; None where the data set gives none.
+    """sha256, in hex, over the contents of the first samples; None if the data set does not give them.
 
     A collective, with the same result on every rank. Each node reads all blocks of samples, for it may have
     its own copy of the data; its local rank b mod local size reads block b.

@@ -59,7 +59,7 @@ class Evaluation:
     model: nn.Module
     # The division of the data set.
     plan: EvalPlan
-    # Where it runs, and how.
+    # The run that evaluates it.
     run: Run
     # The task's metrics of the ledger; empty until its columns are known.
     metrics: Sequence[Metric] = ()

@@ -56,7 +56,7 @@ _MEETS_WITHIN_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What a look has shown."""
+    """The findings of a look."""
 
     # Batches that may be computed at the same time.
     threads: int

@@ -244,8 +244,8 @@ def whole_set_intervals(
     """95 % intervals for the values that the whole data set would give; only for drawn samples.
 
     The finite-population correction: both sides of an interval times sqrt(1 - n / N) (W. G. Cochran,
-    "Sampling Techniques", 3rd ed. 1977, section 2.6). Samples are drawn independently, so clusters, such as
-    the questions of one text, play no role here.
+    "Sampling Techniques", 3rd ed. 1977, section 2.6). Samples are drawn one by one, so clusters, such as the
+    questions on one text, play no role in this draw.
     """
     if part.get("kind") != DRAWN_SAMPLES:
         return {}

@@ -313,7 +313,7 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
 
 
 def _with_earlier_intervals(found: Result, result: Result) -> Result:
-    """The recomputed result, with the intervals of earlier formulas where they lie within today's."""
+    """The recomputed result, with a stored interval of earlier formulas if it lies within the new one."""
     fields: dict[str, Any] = {}
     for name in ("intervals", "naive_intervals", "whole_set_intervals"):
         then = getattr(result, name)

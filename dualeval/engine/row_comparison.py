@@ -18,7 +18,7 @@ from dualeval.columns import RaggedRows, Rows, Text, kind_of, to_rows, values_of
 # Names that tasks use for the column of their answers.
 PREDICTION_COLUMNS = ("prediction", "answer")
 _TARGET = "target"
-# Of tasks whose targets are not a single column: 1 if the answer is right.
+# A column of tasks whose targets are not a single column: 1 if the answer is right.
 _RIGHT = "exact_match"
 
 

@@ -43,7 +43,7 @@ _END_WITHIN_S = 30.0
 
 
 def last_rank(nproc: int, world: World, backend: str | None) -> World:
-    """The last of the ranks that are started from here; an error in starting any rank shows with this one."""
+    """The last of the ranks to start here: if any of them cannot start, this one cannot, either."""
     if not may_start_ranks(world):
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
