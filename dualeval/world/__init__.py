@@ -23,7 +23,7 @@ class Meeting:
         return None
 
     def open(self, world: World, purpose: str) -> AbstractContextManager[tuple[Any, str, int | None]]:
-        """Open a store that all ranks share; yields it, rank 0's host and, on rank 0, the port. Collective."""
+        """Open the store of all ranks; yields it, rank 0's host and, on rank 0, the port. A collective."""
         raise AssertionError(f"a process of {world.launcher} meets nobody")
 
 
