@@ -38,7 +38,7 @@ _FORWARDS = 9
 _PART, _ALWAYS_S = 0.05, 3.0
 # Samples in each of these batches.
 _FEWEST, _MOST = 2, 8
-# Most bytes of a buffer that is put back: quantized weights are buffers, too.
+# Most bytes of buffers that are put back: quantized weights are buffers, too.
 _LARGEST = 1 << 26
 # Samples that are read twice more if the first were read within so many seconds.
 _MORE, _READ_WITHIN_S = 16, 0.2

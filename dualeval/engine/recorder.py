@@ -100,7 +100,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A batch that has been handed out, without its data, which would stay on the device as long."""
+    """A batch that has been handed out, without its data, which would otherwise stay on the device."""
 
     # Number of its chunk.
     chunk: int
