@@ -1,4 +1,4 @@
-"""evaluate: the door. A model and data, or a task, evaluated once on all ranks of a launcher; and export."""
+"""The entry points: evaluate, once on all ranks of a launcher, for a model and data or a task; and export."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EvaluateKeywords(RunKeywords, SessionKeywords, total=False):
-    """Of ``evaluate``, whatever is evaluated."""
+    """Keywords of every ``evaluate``."""
 
     loggers: Sequence[str]
     step: int | None
@@ -42,7 +42,7 @@ class EvaluateKeywords(RunKeywords, SessionKeywords, total=False):
 
 
 class TaskKeywords(TypedDict, total=False):
-    """Of ``ModelTask``."""
+    """Keywords of ``ModelTask``."""
 
     metrics: Sequence[Metric | RowMetric | str | Callable[..., Any]] | None
     collate: Callable[[list[Any]], Any] | None
@@ -54,11 +54,11 @@ class TaskKeywords(TypedDict, total=False):
 
 
 class ModelKeywords(TaskKeywords, EvaluateKeywords, total=False):
-    """Of ``evaluate(model=..., data=...)``."""
+    """Keywords of ``evaluate(model=..., data=...)``."""
 
 
 class ImagesKeywords(EvaluateKeywords, ImageClassificationKeywords, total=False):
-    """Of ``evaluate(model=..., data="folder")``."""
+    """Keywords of ``evaluate(model=..., data="folder")``."""
 
     metrics: Sequence[str]
     preprocessing: str | Mapping[str, Any] | Callable[[Any], Any] | None
@@ -71,7 +71,7 @@ class _Known(TypedDict, total=False):
 
 
 class DoorKeywords(_Known, TaskKeywords, ImagesKeywords, total=False):
-    """Of ``evaluate`` altogether."""
+    """All keywords of ``evaluate``."""
 
     metrics: Any
 
@@ -116,11 +116,11 @@ def evaluate(
     derived from ``Task``.
 
     Args:
-        task: what is evaluated, or a function that makes it, whose wrong input is then one sentence and exit
-            code 2 as well; None where ``model`` and ``data`` are given.
+        task: the task, or a function that makes it, so that its wrong input also gives one sentence and exit
+            code 2; None if ``model`` and ``data`` are given.
         nproc: from a plain script: run it again as so many ranks on this machine, and exit with their exit
-            code. What the script does before this call is done here and in each rank, what comes after it in
-            the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
+            code. Code before this call runs here and in each rank, code after it only in the ranks. Under a
+            launcher it has to be the number of ranks, and does nothing.
         model: a module, or a function that returns one; for a path as data also a name.
         data: a map-style data set, a list or a tensor; or a path.
         metrics: metrics, functions of columns, or names (docs/metrics.md).
@@ -128,14 +128,14 @@ def evaluate(
         forward: (model, batch) -> outputs.
         observe: (outputs, batch) -> columns by name, one row a sample.
         rows: the columns that are kept besides those that metrics read.
-        thread_safe: as of ``Task``.
+        thread_safe: as in ``Task``.
         name: the task's name in results.
         options: those below. Without ``out`` nothing is written.
 
     Raises:
         SystemExit: the ranks that ``nproc`` has started have ended.
-        UsageError: an option, or task, data and weights are not as they have to be; or there is no script
-            that could be run again.
+        UsageError: an option is wrong, task, data and weights do not fit together, or there is no script
+            to run again.
         PeerError: another rank failed first.
         Stopped: a signal has ended the run; what was finished is saved.
     """
@@ -155,9 +155,9 @@ def evaluate(
             options["launcher"] = launcher
     names = set(inspect.signature(Session).parameters)
     of_session = {name: options[name] for name in options if name in names}
-    # What ranks may differ in concerns their devices and the folder alike.
+    # An option of the session and of the run: mixed machines concern the devices and the folder.
     others = {name: options[name] for name in options if name not in names - {"mix_machines"}}
-    # Before the ranks meet: a wrong argument is wrong on all of them.
+    # Before the ranks meet: a wrong argument fails on all of them alike.
     with refusing():
         made = task() if inspect.isfunction(task) else cast("Task | None", task)
         what, of_run = _task_of(made, others)
@@ -177,9 +177,9 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
     """Log a finished result in trackers of experiments; every rank may call it, and rank 0 logs.
 
     Args:
-        result: of an evaluation, or the output folder of a finished run.
-        to: where: ``KIND:WHERE``, such as "tensorboard:runs/tb" (docs/loggers.md); or several of these.
-        step: which step of a training it is, such as the epoch.
+        result: an evaluation's result, or the output folder of a finished run.
+        to: ``KIND:WHERE``, such as "tensorboard:runs/tb" (docs/loggers.md); or several of these.
+        step: the step of a training that is logged, such as the epoch.
 
     Raises:
         UsageError: a text names no logger, a package is not installed, or no finished run is there.
@@ -205,7 +205,7 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
 
 
 def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
-    """The task that is meant, and the options that are none of its arguments."""
+    """The task, and the options that are not among its arguments."""
     from dualeval.tasks.own_model import ModelTask
 
     if task is None and "model" in options and isinstance(options.get("data"), str | Path):
@@ -240,15 +240,15 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
 
 
 def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
-    """The task image-classification of a model and a path, as the command line makes it; and the rest."""
+    """The task image-classification, made from a model and a path like on the command line; and the rest."""
     from dualeval.metrics.by_name import of_no_task
     from dualeval.tasks import class_names
 
-    # Weights are fetched by the command line alone.
+    # Only the command line downloads weights.
     names = {field.name for field in fields(ImageClassificationOptions)} - {"metric", "download"}
     given = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in {*names, "metrics"} - {"keep"}}
-    # What only Python can say.
+    # Values that only Python can give.
     of_python = [name for name in ("model", "preprocessing") if not isinstance(given.get(name, ""), str)]
     made = {name: given.pop(name) for name in of_python}
     if "model_arguments" in rest:

@@ -1,4 +1,4 @@
-"""What messages of every part say alike: the names nearest to a wrong one, and numbers of things."""
+"""Wording that all messages share: the names nearest to a wrong one, and numbers of things."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualeval.errors import UsageError
 
 
 def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff: float = 0.6) -> str:
-    """A sentence with the known names nearest to a wrong one, after a space; "" where none is near."""
+    """A sentence with the known names nearest to a wrong one, after a space; "" if none is near."""
     near = difflib.get_close_matches(str(name), list(map(str, known)), n=most, cutoff=cutoff)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
@@ -23,7 +23,7 @@ def refuse_url(what: str, text: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
-    """As ``did_you_mean``, in the words of a list that all known names follow."""
+    """Like ``did_you_mean``, phrased to be followed by the list of all known names."""
     names = dict.fromkeys(known)
     near = [each for each in names if each.lower() == name.lower()][:most]
     near = near or difflib.get_close_matches(name, names, n=most, cutoff=cutoff)
@@ -43,12 +43,12 @@ def listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def first_of(names: Sequence[object], most: int) -> str:
-    """The first names, and ", ..." where there are more."""
+    """The first names, and ", ..." if there are more."""
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written: JSON may escape half of a surrogate pair."""
+    """Whether a text can be encoded: JSON may contain half of a surrogate pair, escaped."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -57,26 +57,26 @@ def is_unicode(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """A text of strangers for a terminal: control characters, which could move its cursor, as ``\\x1b``."""
+    """An untrusted text for a terminal: control characters, which could move its cursor, become ``\\x1b``."""
     if text.isprintable():
         return text
     return "".join(each.encode("unicode_escape").decode() if _is_control(each) else each for each in text)
 
 
 def _is_control(letter: str) -> bool:
-    """Whether a letter is a command to the terminal: also one that turns the direction of writing."""
+    """Whether a letter controls the terminal or the direction of writing, or cannot stand in XML."""
     turns = "\u202a" <= letter <= "\u202e" or "\u2066" <= letter <= "\u2069"
-    # What XML has no place for.
+    # Not allowed in XML.
     if letter in "\ufffe\uffff":
         return True
     return turns or (letter != "\t" and unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"))
 
 
 def printable_lines(text: str) -> str:
-    """As ``printable``, of a text that may have several lines."""
+    """Like ``printable``, for a text that may have several lines."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def csv_cell(text: str) -> str:
-    """A text of strangers for a CSV file: a spreadsheet would compute one that begins like a formula."""
+    """An untrusted text for a CSV file: a spreadsheet would compute one that begins like a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

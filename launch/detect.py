@@ -4,9 +4,9 @@ Detection is a table of pure probes, each ``Mapping -> World | None``, asked in 
 first, because it alone knows this process's rank (torchrun inside an allocation starts several ranks for each
 task of the outer launcher). All fields of a World come from the one probe that answered.
 
-A launcher's variables that are set in part are an error. One case is not: torchrun's have names that other
-tools and shells have too. Where its mark is missing, those that torch.distributed itself reads are enough to
-be a rank by (``env``), and fewer are passed over where another launcher's set is whole.
+If only part of a launcher's variables is set, that is an error. torchrun is an exception, because other tools
+and shells use the same names. Without torchrun's mark, the variables that torch.distributed itself reads are
+enough for a rank (``env``), and fewer are ignored if another launcher's variables are complete.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dualeval.launch.launchers.torchrun import LAUNCHER as TORCHRUN
 from dualeval.wording import did_you_mean
 from dualeval.world import World
 
-# By these MPI's own launchers tell a rank its number, beside variables of theirs or, as some do, alone.
+# Variables in which MPI's own launchers give a rank its number; some set only these.
 _PMI = ("PMI_RANK", "PMIX_RANK")
 _PMI_START = "Start with 'mpirun -np N dualeval run' or 'srun --ntasks-per-node N dualeval run'"
 _TORCHRUN = "torchrun --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK --nproc-per-node N"
 
-# Of launchers whose ranks need other words to start: the variables with a process's number and with their
-# number, which some do not tell; and what to type.
+# Launchers that are not read: the variable with a process's rank; the one with the number of ranks, empty if
+# there is none; and what to type instead.
 _UNREAD = (
     # MVAPICH2's mpirun_rsh; its mpiexec is Hydra, which is read.
     (
@@ -42,12 +42,12 @@ _UNREAD = (
     # Cray's older and newer launchers.
     ("ALPS_APP_PE", "", "aprun -n N"),
     ("PALS_RANKID", "", "mpiexec -n N"),
-    # It starts the same command on all slots, each as a further task of a job whose script is task 1.
+    # pbsdsh starts the same command on all slots, as further tasks of a job whose script is task 1.
     (
         *("PBS_TASKNUM", ""),
         "pbsdsh tells no rank: start with 'mpirun -np N dualeval run' in the job's script",
     ),
-    # Kubeflow's Trainer sets options of torchrun, and starts what is typed once in each pod.
+    # Kubeflow's Trainer sets options of torchrun, and starts the command once in each pod.
     ("PET_NODE_RANK", "PET_NNODES", "Start with 'torchrun -m dualeval run' in each pod"),
     (
         *("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
@@ -59,21 +59,21 @@ _UNREAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """What the environment says, for ``detect`` and for people."""
+    """The result of reading the environment, for ``detect`` and for messages."""
 
-    # This process's place; None where `error` is.
+    # This process's place; None if there is an `error`.
     world: World | None = None
     error: LaunchError | None = None
-    # By launcher, in the order of `LAUNCHERS`, those of its variables that are set.
+    # For each launcher, in the order of `LAUNCHERS`, its variables that are set.
     found: Mapping[str, tuple[Variable, ...]]
-    # Sentences about what does not fit together, and what was made of it.
+    # Sentences about variables that do not fit together, and how they were read.
     notes: tuple[str, ...] = ()
     # Sentences about the launchers that started this one, as srun may have started torchrun.
     outer: tuple[str, ...] = ()
 
     @property
     def place(self) -> World:
-        """The world; raises the LaunchError where there is none."""
+        """The world; raises the LaunchError if there is none."""
         if self.world is None:
             assert self.error is not None
             raise self.error
@@ -85,10 +85,10 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
 
     Args:
         environ: the environment variables.
-        launcher: a name of ``LAUNCHERS`` to ask that probe alone; None asks all, innermost first.
+        launcher: a name of ``LAUNCHERS`` to ask only that probe; None asks all, innermost first.
 
     Returns:
-        the World; ``World.alone()`` where no launcher left a trace, or with ``launcher="none"``.
+        the World; ``World.alone()`` if no launcher left a trace, or with ``launcher="none"``.
 
     Raises:
         LaunchError: the variables are incomplete or contradict each other, or are not those of ``launcher``.
@@ -98,7 +98,7 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
 
 
 def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detection:
-    """Find the same as ``detect``, with the reasons; wrong variables of a launcher raise nothing."""
+    """Like ``detect``, with the reasons; a launcher's wrong variables become ``error`` and are not raised."""
     found = {each.name: each.found(environ) for each in LAUNCHERS.values() if each.rank}
     promised = promised_gpus(environ)
     try:
@@ -120,7 +120,7 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
 
 
 def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
-    """The first probe's answer, and what was passed over on the way to it."""
+    """The first probe's answer, and the first left-over variables that were skipped before it."""
     left_over = None
     for launcher in LAUNCHERS.values():
         try:
@@ -135,7 +135,7 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
 
 
 def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
-    """The error where variables show one process of several, and no launcher's are whole; else None."""
+    """The error if variables show one process of several, but no launcher's are complete; else None."""
     # A batch script and an salloc shell are number 0 of their job.
     of_srun = Environment(SRUN, environ)
     missing = of_srun.missing()
@@ -146,11 +146,11 @@ def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
 
 
 def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
-    """Compare a launcher's word with variables that anybody may have set; returns whether these agree.
+    """Compare a launcher's variables with those that anybody may have set; returns whether these agree.
 
-    Enough of torchrun's variables for torch.distributed, exported in a shell, would make every task of srun's
-    the same rank; set by a script in its task they would be right, and nobody but the user knows which they
-    are. Nor does anybody else know whether Flux has started an mpirun, or an mpirun Flux.
+    If a shell exports enough of torchrun's variables for torch.distributed, every task of srun's would be the
+    same rank. A script may also have set them on purpose. We cannot tell the two cases apart, nor whether
+    Flux started mpirun or mpirun started Flux: the user has to say.
     """
     if TORCHRUN.mark in environ:
         return False
@@ -173,7 +173,7 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
 
 
 def _answer(environ: Mapping[str, str], launcher: str) -> World | None:
-    """What a launcher's variables say; None where they are not whole."""
+    """The World by a launcher's variables; None if they are incomplete."""
     try:
         return LAUNCHERS[launcher].probe(environ)
     except LaunchError:
@@ -214,7 +214,7 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
 
 def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
     order = list(LAUNCHERS)
-    # Plain variables are torchrun's own, too.
+    # Not env: its variables are also torchrun's.
     for launcher in order[order.index(world.launcher) + 1 : order.index(ENV.name)]:
         try:
             place = LAUNCHERS[launcher].probe(environ)
@@ -229,13 +229,13 @@ def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
 
 
 def _unread_rank(environ: Mapping[str, str], known: str) -> str | None:
-    """Say what was found where a process is one of several, by a launcher that is not read."""
+    """The error if the process is one of several that an unsupported launcher has started."""
     for rank, size, start in _UNREAD:
         is_alone = "1" in (environ.get(size), environ.get("PMI_SIZE"))
         if not environ.get(rank) or is_alone or (rank, environ[rank]) == ("PBS_TASKNUM", "1"):
             continue
         if start.endswith(" -n N"):
-            # Variables that dualeval reads tell its ranks their places.
+            # Set variables that dualeval reads, from the launcher's own.
             told = f"RANK=${rank} WORLD_SIZE={f'${size}' if size else 'N'}"
             start = (
                 "Type 'export MASTER_ADDR=FIRST_HOST MASTER_PORT=29500', FIRST_HOST being rank 0's, and "

@@ -1,8 +1,8 @@
 """Devices: streams, events, pinned memory and names, which no other module of the engine asks PyTorch for.
 
-Work that the host gives an accelerator waits in a stream, and streams run beside each other. Who reads what
-another stream, or the host, has not finished, reads what was there before. An accelerator of another kind
-takes one entry in ``ACCELERATORS``, if PyTorch's common interface does not describe it well enough already.
+The host queues an accelerator's work in streams, which run concurrently. Without synchronization, memory that
+another stream, or the host, is still writing is read with its old contents. An accelerator of another kind
+needs an entry in ``ACCELERATORS`` only if PyTorch's common interface does not describe it well enough.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dualeval.errors import text_of
 # Batches that an accelerator may have under way before the host waits for the oldest: bounds memory.
 _AHEAD = 2
 
-# cuBLAS, cuDNN and their relatives of CUDA and ROCm have a status of their own: CUBLAS_STATUS_ALLOC_FAILED,
-# CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, CUFFT_ALLOC_FAILED. "out of memory" is what the CUDA
-# runtime, its driver and other accelerators' allocators say: "CUDA error: out of memory".
+# cuBLAS, cuDNN and similar libraries of CUDA and ROCm report their own status: CUBLAS_STATUS_ALLOC_FAILED,
+# CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, CUFFT_ALLOC_FAILED. The CUDA runtime, its driver and
+# other accelerators' allocators say "out of memory", as in "CUDA error: out of memory".
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: |out of memory|not enough memory: you tried to allocate|Cannot allocate memory|"
     r"\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b"
@@ -34,7 +34,7 @@ _NO_MEMORY = re.compile(
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
-# cuBLAS's workspaces, TF32 switched off or on behind torch's back, and what chooses a library or a kernel.
+# Variables that set cuBLAS's workspaces, switch TF32 without torch's knowledge, or choose library or kernel.
 _VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"),
     *("TORCH_BLAS_PREFER_CUBLASLT", "DISABLE_ADDMM_CUDA_LT", "PYTORCH_TUNABLEOP_ENABLED"),
@@ -61,46 +61,46 @@ class Accelerator:
         return {}
 
     def runtime(self) -> dict[str, str | None]:
-        """What else of the process and its node can change a last bit."""
+        """Other facts of the process and its node that can change a last bit."""
         return {}
 
     def release(self) -> None:
-        """Wait for the device, and give back memory that PyTorch keeps for later."""
+        """Wait for the device, then free the memory that PyTorch caches."""
         torch.accelerator.synchronize(self.device)
-        torch.get_device_module(self.device).empty_cache()  # torch.accelerator's came with 2.9
+        torch.get_device_module(self.device).empty_cache()  # torch.accelerator.empty_cache needs 2.9
 
     def new_stream(self) -> Any:
         """A stream beside the current one."""
         return torch.Stream(self.device)
 
     def current_stream(self) -> Any:
-        """The stream that work goes into now; outside of any context the one that computes."""
+        """The stream that receives work now; outside of any stream context, the computing stream."""
         return torch.accelerator.current_stream(self.device)
 
     def record_event(self) -> Any:
-        """An event behind all that the current stream has been given, for the host to wait on."""
+        """An event after all work queued in the current stream, for the host to wait on."""
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
         return event
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Host memory that the device copies from and to by itself, for a tensor's numbers.
+        """Pinned host memory for a tensor's numbers, which the device reads and writes by itself.
 
-        Dense, in the order of the tensor's own strides: a model may compute otherwise in another order. Torch
-        hands it out again once nobody holds it and the copies that were started with it are done.
+        Dense, in the order of the tensor's strides: a model may compute differently in another order. Torch
+        reuses the memory once nobody holds it and its copies are done.
         """
         return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=True)
 
     def empty(self, like: Tensor) -> Tensor:
-        """Memory of the device, taken in the current stream, of a tensor's shape, strides and dtype."""
+        """Device memory of a tensor's shape, strides and dtype, allocated in the current stream."""
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
     def start_copy(self, source: Tensor, target: Tensor) -> None:
-        """Have the current stream copy between pinned memory and the device; the host goes on."""
+        """Queue a copy between pinned memory and the device in the current stream; the host does not wait."""
         target.copy_(source, non_blocking=True)
 
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory, once nobody holds it, until a stream has done what it has been given."""
+        """Keep a tensor's memory from reuse until a stream has finished the work queued in it so far."""
         tensor.record_stream(stream)
 
 
@@ -111,7 +111,7 @@ class Host(Accelerator):
     batches_ahead = 0
 
     def release(self) -> None:
-        """Nothing: what nobody holds is free."""
+        """Do nothing: unused memory is free already."""
 
     def model(self) -> str:
         """The CPU's name."""
@@ -124,7 +124,7 @@ class Host(Accelerator):
 
 
 class Cuda(Accelerator):
-    """A GPU of NVIDIA's, or one of AMD's, which PyTorch calls the same."""
+    """A GPU by NVIDIA, or by AMD: PyTorch calls both cuda."""
 
     def versions(self) -> dict[str, str]:
         """Versions of CUDA and cuDNN."""
@@ -134,13 +134,13 @@ class Cuda(Accelerator):
         }
 
     def runtime(self) -> dict[str, str | None]:
-        """cuBLAS as it is loaded, the driver, and the variables that both read."""
+        """The loaded cuBLAS, the driver, and the variables that both read."""
         preferred = torch.backends.cuda.preferred_blas_library()
         found = {"cublas": _cublas(), "driver": nvidia_driver(), "blas": str(preferred)}
         return {**found, **{name: os.environ.get(name) for name in _VARIABLES}}
 
     def record_event(self) -> Any:
-        """An event that the host waits for asleep, which leaves its core to the loader's workers."""
+        """An event for which the host waits asleep, which leaves its core to the loader's workers."""
         # PyTorch's common event cannot do that: its option ``blocking`` does nothing.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
@@ -148,7 +148,7 @@ class Cuda(Accelerator):
 
 
 def nvidia_driver() -> str | None:
-    """Version of NVIDIA's driver; None where there is none."""
+    """Version of NVIDIA's driver; None if there is none."""
     with suppress(OSError):
         found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
         return found[1] if found else None
@@ -156,7 +156,7 @@ def nvidia_driver() -> str | None:
 
 
 def _cublas() -> str | None:
-    """Version of the cuBLAS that this process has loaded; None where it has none."""
+    """Version of the cuBLAS that this process has loaded; None if it has loaded none."""
     path = next(
         (line.split()[-1] for line in _MAPS.read_text().splitlines() if "/libcublas.so" in line), None
     )
@@ -168,23 +168,23 @@ def _cublas() -> str | None:
     return None if any(codes) else ".".join(str(number.value) for number in numbers)
 
 
-# Device types that are not as PyTorch's common interface has them.
+# Device types that PyTorch's common interface does not describe well enough.
 ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cpu": Host, "cuda": Cuda}
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """What the engine asks of a device."""
+    """The engine's interface to a device."""
     return ACCELERATORS.get(device.type, Accelerator)(device)
 
 
 def random_states() -> list[Tensor] | None:
-    """The states of all GPUs' random generators; None where this process uses none."""
+    """The states of all GPUs' random generators; None if this process uses no GPU."""
     uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.get_rng_state_all() if uses_cuda else None
 
 
 def set_random_states(states: list[Tensor] | None) -> None:
-    """Put back what ``random_states`` gave."""
+    """Restore the states that ``random_states`` returned."""
     if states is not None:
         torch.cuda.set_rng_state_all(states)
 
@@ -193,5 +193,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    # What a library or the CPU's allocator raises has no type of its own.
+    # Libraries and the CPU's allocator raise plain RuntimeErrors.
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(text_of(error)) is not None

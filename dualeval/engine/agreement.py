@@ -1,8 +1,8 @@
-"""What the ranks tell each other before they start: the same job, the same data, what machine each one is.
+"""What the ranks compare before they start: their jobs, their data and their machines.
 
-Of the data these are the samples' ids, each its own, and their contents. Ranks share the hashing: of ids all
-ranks, of contents those of a node, for each node may have a copy of its own; nodes compare what they have
-read.
+The data are compared by the samples' ids, which must be unique, and by their contents. All ranks share the
+hashing of the ids. The ranks of each node share that of the contents, for each node may have its own copy;
+then the nodes compare their hashes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def agree(
 ) -> dict[str, Any]:
     """Compare jobs and machines over all ranks; returns what the result says about both. A collective.
 
-    ``identity`` is the model's as it was built, None where it computes as it was; ``attributes`` are the
-    task's before its first batch.
+    ``identity`` is that of the model as it was built; by default, that of the evaluation's model.
+    ``attributes`` are the task's before its first batch.
     """
     run, task, dataset, plan = evaluation.run, evaluation.task, evaluation.dataset, evaluation.plan
     backend, options = run.backend, run.options
@@ -78,14 +78,14 @@ def agree(
         "batch_size": plan.batch_size,
         **identity_of_preparation(options),
         "on_error": options.on_error,
-        # The intervals of samples that go together are wider.
+        # Clustered samples have wider intervals.
         **({} if evaluation.cluster is None else {"cluster": evaluation.cluster}),
     }
     job["constants"] = {name: _of_one(values, world) for name, values in job["constants"].items()}
     machine = {
         **machine_facts(backend.device, task.libraries, options.precision),
-        # Beside the versions: what was computed with another torch may be gone on with, where it is
-        # asked for.
+        # Beside the other versions, not in the job: a run may be continued with another torch on
+        # request.
         "libraries": job.pop("libraries"),
     }
     ids, hashes = hashes_of_ids(dataset, plan.num_samples, world, step)
@@ -104,9 +104,9 @@ def agree(
     hosts = [rank["host"] for rank in everyone]
     check_same_job([rank["job"] for rank in everyone], hosts, [rank["numbers"] for rank in everyone])
     _check_ids(dataset, plan.num_samples, hashes, backend)
-    # What holds a rank's number is another value on each.
+    # Rank 0's job, because values that hold a rank's number differ between the ranks.
     job = everyone[0]["job"]
-    # After what costs less to compare, and so of the same samples on every rank.
+    # Last: the cheaper checks have shown that every rank has the same samples.
     job["contents"] = _contents_fingerprint(dataset, plan.num_samples, backend, run.control)
     machines = [rank["machine"] for rank in everyone]
     check_kinds_of_ranks(machines, hosts, mix=options.mix_machines)
@@ -116,7 +116,7 @@ def agree(
         "machine": machines[0],
         "machines": machines,
         "hosts": hosts,
-        # A sentence without its end.
+        # A sentence without its full stop.
         "start_over": options.start_over if run.share is None else or_remove(options.out),
         "launches": sorted({rank["launch"] for rank in everyone} - {None}),
         "files": sorted(task.exports),
@@ -128,7 +128,7 @@ def agree(
 
 
 def _probe(evaluation: Evaluation) -> dict[int, str | None]:
-    """Hashes of the first and the last sample, where the user's code reads them."""
+    """Hashes of the first and the last sample, if the user's code reads them."""
     dataset, run = evaluation.dataset, evaluation.run
     wrapped = getattr(dataset, "wrapped", dataset)
     is_ours = type(wrapped).__module__.partition(".")[0] == "dualeval"
@@ -143,7 +143,7 @@ def _probe(evaluation: Evaluation) -> dict[int, str | None]:
 def _check_samples(
     evaluation: Evaluation, machines: list[Any], hosts: list[str], probes: list[dict[str, str | None]]
 ) -> None:
-    """Check that a sample is the same on ranks of one kind of machine, where it is the same each time."""
+    """Check that ranks on one kind of machine read the same samples; random samples are not compared."""
     for rank, probe in enumerate(probes):
         first = machines.index(machines[rank])
         for place, found in probe.items():
@@ -157,14 +157,14 @@ def _check_samples(
 
 
 def _numbers_of(world: World) -> dict[str, int]:
-    """The numbers of this process, by what a value may be called that holds one."""
+    """The numbers of this process, by the usual names of values that hold them."""
     ranks = dict.fromkeys(("rank", "global_rank"), world.rank)
     nodes = dict.fromkeys(("node_rank", "group_rank"), world.node_rank or 0)
     return {**ranks, **nodes, "local_rank": world.local_rank}
 
 
 def _of_one(values: Any, world: World) -> Any:
-    """Named values as on one process: what is called world_size, and is this run's, counts as one."""
+    """Named values as a single process has them: a world_size that is this run's becomes 1."""
     sizes = {"world_size": world.size, "local_world_size": world.local_size}
     if not isinstance(values, Mapping):
         return values
@@ -175,7 +175,7 @@ def _of_one(values: Any, world: World) -> Any:
 
 
 def _is_number_called(name: str, value: Any, numbers: Mapping[str, int]) -> bool:
-    """Whether a value has the name of one of these numbers, and holds it, or its text."""
+    """Whether a value has the name of one of these numbers and equals it, as a number or a text."""
     called = name.rpartition(".")[2].strip("_").lower()
     return called in numbers and str(value) == str(numbers[called])
 
@@ -185,7 +185,7 @@ def check_same_job(
 ) -> None:
     """Check that every rank was given the same job, found the same data and built the same model.
 
-    What is called rank, or the like, may hold each rank's own number.
+    A value called rank, or the like, may hold each rank's own number.
     """
     for rank, job in enumerate(jobs):
         differing = [
@@ -203,12 +203,12 @@ def check_same_job(
 
 
 def _samples_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on ranks that have other samples; else empty."""
+    """A sentence if ranks have different samples; else empty."""
     return f" ({_WHOLE}.)" if {"samples", "data"} & {name for name, _, _ in found} else ""
 
 
 def _weights_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on ranks that have loaded other weights; else empty."""
+    """A sentence if ranks have loaded different weights; else empty."""
     if not any(name.partition(".")[0] == "weights" for name, _, _ in found):
         return ""
     return (
@@ -221,7 +221,7 @@ def _weights_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
 def hashes_of_ids(
     dataset: Dataset, samples: int, world: World, step: Callable[[], None]
 ) -> tuple[list[str], npt.NDArray[np.uint64]]:
-    """The hash of the ids in each of this rank's blocks, and of each id; none where ids cost readings."""
+    """The hashes of this rank's blocks of ids, and of its single ids; none if ids cost reading samples."""
     found, single = list[str](), [np.empty(0, np.uint64)]
     blocks = [] if getattr(dataset, "reads_for_ids", False) else blocks_of(samples)
     for block in blocks[world.rank :: world.size]:
@@ -234,7 +234,7 @@ def hashes_of_ids(
 
 
 def hashed(ids: Sequence[str]) -> npt.NDArray[np.uint64]:
-    """8 bytes of each id's hash: of 10**8 ids all that can be held."""
+    """8 bytes of each id's hash: more would not fit in memory for 10**8 ids."""
     return np.fromiter(map(_hash, ids), np.uint64, len(ids))
 
 
@@ -243,16 +243,16 @@ def _hash(name: str) -> int:
 
 
 def repeated(hashes: npt.NDArray[np.uint64], ids: Iterator[str]) -> dict[str, int]:
-    """The ids that are there more than once, and how often; ``ids`` are read where two hashes are alike."""
+    """The ids that occur more than once, with their counts; ``ids`` is read only if two hashes are equal."""
     ordered = np.sort(hashes)
     suspect = frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
     counts = Counter(name for name in ids if _hash(name) in suspect) if suspect else {}
-    # Two different ids may have one hash.
+    # Two different ids may have the same hash.
     return {name: count for name, count in counts.items() if count > 1}
 
 
 def _check_ids(dataset: Dataset, samples: int, hashes: npt.NDArray[np.uint64], backend: Backend) -> None:
-    """On rank 0, refuse two samples of one id, by the hashes of all ranks; a collective."""
+    """Refuse, on rank 0, an id that several samples have, by the hashes of all ranks. A collective."""
     ordered, parts = np.sort(hashes), -(-samples // _AT_ONCE)
     ends = np.searchsorted(ordered, np.array([(part << 64) // parts for part in range(1, parts)], np.uint64))
     twice: dict[str, int] = {}
@@ -269,7 +269,7 @@ def _check_ids(dataset: Dataset, samples: int, hashes: npt.NDArray[np.uint64], b
 
 
 def joined(samples: int, ranks: Sequence[list[str]]) -> str | None:
-    """The digest, of what ``hashes_of_ids`` gave on every rank."""
+    """The digest of all ids, from the blocks' hashes that ``hashes_of_ids`` returned on every rank."""
     if not any(ranks):
         return None
     blocks = range(len(blocks_of(samples)))
@@ -277,7 +277,7 @@ def joined(samples: int, ranks: Sequence[list[str]]) -> str | None:
 
 
 def digest_of(samples: int, ids: Iterable[str]) -> str | None:
-    """The digest, of all ids in order."""
+    """The same digest as ``joined``, from all ids in order."""
     names = iter(ids)
     return joined(samples, [[sha256_of_json([*islice(names, len(block))]) for block in blocks_of(samples)]])
 
@@ -285,11 +285,10 @@ def digest_of(samples: int, ids: Iterable[str]) -> str | None:
 def _contents_fingerprint(
     dataset: Dataset, samples: int, backend: Backend, control: ControlPlane
 ) -> str | None:
-    """sha256, in hex, over the contents of the first samples; None where the data set gives none.
+    """sha256, in hex, over the contents of the first samples; None if the data set does not give them.
 
-    A collective, with the same result on every rank. Samples are cut into blocks, by their number alone.
-    Each node reads all of them, for it may have a copy of its own; block b is read by its local rank b mod
-    local size.
+    A collective, with the same result on every rank. Each node reads all blocks of samples, for it may have
+    its own copy of the data; its local rank b mod local size reads block b.
     """
     read = getattr(dataset, "content_fingerprint", None)
     if read is None:
@@ -304,7 +303,7 @@ def _contents_fingerprint(
         least[number] = most[number] = torch.frombuffer(_hash_of(read, blocks[number]), dtype=torch.int64)
     control.meet()
     own = least.clone()
-    # Two short ones, whatever the number of ranks: a list of each rank's hashes would be megabytes.
+    # Two short reductions at any number of ranks: a list of each rank's hashes would take megabytes.
     least, most = backend.all_reduce(least, op="min"), backend.all_reduce(most, op="max")
     differing = (least != most).any(dim=1).nonzero().flatten().tolist()
     if differing:
@@ -313,7 +312,7 @@ def _contents_fingerprint(
 
 
 def contents_now(dataset: Dataset, samples: int) -> str | None:
-    """What ``_contents_fingerprint`` is of the data as they lie there now, read by this process alone."""
+    """``_contents_fingerprint`` of the data as they are now, read by this process alone."""
     read = getattr(dataset, "content_fingerprint", None)
     if read is None:
         return None
@@ -325,7 +324,7 @@ def _hash_of(read: Callable[[range], str], block: range) -> bytearray:
 
 
 def blocks_of(samples: int) -> list[range]:
-    """Consecutive samples that are hashed together, cut by their number alone."""
+    """Blocks of consecutive samples to hash together; the number of samples alone decides them."""
     size = max(_LEAST_BLOCK, -(-samples // _MOST_BLOCKS))
     return [range(first, min(first + size, samples)) for first in range(0, samples, size)]
 
@@ -333,10 +332,10 @@ def blocks_of(samples: int) -> list[range]:
 def _refuse(
     dataset: Dataset, blocks: list[range], differing: list[int], own: torch.Tensor, backend: Backend
 ) -> None:
-    """Say which hosts have read other contents; a collective."""
+    """Raise an error that names the hosts with other contents. A collective."""
     words = own[differing[0]].tolist()
     everyone = backend.all_gather_json([socket.gethostname(), words])
-    unread = torch.iinfo(torch.int64).max  # by that rank: another one of its node has read it
+    unread = torch.iinfo(torch.int64).max  # by that rank: another rank of its node has read it
     readers = {
         f"{host} (rank {rank})": found for rank, (host, found) in enumerate(everyone) if found[0] != unread
     }

@@ -1,4 +1,4 @@
-"""From a task to what computes: the model as it is built, its samples, and the model as it is prepared."""
+"""From a task to the model as it is built, the samples, and the prepared model that computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dualeval.errors import UsageError
 from dualeval.tasks import Dataset, Task
 
 _MOST_AUTOMATIC_WORKERS = 8
-# The methods that each task has and that are given something.
+# Methods that every task has, and the arguments that they are called with.
 _CALLED_WITH = {"build_model": ("device",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}
 
 
@@ -51,7 +51,7 @@ def check(task: Task, run: Run) -> None:
 def check_methods(task: Task) -> None:
     """Check that the methods of a user's task take what they are called with."""
     for name, given in _CALLED_WITH.items():
-        # As it is called: a wrapper need not take what the function takes that it says to wrap.
+        # Not the wrapped function's signature: its wrapper may take other arguments.
         signature = inspect.signature(getattr(task, name), follow_wrapped=False)
         try:
             signature.bind(*given)
@@ -64,7 +64,7 @@ def check_methods(task: Task) -> None:
 
 @contextmanager
 def mesh_of(run: Run) -> Iterator[DeviceMesh | None]:
-    """The ranks that a model is divided over, for as long as it lasts; None where each rank has all of it."""
+    """The ranks that a model is divided over, while the context lasts; None if each rank has all of it."""
     if run.options.shard is None:
         yield None
         return
@@ -80,9 +80,9 @@ def mesh_of(run: Run) -> Iterator[DeviceMesh | None]:
 
 
 def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
-    """The task's model on the device; of a caller's script without what wraps it, and with rank 0's buffers.
+    """The task's model on the device. A caller's model loses its wrapper and gets rank 0's buffers.
 
-    One that is to be divided stays where it was built.
+    A model that will be divided stays where it was built.
     """
     is_divided = run.options.shard is not None
     with numerics.autocast(run.options.precision, run.device):
@@ -99,7 +99,7 @@ def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
 
 
 def samples_of(task: Task, run: Run) -> Dataset:
-    """The task's samples, or those of them that the options ask for; decides how many processes read them."""
+    """The task's samples, or those that the options select; decides how many processes read them."""
     step = partial(run.control.progress.step, "setup")
     dataset = drawn(as_dataset(task.dataset()), run.options, lambda said: run.note_all([said]), step)
     if run.options.workers is None:
@@ -113,7 +113,7 @@ def samples_of(task: Task, run: Run) -> Dataset:
 def automatic_workers(
     task: Task, dataset: Dataset, cores: int, note: Callable[[str], object] = lambda said: None
 ) -> int:
-    """How many processes read for a rank where nobody says it: none where reading costs nothing."""
+    """The default number of processes that read for a rank: 0 if reading costs nothing."""
     wanted = task.wants_workers
     if wanted is None:
         wanted = not getattr(dataset, "in_memory", False)
@@ -128,7 +128,7 @@ def identify_and_prepare(
 ) -> tuple[nn.Module, ModelIdentity]:
     """The model that computes, and the identity of the model as it was built; decides schedule and layout.
 
-    The stack keeps what lasts as long as it computes.
+    The stack holds the contexts that last as long as the model computes.
     """
     if mesh is not None:
         return _divided(task, dataset, model, run, mesh, stack)
@@ -146,7 +146,7 @@ def identify_and_prepare(
 def _divided(
     task: Task, dataset: Dataset, model: nn.Module, run: Run, mesh: DeviceMesh, stack: ExitStack
 ) -> tuple[nn.Module, ModelIdentity]:
-    """As ``identify_and_prepare``, for a model that is divided over the ranks of a mesh. A collective."""
+    """Like ``identify_and_prepare``, for a model that is divided over the ranks of a mesh. A collective."""
     if type(task).build_late is Task.build_late and not has_late(model):
         size = sum(parameter.nbytes for parameter in model.parameters())
         run.note_all(
@@ -165,7 +165,7 @@ def _divided(
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on the device; one that has a part there already is left as its author has placed it."""
+    """Move a model to the device, unless a part is there already: then its author has placed it."""
     read_all(model)
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return model.to(device) if kinds and device.type not in kinds else model

@@ -1,12 +1,12 @@
 """From a batch to its columns on the host: forward and observe, several batches at a time, and the copies.
 
-On a CPU a kernel may split a sum over its threads, and so give other last bits with another number of them:
-oneDNN does so in many 1x1 convolutions. So a kernel gets one thread here, always, and the threads that a rank
-has each compute a batch of their own.
+On a CPU a kernel may split a sum over its threads, so that the last bits depend on the number of threads:
+oneDNN does so in many 1x1 convolutions. Therefore a kernel always gets one thread here, and each of a rank's
+threads computes its own batch.
 
-Batches come to the device, and columns back to the host, beside the computation. What is copied waits in
-pinned memory, which torch keeps and hands out again when the copy is done: asking the system for it takes
-longer than the copy. Nothing of a CPU's batches is copied.
+Batches are copied to the device, and columns back to the host, during the computation. Copies go through
+pinned memory, which torch keeps and reuses when a copy is done: allocating it takes longer than the copy.
+Batches for a CPU are not copied.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dualeval.errors import UsageError
 from dualeval.models.model_errors import why_model_failed
 from dualeval.tasks import Task
 
-# Each batch under way holds activations of its own; more cores than this want more ranks.
+# Each batch under way holds its own activations; to use more cores than this, start more ranks.
 _MOST_THREADS = 16
-# Bytes of a buffer that each thread has for itself.
+# Largest buffer, in bytes, of which each thread gets its own copy.
 _SMALL = 1 << 20
-# Their names begin with it.
+# The names of compute threads begin with this.
 THREADS = "dualeval-compute"
 Columns = Mapping[str, Column]
 # Waits until a batch's columns are complete, and returns them.
@@ -46,7 +46,7 @@ _HOST = torch.device("cpu")
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of a model is compiled: the compiler sets and puts back settings of its own."""
+    """Whether a part of a model is compiled: the compiler changes and restores settings."""
     return any(
         type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
         for module in model.modules()
@@ -54,11 +54,11 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: int, batches: int) -> int:
-    """How many batches may be computed at the same time, as far as that can be said before any was."""
+    """How many batches may be computed at the same time, as far as is known before the first one."""
     if not accelerator_of(device).is_host or task.thread_safe is False or min(threads, batches) < 2:
         return 1
     if is_compiled(model):
-        return 1  # a copy would not be
+        return 1  # a copy would not be compiled
     try:
         copy_sharing_tensors(model)
     except Exception:  # noqa: BLE001 - whatever stands in the way, one thread needs no copy
@@ -87,14 +87,14 @@ class Compute:
         self._task = task
         self._autocast = numerics.autocast_of(precision, device)
         self._model = model
-        # Those that compute: of several threads each its own.
+        # The models that compute: one for each thread.
         self.models = [model]
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
-        # What the model's code has changed in the threads; for `NumericSettings.check_after_loop`.
+        # Settings that the model's code changed in the threads, for `NumericSettings.check_after_loop`.
         self.changed_settings: set[str] = set()
         self._accelerator = accelerator_of(device)
-        # Batches that may be under way before the oldest is to be waited for.
+        # Batches that may be under way before the host waits for the oldest.
         self.ahead = self._accelerator.batches_ahead
         if threads > 1:
             self.models = [copy_sharing_tensors(model) for _ in range(threads)]
@@ -103,13 +103,13 @@ class Compute:
                 copies.put(each)
             caches = torch.is_autocast_cache_enabled()
             self._pool = ThreadPoolExecutor(threads, THREADS, self._take_copy, (copies, caches))
-            # One more than can run is started, so that no thread waits while this one records a batch.
+            # With one more batch than threads, no thread waits while this one records a batch.
             self.ahead = threads
 
     def _take_copy(self, copies: queue.SimpleQueue[nn.Module], caches_casts: bool) -> None:
-        # Settings of a thread, which a new one does not inherit.
+        # A new thread does not inherit these settings.
         numerics.set_thread()
-        # In a caller's autocast: the end of a thread's outermost one would empty its cache.
+        # In a caller's autocast: leaving a thread's outermost autocast would empty the caller's cache.
         if not caches_casts:
             torch.set_autocast_cache_enabled(False)
             torch.autocast_increment_nesting()
@@ -123,7 +123,7 @@ class Compute:
             self._pool.shutdown(cancel_futures=True)
 
     def start(self, data: Any) -> Pending:
-        """Begin with a batch that is on the device."""
+        """Start to compute a batch that is on the device."""
         if self._pool is not None:
             return self._pool.submit(self._columns_in_pool, data).result
         columns = self._columns(self._model, data)
@@ -135,7 +135,7 @@ class Compute:
         return columns
 
     def _columns(self, model: nn.Module, data: Any) -> Columns:
-        # These modes and autocast belong to a thread: a pool's thread is in none.
+        # These modes and autocast are set per thread, and the pool's threads start without them.
         with self._gradients_off():
             try:
                 with self._around_forward(), self._autocast():
@@ -151,7 +151,7 @@ class Compute:
                     f"observe returned a {type(observed).__name__}, expected a dict of columns, one row a "
                     "sample, as {'loss': losses}"
                 )
-            # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.
+            # Copied on the host, as the thread's next batch may write into this memory. A GPU's are anyway.
             is_host = self._accelerator.is_host
             if isinstance(observed, LateColumns):
                 return observed.copied() if is_host else observed
@@ -163,13 +163,13 @@ class Compute:
 
 
 def copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared.
+    """Copy the modules, so that a forward stores values for its own thread alone; share the tensors.
 
-    But small buffers: a forward may write into these, as longrope does into its frequencies.
+    Small buffers are copied, too: a forward may write into them, as longrope does into its frequencies.
     """
     known = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     small = [each for each in model.buffers() if _is_plain(each, _HOST) and each.nbytes <= _SMALL]
-    # Elsewhere in memory last bits may be others.
+    # A copy with another alignment could change last bits.
     alike = [each for each in small if each.is_contiguous() and each.data_ptr() % 64 == 0]
     return copy.deepcopy(model, known | {id(buffer): buffer.detach().clone() for buffer in alike})
 
@@ -193,13 +193,13 @@ class Uploads:
                 on_device[id(tensor)] = self._copied(tensor)
             return on_device[id(tensor)]
 
-        # What moves itself does so in the computing stream: what memory it takes, only the object knows.
+        # Objects with a ``to`` are moved in the computing stream: only they know which memory they allocate.
         found = map_batch(copied, data, methodcaller("to", self._accelerator.device))
         if on_device:
             computing = self._accelerator.current_stream()
             computing.wait_stream(self._copies)
             for copy in on_device.values():
-                # The allocator would hand the memory on while the computing stream still reads it.
+                # Otherwise the allocator reuses the memory while the computing stream still reads it.
                 self._accelerator.keep_for(copy, computing)
         return found
 
@@ -216,7 +216,7 @@ class Uploads:
 
 @torch.no_grad()
 def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
-    """Start the copies of a batch's columns to the host, behind what the current stream has been given."""
+    """Start the copies of a batch's columns to the host, after the work queued in the current stream."""
     if isinstance(columns, LateColumns):
         given = start_download(accelerator, columns.given)
         return lambda: columns.of(given())
@@ -224,7 +224,7 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
     def begin(part: Any) -> Any:
         if not _is_plain(part, accelerator.device):
             return part.cpu() if isinstance(part, Tensor) else part
-        # A view that torch negates or conjugates only when it is read would be copied as it lies there.
+        # Torch conjugates or negates some views only when it reads them; a raw copy would miss that.
         part = part.resolve_conj().resolve_neg()
         pinned = accelerator.pinned(part)
         accelerator.start_copy(part, pinned)
@@ -237,7 +237,7 @@ def start_download(accelerator: Accelerator, columns: Columns) -> Pending:
 
     def wait() -> Columns:
         arrived.synchronize()
-        # Out of the pinned memory: some columns are held until a run ends.
+        # Copied out of pinned memory, for some columns are held until a run ends.
         return {name: of_parts(kinds[name], [*map(_cloned, own)]) for name, own in parts.items()}
 
     return wait
@@ -250,9 +250,9 @@ def _cloned(part: Any) -> Any:
 def map_batch(
     tensor: Callable[[Tensor], Any], batch: Any, moving: Callable[[Any], Any] = lambda value: value
 ) -> Any:
-    """Make a batch of the same structure; on every device in the same way.
+    """Make a batch of the same structure, in the same way on every device.
 
-    ``moving`` is called with what moves itself, and with tensors that are no plain ones.
+    ``moving`` is called with objects that have a ``to``, and with tensors that are not plain.
     """
 
     def leaf(value: Any) -> Any:
@@ -264,7 +264,7 @@ def map_batch(
 
 
 def _is_plain(value: Any, device: torch.device) -> bool:
-    """Whether a value is a tensor that numbers in memory describe, and no class of somebody's own."""
+    """Whether a value is a tensor of torch's own class, fully described by its numbers in memory."""
     return (
         type(value) is Tensor
         and value.device.type == device.type
@@ -278,7 +278,7 @@ def _is_plain(value: Any, device: torch.device) -> bool:
 def _moves_itself(value: Any) -> bool:
     """Whether an object has a method ``to``, as a tensor does.
 
-    Not that of a batch of transformers, which would wait for the device: its items are copied one by one.
+    A batch of transformers does not count: its ``to`` would wait for the device, so its items are copied.
     """
     method = getattr(type(value), "to", None)
     of_batch = isinstance(value, UserDict) and str(getattr(method, "__module__", "")).startswith(

@@ -1,4 +1,4 @@
-"""Where two jobs, or other plain values, differ, by name, and in words."""
+"""Differences of two jobs, or of other plain values: by name, and in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_LISTED = 16
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Where two nests of plain values differ: name with dots, value in each (None where it is missing)."""
+    """Differences of two nests of plain values: name with dots, value in each (None if it is missing)."""
     found: list[tuple[str, Any, Any]] = []
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys([*one, *other]):
@@ -22,14 +22,14 @@ def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, An
     elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
         for place, (first, second) in enumerate(zip(one, other, strict=True)):
             found += differences(first, second, f"{name}[{place}]")
-    # As JSON has them: 1 is not 1.0, 0.0 not -0.0, and NaN is NaN.
+    # Compared as JSON: 1 is not 1.0, 0.0 is not -0.0, and NaN equals NaN.
     elif one != other if isinstance(one, str) else json.dumps(one) != json.dumps(other):
         found.append((name, one, other))
     return found
 
 
 def job_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Where two jobs differ; of other metrics these alone, and not what comes with them."""
+    """Differences of two jobs; if their metrics differ, without what follows from the metrics."""
     found = differences({"job": there}, {"job": here})
     one, other = (
         [
@@ -51,9 +51,9 @@ def job_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[t
 
 
 def differing_fingerprints(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """How two runs' data differ beyond the samples' ids, for a message; nothing where they do not.
+    """How two runs' data differ beyond the samples' ids, for a message; empty if they do not.
 
-    Of each what its result has as ``data`` and ``job``.
+    Each argument holds a result's ``data`` and ``job``.
     """
     # One run may have hashed whole files, the other their ends.
     same_way = one["job"].get("data_fingerprint") == other["job"].get("data_fingerprint")
@@ -68,7 +68,7 @@ def differing_fingerprints(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
     """Differences in words."""
-    # What can be read without knowing what was hashed comes first.
+    # Readable values come before hashes.
     named = sorted(found, key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
     shown = [f"{name}: {_brief(one)} {there}, {_brief(other)} {here}" for name, one, other in named]
     more = [f"and {len(shown) - _MOST_LISTED} more"] if len(shown) > _MOST_LISTED else []
@@ -86,7 +86,7 @@ def _is_hash(value: Any) -> bool:
 
 
 def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on another dualeval, or a difference in layout, structure or constants; else empty."""
+    """A sentence if dualeval's files, the layout, the structure or constants differ; else empty."""
     names = [name.removeprefix("job.") for name, _, _ in found]
     if "source.dualeval" in names:
         return (

@@ -1,6 +1,6 @@
 """Evaluation: what is evaluated, known once the model is built, and the same for each batch.
 
-Among its columns are those of the user's data which are kept.
+Its columns include the kept columns of the user's data.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _NO_METRICS = (
     "there are no metrics, so the result has no numbers. Let metrics() or metrics= give some, as "
     "[dualeval.metrics.Mean('loss')] of a column 'loss'"
 )
-# The columns that predictions.parquet and the journal have by themselves.
+# Columns that predictions.parquet and the journal add to every run's.
 RESERVED = ("id", "index", EVALUATED)
-# Names of metrics without a number.
+# Metrics that only warn and give no number.
 _ONLY_WARN = (NonfiniteWarning.name, TieWarning.name)
 # Columns of tasks whose targets and predictions are one number a sample.
 _SCALAR = {"rank", "answer", "squared_error"}
-# Samples whose targets and predictions are kept in memory for a look at the result: 50 MB.
+# Most samples whose targets and predictions are kept in memory for a look at the result: 50 MB.
 _LOOKED_AT = 1 << 22
 _AT_ONCE = 1 << 14
 
@@ -59,19 +59,19 @@ class Evaluation:
     model: nn.Module
     # The division of the data set.
     plan: EvalPlan
-    # Where it runs, and how.
+    # The run that evaluates it.
     run: Run
-    # The task's, of the ledger; none while its columns are not known yet.
+    # The task's metrics of the ledger; empty until its columns are known.
     metrics: Sequence[Metric] = ()
-    # The task's, of all rows together; likewise.
+    # The task's metrics over all rows; likewise.
     row_metrics: Sequence[RowMetric] = ()
     # The columns of each sample's row.
     columns: Sequence[str] = ()
-    # Those of them that are kept: in the journal, or, where nothing is written, in memory.
+    # The columns that are kept: in the journal or, if nothing is written, in memory.
     kept: Sequence[str] = ()
-    # Those of them that are the user's data's; None where there are none.
+    # The columns that come from the user's data; None if there are none.
     data: DataColumns | None = None
-    # The one of them that says which samples go together; None where all are independent.
+    # The column that says which samples belong together; None if all are independent.
     cluster: str | None = None
 
     @property
@@ -82,16 +82,16 @@ class Evaluation:
 
     @property
     def added(self) -> DataColumns | None:
-        """The columns of the data that a batch gets; None where none is kept."""
+        """The data's columns that are added to each batch; None if none is kept."""
         return self.data if self.data is not None and self.data.names[0] in self.kept else None
 
     def with_data(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
-        """The columns of a batch, and those of the data of its samples."""
+        """The columns of a batch, with the data's columns for its samples."""
         return columns if self.added is None else {**columns, **self.added.of(samples)}
 
     @property
     def warnings(self) -> list[str]:
-        """What the result says of it."""
+        """Warnings for the result."""
         kept = getattr(getattr(self.dataset, "whole", self.dataset), "kept", None)
         parts = kept.train_beside_test() if isinstance(kept, KeptColumns) else ()
         said = [
@@ -131,11 +131,11 @@ def evaluation_of(
     _check_names(chosen, columns)
     if task.on_request:
         task.requested = {name for metric in chosen for name in metric.columns}
-    # What nobody reads again is not kept where nothing is written.
+    # If nothing is written, only columns that are read again are kept.
     wants_rows = options.out, cluster, options.reference, options.by or None
     keeps_all = any(each is not None for each in wants_rows)
     read = [name for metric in row_metrics for name in metric.columns]
-    # One number a sample, for a look at the result where no matrix has counted them.
+    # For a look at the result: one number a sample, unless a confusion matrix has counted them.
     counted = any(isinstance(metric, Confusion) for metric in metrics)
     if {*columns} & _SCALAR and not counted and plan.num_samples <= _LOOKED_AT:
         read += pair_among(columns)
@@ -186,7 +186,7 @@ class DataColumns:
     """The columns of the data that the rows of a run keep."""
 
     names: tuple[str, ...]
-    # Gives those of consecutive samples, each of the type that all its values together have.
+    # Returns the columns of consecutive samples, each in the type that all of its values share.
     read: Callable[[range], Mapping[str, Any]]
 
     def of(self, samples: range) -> dict[str, Column]:
@@ -212,7 +212,7 @@ class DataColumns:
 def _data_columns_of(
     task: Task, dataset: Dataset, options: RunOptions, taken: Collection[str], step: Callable[[], None]
 ) -> tuple[DataColumns | None, list[str]]:
-    """Choose the columns of the data that are kept beside those ``taken``; and what is to be said of it."""
+    """Choose the data's columns to keep beside those ``taken``; returns them, and notes for the user."""
     asked = [name for name in options.keep if name != NO_COLUMN]
     also = (*columns_of_groups(options.by), *filter(None, [options.cluster]))
     whole: Any = getattr(dataset, "whole", dataset)
@@ -234,7 +234,7 @@ def _data_columns_of(
     ]
     if not names:
         return None, [] if options.keep else notes
-    # The types of a data set of the user's own show when all values have been read, once.
+    # The column types of a user's own data set are known once all values have been read.
     read: Any = getattr(dataset, "columns", None)
     if not isinstance(kept, KeptColumns):
         read = _whole(dataset, names, options, step).of
@@ -243,7 +243,7 @@ def _data_columns_of(
 
 def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], taken: Collection[str]) -> None:
     if (why := left_out.get(name, NOT_NAMED)) != NOT_NAMED:
-        # Of a task that was made in Python without the name.
+        # The task was made in Python without this name.
         hint = f"Give keep=({name!r},) to the task, too" if why.startswith("it has") else "Leave it out"
         raise UsageError(f"--keep {name}: the column cannot be kept: {why}. {hint}.")
     if name not in there:
@@ -257,7 +257,7 @@ def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], tak
 
 def _names_of_texts(task: Task, rows: Collection[str]) -> tuple[str, ...]:
     """The columns of text that a task makes of its rows."""
-    # The user's own method may need more than no rows; the first batch is tried with real ones.
+    # The user's method may fail without rows; the first batch tries it with real ones.
     with suppress(Exception):
         return tuple(task.texts({name: np.empty(0, np.int64) for name in rows}, 0))
     return ()
@@ -266,7 +266,7 @@ def _names_of_texts(task: Task, rows: Collection[str]) -> tuple[str, ...]:
 def _whole(
     dataset: Dataset, names: Sequence[str], options: RunOptions, step: Callable[[], None]
 ) -> KeptColumns:
-    """Columns of all samples that are evaluated, by the rules for those of tables."""
+    """Columns of all evaluated samples, by the rules for columns of tables."""
     count = len(dataset) if options.limit is None else min(options.limit, len(dataset))
     further = FurtherColumns(names, keep=names)
     for first in range(0, count, _AT_ONCE):
@@ -289,7 +289,7 @@ def _whole(
 
 
 def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
-    """What a data set says of some of its samples, as Python's values by column."""
+    """A data set's columns for some of its samples, as Python values."""
     found = dataset.columns(samples)  # type: ignore[attr-defined]
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Batches onto the device: reading, failed samples, worker processes, their way to it."""
+"""Batches onto the device: reading, failed samples, worker processes, uploads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from dualeval.own_code import keep_own_code, own_code
 from dualeval.process_start import end_with_parent
 from dualeval.tasks import Dataset, Task
 
-# What torch says when a loader's worker has ended.
+# Torch's message when a loader's worker has exited.
 _LOST_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
     r"(?:is )?(killed by signal: [^.]+|exited unexpectedly[^.]*)"
@@ -48,9 +48,9 @@ _LOST_WORKER = re.compile(
 _SHARED_MEMORY = Path("/dev/shm")
 # The files that this process has open, by their numbers.
 _DESCRIPTORS = Path("/proc/self/fd")
-# Of one process; as much as three more is for all together.
+# For each reading process; all of them together need three times as much in addition.
 _LOCKS_BYTES = 16 * 1024
-# What torch says when it can put no tensor there.
+# Torch's message when it cannot put a tensor into shared memory.
 _NOT_SHARED = re.compile(r"unable to .*shared memory")
 _MORE_ROOM = (
     "A container gets more with 'docker run --ipc=host' or --shm-size, in Kubernetes with an emptyDir of "
@@ -66,16 +66,16 @@ _NO_ROOM = (
 class FailedSample:
     """A sample that could not be read, twice."""
 
-    # Its place in the data set.
+    # Its position in the data set.
     index: int
     # Type and message of the last error.
     error: str
-    # The lines of the user's own code that it came through, where it ends the run.
+    # The lines of the user's code that the error came through, if it ends the run.
     own_code: str = field(default="", compare=False, repr=False)
 
 
-# A batch: the task's data, None where no sample of it could be read, or where one could not and its place is
-# not filled; and its unreadable samples, whose places in the data hold placeholders or zeros.
+# A batch: the task's data, and the unreadable samples, which are replaced by placeholders or zeros. The data
+# is None if no sample could be read, or if one could not and is not replaced.
 Read: TypeAlias = tuple[Any, tuple[FailedSample, ...]]
 
 
@@ -86,14 +86,14 @@ class Reader(torch.utils.data.Dataset[Read]):
         self._dataset = dataset
         self._task = task
         self._fill = fill
-        # Whether the data set is known to return ready batches, and what takes a failed sample's place.
+        # Whether the data set is known to return ready batches, and whether a replacement has been tried.
         self._ready_batches = False
         self._fill_tried = not fill
-        # Where rows of tensors are a batch as they are.
+        # Set if rows of tensors form a batch without a collate.
         self._stacked = dataset.stacker(task) if isinstance(dataset, Samples) else None
 
     def notes(self) -> list[str]:
-        """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
+        """Notes since the last call on reading in this process, from a data set with ``reading_notes``."""
         notes: Callable[[], list[str]] | None = getattr(self._dataset, "reading_notes", None)
         return [] if notes is None else notes()
 
@@ -114,7 +114,7 @@ class Reader(torch.utils.data.Dataset[Read]):
             failed = ()
             self._ready_batches = not isinstance(samples, list)
             if not self._ready_batches and samples and not self._fill_tried:
-                # Found out at the first batch, and not when a sample fails.
+                # Tried at the first batch, so that an error does not wait for a bad sample.
                 self._fill_tried = True
                 self._in_place_of(indices[0], "--on-error skip: a sample may be unreadable", samples[0])
         if isinstance(samples, list) and len(samples) != len(indices):
@@ -132,7 +132,7 @@ class Reader(torch.utils.data.Dataset[Read]):
             try:
                 samples[index] = self._read_one(index)
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
-                # Of samples that are left out there may be many.
+                # Samples that are left out may be many: no lines are kept for them.
                 lines = "" if self._fill else own_code(error)
                 failed.append(FailedSample(index=index, error=with_type(error), own_code=lines))
         if self._ready_batches:
@@ -156,7 +156,7 @@ class Reader(torch.utils.data.Dataset[Read]):
     def _read_ready_batch_again(
         self, indices: range, first: Exception, failed: Sequence[FailedSample]
     ) -> Any:
-        """A batch whose samples cannot be taken apart: all of it, or none."""
+        """Read a batch whose samples cannot be separated: all of it, or none."""
         try:
             return self._dataset.__getitems__(indices)
         except Exception as error:
@@ -173,7 +173,7 @@ class Reader(torch.utils.data.Dataset[Read]):
             raise refusal from error
 
     def _in_place_of(self, index: int, why: str, example: Any) -> Any:
-        """What the data set gives for a failed sample; zeros like another one where it gives nothing."""
+        """The data set's placeholder for a failed sample; without one, zeros shaped like another sample."""
         placeholder = getattr(self._dataset, "placeholder", None)
         if placeholder is not None:
             return placeholder(index)
@@ -190,11 +190,11 @@ class Reader(torch.utils.data.Dataset[Read]):
 
 
 class _Hashing(Reader):
-    """Gives the hash of each sample in its place; None where it cannot be read, or is another each time."""
+    """Returns each sample's hash instead of its data; None if unreadable, or different on a second read."""
 
     def __getitem__(self, indices: range) -> Read:
         try:
-            # Absolute paths, dates and devices may differ by host: of those their kind alone.
+            # Absolute paths, dates and devices may differ by host: only their kind is hashed.
             first, again = (Hasher().digest(self._dataset.__getitems__(indices)).hex() for _ in range(2))
         except Exception:  # noqa: BLE001 - what is wrong with a sample is said when it is evaluated
             return None, ()
@@ -202,7 +202,7 @@ class _Hashing(Reader):
 
 
 def hashes_of(dataset: Dataset, task: Task, samples: Iterable[int], workers: int) -> list[str | None]:
-    """Hashes of single samples, read in a process where the loop reads in some."""
+    """Hashes of single samples, read in a worker process if the loop uses any."""
     alone, reader = (range(each, each + 1) for each in samples), _Hashing(dataset, task)
     feed = Feed(reader, alone, workers=min(workers, 1), device=torch.device("cpu"))
     try:
@@ -212,7 +212,7 @@ def hashes_of(dataset: Dataset, task: Task, samples: Iterable[int], workers: int
 
 
 class _Sending(torch.utils.data.Dataset[bytes]):
-    """A reader's batches, and its errors for people, as messages to another process."""
+    """A reader's batches, and its errors for users, as messages to another process."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -222,14 +222,14 @@ class _Sending(torch.utils.data.Dataset[bytes]):
     def __getitem__(self, indices: range) -> bytes:
         if self._has_room:
             try:
-                # Its tensors go into the shared memory. Here: the thread of torch's queue would lose a batch
-                # that finds no room, and the rank would wait for it for ever.
+                # Tensors go into shared memory here: the thread of torch's queue would lose a batch that
+                # finds no room, and the rank would wait for it forever.
                 return bytes(ForkingPickler.dumps(self._read(indices, [])))
             except RuntimeError as error:
                 if not _found_no_room(error):
                     raise
             self._has_room = False
-            # Where it is set, torch's default_collate makes its batches in the shared memory.
+            # While this is set, torch's default_collate makes its batches in shared memory.
             torch.utils.data._utils.worker._worker_info = None
         return pickle.dumps(self._read(indices, [_NO_ROOM]))
 
@@ -238,26 +238,26 @@ class _Sending(torch.utils.data.Dataset[bytes]):
             data, failed = self._reader[indices]
             return own_storages(data), failed, [*notes, *self._reader.notes()]
         except DualevalError as error:
-            # A collate may have said in its own words that torch's found no room.
+            # A collate may have replaced torch's error about missing room by its own.
             if error.__cause__ is not None and _found_no_room(error.__cause__):
                 raise error.__cause__ from None
             return _with_own_code(error)
         except Exception as error:
             if _found_no_room(error) or not own_code(error):
                 raise
-            # Of the user's own, as a collate: torch would raise another one, with this process's traceback.
+            # An error of the user's code, as a collate: torch would raise it with this process's traceback.
             return _with_own_code(DualevalError(f"a reading process: {with_type(error)}"), error)
 
 
 def own_storages(batch: Any) -> Any:
-    """Give a batch's plain tensors storages of their own where they are small parts of larger ones.
+    """Copy those of a batch's plain tensors that are small parts of larger storages.
 
-    Consecutive samples of a tensor that holds the whole data set are a view of it, and all of a storage goes
-    to another process with its view. Shapes and strides stay, so that a model computes the same bits.
+    Consecutive samples of a tensor with the whole data set are a view, and a view is sent to another process
+    with all of its storage. Shapes and strides stay, so that a model computes the same bits.
     """
 
     def own(tensor: Tensor) -> Tensor:
-        # Memory that needs a gradient, or is read as conjugated or negated, is more than its numbers.
+        # A copy of the numbers would lose a gradient, or a view's conjugation or negation.
         if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             return tensor
         # The elements from a tensor's first one to its last.
@@ -271,18 +271,18 @@ def own_storages(batch: Any) -> Any:
 
 
 def _found_no_room(error: BaseException) -> bool:
-    """Whether torch could not put a tensor into the shared memory: that is full, or no file can be opened."""
+    """Whether torch could not put a tensor into shared memory: it is full, or no file can be opened."""
     return isinstance(error, RuntimeError) and _NOT_SHARED.match(text_of(error)) is not None
 
 
 def _with_own_code(said: DualevalError, error: BaseException | None = None) -> DualevalError:
-    """An error that can be sent to another process with the lines that it came through."""
+    """An error that can be sent to another process, with the user's lines that it came through."""
     keep_own_code(said, own_code(error or said))
     return said
 
 
 class Feed:
-    """The batches of one rank, in the order given: the data on the device, and what could not be read."""
+    """The batches of one rank, in the given order: the data on the device, and the unreadable samples."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class Feed:
         self.wait_s = 0.0
         # Seconds the host spent on writing batches into pinned memory and starting their copies.
         self.transfer_s = 0.0
-        # What is said of reading, in all processes that read for this rank.
+        # Notes on reading, from all processes that read for this rank.
         self.notes: list[str] = []
         self._handing_out: Generator[Read] | None = None
 
@@ -313,14 +313,14 @@ class Feed:
         return self._handing_out
 
     def close(self) -> None:
-        """End the reading processes, even where the traceback of an error holds this feed."""
+        """End the reading processes, even if the traceback of an error holds this feed."""
         if self._handing_out is not None:
             self._handing_out.close()
 
     def _hand_out(self) -> Generator[Read]:
         accelerator = accelerator_of(self._device)
         uploads = Uploads(accelerator)
-        # Of as many files as samples, such as pictures that are loaded later, no two processes read one.
+        # If each sample has its own open file, as with lazily loaded pictures, no two processes share one.
         several = self._workers > 1
         kept = {} if not several or len(files := _read_by_position()) >= len(self._reader) else files
         loaded, readers = self._load()
@@ -337,18 +337,17 @@ class Feed:
                     raise item
                 data, failed, *notes = item
                 self.notes += notes[0] if notes else self._reader.notes()
-                # Handed out before the next one is waited for: the device computes it as soon as it is there,
-                # and the next one is read and copied meanwhile. No name is kept: it would hold the device's
-                # memory.
+                # Yielded before the wait for the next batch, so that the device computes this one while the
+                # next is read and copied. No variable refers to it: that would hold the device's memory.
                 yield (data if accelerator.is_host else self._uploaded(uploads, data)), failed
         except Exception as error:
             lost = lost_worker(error)
             if lost is None:
                 raise
-            # The traceback would be torch's.
+            # The cause's traceback would only show torch's code.
             raise lost from None
         finally:
-            # They end with the loader's iterator, if nothing else holds that.
+            # The readers end with the loader's iterator, unless something else holds it.
             del loaded
             _end(readers)
 
@@ -374,7 +373,7 @@ class Feed:
                 sampler=self._batches,
                 collate_fn=lambda batch: batch,
                 num_workers=self._workers,
-                # Not by Python's own choice, which is forkserver from 3.14 on: what is read is not pickled.
+                # Not Python's default, forkserver since 3.14, which would have to pickle the data set.
                 multiprocessing_context="fork",
                 prefetch_factor=self._ahead,
                 worker_init_fn=lambda worker: _begin_reading(collects),
@@ -386,11 +385,11 @@ class Feed:
 
 
 def _read_by_position() -> dict[int, tuple[str, int]]:
-    """Path and position of each file that this process has open for reading alone; none without /proc."""
+    """Path and position of each file that this process has open read-only; empty without /proc."""
     found = {}
     for link in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
         number = int(link.name)
-        with suppress(OSError):  # the folder's own is closed by now
+        with suppress(OSError):  # that of the listing is closed by now
             is_file = number > 2 and stat.S_ISREG(os.fstat(number).st_mode)
             if is_file and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
                 found[number] = str(link.readlink()), os.lseek(number, 0, os.SEEK_CUR)
@@ -398,7 +397,7 @@ def _read_by_position() -> dict[int, tuple[str, int]]:
 
 
 def _refuse_moved(kept: dict[int, tuple[str, int]]) -> None:
-    """Check that reading processes have moved no position in this process's files: they share it."""
+    """Check that reading processes moved no position in this process's files: they share the positions."""
     for number, (path, position) in _read_by_position().items():
         if number in kept and kept[number][0] == path and kept[number][1] != position:
             raise UsageError(
@@ -410,7 +409,7 @@ def _refuse_moved(kept: dict[int, tuple[str, int]]) -> None:
 
 @contextmanager
 def _collector_off() -> Iterator[bool]:
-    """Keep the collector off, and say whether it was on: processes that are forked start it again."""
+    """Turn off garbage collection, and yield whether it was on: forked processes turn it on again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -421,22 +420,21 @@ def _collector_off() -> Iterator[bool]:
 
 
 def _begin_reading(collects: bool) -> None:
-    """In a reading process, before all else."""
-    # However the process that it reads for ends: one that hangs in a read would outlive it.
+    """Set up a reading process, before it reads."""
+    # Also when the parent is killed: a reader that hangs in a read would outlive it.
     end_with_parent(signal.SIGKILL)
-    # What was there before is not collected here: memory of a GPU may be among it, and a forked process ends
-    # at giving that back.
+    # Objects from before the fork are not collected here: a forked process dies when it frees GPU memory.
     gc.freeze()
     if collects:
         gc.enable()
 
 
 def _check_room_for_locks(workers: int) -> None:
-    """Check that the queues of reading processes can be made: each of their locks is a page there."""
+    """Check that shared memory has room for the queues of reading processes: each lock takes a page."""
     if not _SHARED_MEMORY.is_dir():
         return
     usage = shutil.disk_usage(_SHARED_MEMORY)
-    # Its size is 0 where it has no limit.
+    # Without a limit, the total is 0.
     if usage.total and usage.free < (workers + 3) * _LOCKS_BYTES:
         raise UsageError(
             f"{_SHARED_MEMORY} on {socket.gethostname()} is full: there is no room for the locks of "
@@ -445,11 +443,11 @@ def _check_room_for_locks(workers: int) -> None:
 
 
 def why_not_forked() -> str | None:
-    """Why this process cannot fork others that read for it; None where it can."""
+    """Why this process cannot fork reading processes; None if it can."""
     if sys.platform != "linux":
         return f"reading processes are forked, which is not safe on {sys.platform}"
     method = multiprocessing.get_start_method(allow_none=True)
-    if method in (None, "fork", multiprocessing.get_all_start_methods()[0]):  # the first is Python's own
+    if method in (None, "fork", multiprocessing.get_all_start_methods()[0]):  # the first is Python's default
         return None
     return (
         f"reading processes are forked, and this program has them started by {method} "
@@ -458,7 +456,7 @@ def why_not_forked() -> str | None:
 
 
 def checked_workers(options: RunOptions) -> int:
-    """How many processes are to read for a rank; refused where none can."""
+    """How many processes read for a rank; refused if this process cannot fork them."""
     if options.workers and (why := why_not_forked()) is not None:
         raise UsageError(
             f"--workers {options.workers}: {why}. Type --workers 0 (in Python: workers=0), and samples are "
@@ -468,15 +466,15 @@ def checked_workers(options: RunOptions) -> int:
 
 
 def _end(readers: Sequence[BaseProcess]) -> None:
-    """End reading processes that are still there: an error's traceback holds their loader, or one was killed.
+    """Kill remaining reading processes: an error's traceback holds their loader, or one was killed.
 
-    As Python ends they would be sent SIGTERM and waited for; and a run has that blocked in them.
+    Python would send them SIGTERM at its exit and wait for them, but a run blocks SIGTERM in them.
     """
     left = [process for process in readers if process.is_alive()]
     if not left:
         return
     in_main_thread = threading.current_thread() is threading.main_thread()
-    # torch's handler would raise that they were killed.
+    # torch's handler would raise an error about the killed processes.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main_thread else None
     for process in left:
         process.kill()
@@ -486,9 +484,9 @@ def _end(readers: Sequence[BaseProcess]) -> None:
 
 
 def lost_worker(error: BaseException) -> DualevalError | None:
-    """Give the message for the end of a reading process, where that is what an error is about.
+    """The error to show if ``error`` is torch's about a reading process that has exited; else None.
 
-    torch raises it out of its handler of SIGCHLD: wherever the main thread happens to be.
+    Torch raises it from its SIGCHLD handler, wherever the main thread happens to be.
     """
     found = _LOST_WORKER.match(text_of(error)) if isinstance(error, RuntimeError) else None
     if found is None:

@@ -1,4 +1,4 @@
-"""From what the ranks have counted and reported to the result that is written."""
+"""From the ranks' counts and reports to the written result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from dualeval.tasks import Task
 from dualeval.wording import counted, first_of
 
 _NAMED_AT_MOST = 5
-# Fields of a result that rank 0 makes of what all ranks have counted, and of the rows.
+# Fields of a result that rank 0 computes from all ranks' counts and from the rows.
 _NUMBERS = (
     *("metrics", "intervals", "rough", "naive_intervals", "clusters", "nonfinite", "units", "directions"),
     *("scores", "work", "whole_set_intervals", "slices", "reference", "warnings", "machines", "homogeneous"),
@@ -61,8 +61,8 @@ def finish(
     The warnings are this rank's own; the result has those of all ranks.
     """
     result = _Ended(evaluation, opened, loop).result(proven.replay, warnings)
-    # No rank is through before the result is on the disk: a stop until then is all ranks' or none's. One
-    # while rank 0 writes ends the others only where rank 0 takes longer than the watch's grace.
+    # No rank finishes before the result is on the disk, so that a stop until then ends all ranks or none. A
+    # stop while rank 0 writes ends the others only if rank 0 takes longer than the watch's grace period.
     evaluation.run.control.meet(stoppable=False)
     let_go(evaluation, opened)
     return result
@@ -86,19 +86,19 @@ def finish_share(evaluation: Evaluation, opened: Opened, loop: Loop, warnings: S
 
 
 def _looked(unlike: Sequence[list[str] | None]) -> list[list[str]]:
-    """What was found where samples were computed twice: nothing, or a warning."""
+    """The findings of those that have computed samples twice."""
     return [found for found in unlike if found is not None]
 
 
 def let_go(evaluation: Evaluation, opened: Opened) -> None:
-    """Nothing is in hand any more that an end would have to save or close."""
+    """Release the watch and close the folder: nothing is left to save when the process exits."""
     evaluation.run.watch.release(done=True)
     if opened.folder is not None:
         opened.folder.close()
 
 
 class _Ended:
-    """What this rank makes of the evaluation when its loop is through."""
+    """One rank's steps from the end of its loop to the result."""
 
     def __init__(self, evaluation: Evaluation, opened: Opened, loop: Loop) -> None:
         self._evaluation = evaluation
@@ -126,7 +126,7 @@ class _Ended:
             "journal": recorder.journal_s,
         }
         self._reduce(times)
-        # On rank 0 alone: those of shares count, and all others are tried again.
+        # Only rank 0 has these. Failures in shares count; those of earlier runs are tried again.
         earlier = [failure for file in self._previous.chunks.files for failure in file.failures]
         shares = what_they_said(self._folder.path) if self._folder is not None and self._is_main else []
         reports = self._backend.all_gather_json(
@@ -175,7 +175,7 @@ class _Ended:
 
     def _reduce(self, times: dict[str, float]) -> None:
         if self._is_main:
-            # Once, and so on one rank alone.
+            # Rank 0 alone adds the earlier ledgers, so that they count once.
             self._previous.chunks.add_to(self._ledger.values)
         start = perf_counter()
         self._run.control.meet()
@@ -186,7 +186,7 @@ class _Ended:
         times["reduce"] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
-        """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
+        """The rows of all chunks, checked, on rank 0; empty on the others. A collective."""
         parts = [report["files"] if report["in_memory"] else 0 for report in reports]
         rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._backend, max(parts), self._step)]
         if self._folder is not None and self._is_main:
@@ -195,8 +195,8 @@ class _Ended:
         return rows
 
     def _failures(self, rows: Sequence[RowsOfChunks]) -> dict[int, str]:
-        """The error of each failed sample by its index, in order; empty but on rank 0. A collective."""
-        # Eight bytes each, without a text.
+        """The failed samples' errors by index, in order; only rank 0 has their texts. A collective."""
+        # The indices alone go to all ranks: eight bytes each.
         earlier = [index for file in self._previous.chunks.files for index, _ in file.failures]
         failed = torch.tensor([*self._recorder.failed, *earlier], dtype=torch.int64)
         indices = self._backend.all_gather(failed)
@@ -212,10 +212,10 @@ class _Ended:
         evaluated: int,
         replay: str | None,
     ) -> Result:
-        """The result without what rank 0 makes; the same on every rank, but for seconds before the loop."""
+        """The result without rank 0's numbers; the same on every rank, except for seconds before the loop."""
         facts, run, plan, world = self._facts, self._run, self._plan, self._run.backend.world
         task, job, machine = self._evaluation.task, facts["job"], self._opened.machine
-        # The slowest rank's: the run is not through before.
+        # The run takes as long as its slowest rank.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
         findings = findings_of(task, self._dataset, plan.num_samples)
         part = part_of(self._dataset, plan)
@@ -277,7 +277,7 @@ class _Ended:
     def _with_numbers(
         self, result: Result, reports: Sequence[dict[str, Any]], rows: Sequence[RowsOfChunks]
     ) -> Result:
-        """The result with its metrics, and what else rank 0 makes of counts and rows."""
+        """The result with its metrics and all else that rank 0 computes from counts and rows."""
         cluster, row_metrics = self._evaluation.cluster, self._evaluation.row_metrics
         measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
         if row_metrics:
@@ -320,7 +320,7 @@ class _Ended:
         return self._opened.beside_reference(result, new.windows(), self._dataset, self._step)
 
     def _mistakes(self, rows: Sequence[RowsOfChunks], samples: int) -> list[str]:
-        """What counts or rows say of common mistakes, with so many independent samples."""
+        """Warnings of common mistakes that counts or rows show, given the number of independent samples."""
         if (said := mistakes.of_counts(self._ledger.parts(), samples)) is not None:
             return said
         known = {name: column for file in rows for name, column in file.columns.items()}
@@ -331,7 +331,7 @@ class _Ended:
         return [*mistakes.of_rows(self._columns(rows, names), samples, reads=reads)] if names else []
 
     def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
-        """Columns of all evaluated samples, mapped from files where there is a folder."""
+        """Columns of all evaluated samples, mapped from files if there is a folder."""
         folder = None if self._folder is None else self._folder.path
         return read_columns(rows, self._plan, names, folder, self._step)
 
@@ -343,31 +343,31 @@ class _Ended:
         try:
             return slicing.of_rows(result, rows)
         except DualevalError as error:
-            # The run itself is not lost for it: 'dualeval slice' computes others from its rows.
+            # The run is not lost: 'dualeval slice' can compute slices from its rows.
             return replace(result, warnings=[*result.warnings, f"no slices: {error}"])
 
     def _written(self, folder: RunFolder, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """Write predictions.parquet, result.json and, last, status.json; rank 0 calls it.
 
-        Then the journal has served.
+        After that, the journal is not needed any more.
         """
         folder.check()
         with self._writable():
             result = self._with_files(folder.path, result, rows)
-            # That took minutes, perhaps, and this process may have been stopped meanwhile.
+            # Writing may have taken minutes, in which this process may have been stopped.
             folder.check()
             folder.write(result)
             folder.finish(self._previous, [file.path for file in rows if isinstance(file, JournalFile)])
         return result
 
     def _with_files(self, path: Path, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
-        """Write the rows, and what else lies beside the result, which has their checksums."""
+        """Write the rows and the other files beside the result, which has their checksums."""
         of, plan, dataset, step = self._evaluation, self._plan, self._dataset, self._step
         of_data = () if of.added is None else of.added.names
         write_predictions(path / PREDICTIONS, rows, plan, of.task, dataset, of.kept, of_data, step)
         for name, column in of.task.exports.items():
             write_json_file(path / name, rows, plan, of.task, dataset, of.kept, column, step)
-        # What the metrics make of the first batch that a later run compares.
+        # Digests of the metrics of the first batch that a later run would compare.
         drawn = batches_of_predictions(path / PREDICTIONS, plan, result.fingerprint)
         stored = next(comparable(drawn), None)
         digests = {} if stored is None else metric_digests(of.metrics, of.row_metrics, stored.columns)
@@ -378,7 +378,7 @@ class _Ended:
 
 
 def _warnings(result: Result, of_metrics: Sequence[str]) -> Iterator[str]:
-    """What a reader of the numbers should know of them."""
+    """Warnings about the numbers."""
     failed, machines = result.samples["failed"], len(result.machines)
     if failed:
         if failed == 1:
@@ -403,7 +403,7 @@ def describe(
     """Complete a task's description with what the engine knows."""
     own = task.description()
     first = {} if "model" in own else {"task": task.name}
-    # In this order, whatever the task's.
+    # In this order, whatever order the task uses.
     lines = {**first, "model": "", "weights": "", "data": "", **own}
     weights, data = job["weights"], f"fingerprint {job['data'][:_SHOWN_DIGITS]}"
     if job["contents"] is not None:
@@ -417,7 +417,7 @@ def describe(
 
 
 def _prepared(job: Mapping[str, Any]) -> list[str]:
-    """What was done to the model, in the words of the options."""
+    """How the model was prepared, in the words of the options."""
     kept = ["batch norms in fp32"] if job.get("keep_batchnorm_fp32") else []
     return [job["precision"], *kept, *(job[name] for name in ("layout", "optimize") if name in job)]
 

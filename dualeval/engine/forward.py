@@ -32,17 +32,17 @@ from dualeval.tasks import Dataset, Task
 
 _Found = TypeVar("_Found")
 
-# Samples that show which columns there are; and batches that are tried for some that can be read.
+# Samples that are computed to learn the columns, and batches that are searched for readable ones.
 _FEW = 2
 _LOOKED_AT = 64
-# Options that a result shows, also of a caller that gives no job of its own.
+# Options that a result shows even if the caller gives no job.
 _SHOWN = ("batch_size", "precision", "keep_batchnorm_fp32", "optimize")
 
 
 def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
-    """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way.
+    """Compute every batch of the loop, without a collective; waits only for the oldest batch under way.
 
-    Returns warnings: of the first samples, and of settings that the computation has changed.
+    Returns warnings about the first samples, and about settings that the computation has changed.
     """
     with loop.running():
         start = perf_counter()
@@ -57,7 +57,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
                 under_way.count(all_but=compute.ahead)
             under_way.count()
     loop.times["compute"] = under_way.compute_s
-    # Where the same numbers do not come twice anyway, none are compared.
+    # If the numbers differ each time anyway, none are compared.
     decides = None if looked.unlike else partial(_decides, evaluation, loop, lasting)
     switched = lasting.warnings(*compute.models, decides=decides)
     loop.unlike = [*(looked.unlike or []), *switched] if switched else looked.unlike
@@ -69,7 +69,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
 
 
 def _of_widest(evaluation: Evaluation, widest: Widest, seconds: float) -> tuple[list[str], list[str]]:
-    """Warnings of samples that are computed alone after a loop of so many seconds; and what is unlike."""
+    """Compute samples of the widest batch alone, if that is quick; returns warnings, and what is unlike."""
     batches = max(widest.batches, 1)
     if is_short(seconds * ALONE / batches, ALONE, batches * evaluation.plan.batch_size):
         with suppress(Exception):  # some models want batches of one size
@@ -87,15 +87,15 @@ class UnderWay:
         self._loop = loop
         self._progress = evaluation.run.control.progress
         self._waits = compute.ahead > 0
-        # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
+        # While a GPU computes, this thread sleeps; on a CPU the watch sees the threads compute.
         self._stage: Stage = "forward" if evaluation.run.device.type == "cpu" else "device"
         self._batches: deque[tuple[Work, Pending | None]] = deque()
         self._widest = widest
-        # Seconds in which batches were begun, or waited for.
+        # Seconds spent on starting batches and waiting for them.
         self.compute_s = 0.0
 
     def start(self, work: Work | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
-        """Begin with a batch; ``data`` is None where no sample of it could be read."""
+        """Start a batch; ``data`` is None if none of its samples could be read."""
         start = perf_counter()
         if work is not None and data is not None and self._widest is not None:
             self._widest.see(work.samples, data)
@@ -105,7 +105,7 @@ class UnderWay:
         self.compute_s += perf_counter() - start
 
     def count(self, *, all_but: int = 0) -> None:
-        """Wait for the oldest batches and count them, until so many are left."""
+        """Wait for the oldest batches and count them, until ``all_but`` are left."""
         while len(self._batches) > all_but:
             start = perf_counter()
             work, pending = self._batches.popleft()
@@ -132,16 +132,16 @@ def evaluate_alone(
 def _again(
     evaluation: Evaluation, samples: range, begin: Callable[[], object] = lambda: None
 ) -> Mapping[str, Any]:
-    """The columns of one batch that is read and computed by itself; model and task are as before, then."""
+    """The columns of one batch that is read and computed by itself; restores model and task."""
     with as_before(evaluation.model, evaluation.task):
         begin()
         return compute_alone(evaluation, samples, partial(_columns_of, evaluation))[0] or {}
 
 
 def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Module) -> bool:
-    """Whether this rank's first or last batch comes out otherwise in a model as the loop has left it."""
+    """Whether this rank's first or last batch has another result with the model as the loop left it."""
     world, plan = evaluation.run.backend.world, evaluation.plan
-    mine = loop.remaining[world.rank :: world.size] or loop.remaining  # of a dynamic schedule any
+    mine = loop.remaining[world.rank :: world.size] or loop.remaining  # in a dynamic schedule any
     evaluation.run.control.progress.step("forward")
     for batch in {plan.chunk_batches(mine[0])[0], plan.chunk_batches(mine[-1])[-1]}:
         samples = plan.batch_samples(batch)
@@ -156,26 +156,26 @@ def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Mod
 
 
 def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
-    """Compute finished batches anew, for ``prove``: each when it is asked for, on the rank that asks."""
+    """For ``prove``: a function that computes a finished batch again, on the rank that calls it."""
     return partial(evaluate_alone, evaluation)
 
 
 def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Mapping[str, Any]:
-    """What ``postprocess`` gives for the first samples that can be read: which columns there are."""
+    """The columns that ``postprocess`` returns, computed from the first readable samples."""
     evaluation = Evaluation(task=task, dataset=dataset, model=model, plan=plan_of(dataset, run), run=run)
-    # One that looks at its columns keeps what its first observe has found.
+    # A task with a ``see`` keeps what its first observe has found.
     keeps = type(task).see is not Task.see
     with as_before(model, None if keeps else task):
         return of_first(evaluation, partial(_columns_of, evaluation))
 
 
 def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> None:
-    """Decide the layout that "auto" comes to; code of somebody's own is tried on the first samples.
+    """Decide the layout for "auto"; a model with the user's own code is tried on the first samples.
 
-    Every rank has the same first samples, and so comes to the same: ``agree`` compares. A model that all
-    ranks compute together is not tried: its first forward says what to type where it fails channels-last.
+    Every rank tries the same samples and so decides alike, which ``agree`` checks. A model that all ranks
+    compute together is not tried: if its first forward fails channels-last, the error says what to type.
     """
-    # A sample that cannot be read is the loop's to name.
+    # Unreadable samples are skipped here: the loop reports them.
     trial = run.trying(on_error="skip", **OF_TRIAL)
 
     def compute_in(layout: str) -> None:
@@ -194,12 +194,12 @@ def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> N
 
 
 def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Found]) -> _Found:
-    """What ``compute`` makes of the first samples that can be read."""
+    """The result of ``compute`` for the first samples that can be read."""
     plan, options = evaluation.plan, evaluation.run.options
     failed: tuple[FailedSample, ...] = ()
     for batch in range(min(plan.num_batches, _LOOKED_AT)):
         samples = plan.batch_samples(batch)
-        # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
+        # Compiling for a shape takes seconds: a compiled model is tried only with the loop's shape.
         few = [] if options.optimize == COMPILE else [samples[:_FEW]]
         for some in (*few, samples):
             found, failed = compute_alone(evaluation, some, compute)
@@ -209,7 +209,7 @@ def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Found]) ->
 
 
 def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[str, Any]:
-    """What ``postprocess`` gives of one batch that is computed by itself."""
+    """The columns that ``postprocess`` returns for one batch that is computed by itself."""
     with compute_of(evaluation, 1) as compute:
         return postprocessed(evaluation.task, evaluation.dataset, compute.start(data)(), samples)
 
@@ -219,10 +219,10 @@ def compute_of(
     threads: int,
     around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Compute:
-    """What computes an evaluation's batches; as ``Compute``."""
+    """The ``Compute`` of an evaluation's batches."""
     gathers, options = evaluation.run.gathers, evaluation.run.options
     has_collectives = options.schedule == LOCKSTEP or options.shard is not None
-    # A sharded model that has seen inference mode computes in no other mode afterwards, and is given back.
+    # After inference mode, a sharded model computes in no other mode; but its owner may still need it.
     keeps_mode = evaluation.run.guest or is_sharded(evaluation.model)
     return Compute(
         evaluation.task,

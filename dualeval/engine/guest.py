@@ -1,8 +1,8 @@
-"""An evaluation inside a caller's script: what the script finds afterwards is what it had before.
+"""An evaluation inside a caller's script, whose state is afterwards what it was before.
 
-A training loop goes on after an evaluation, bit for bit as without it. So the model's modes, hooks, tensors
-and gradients, the states of all random generators and torch's settings are put back, also after an error. So
-is what a task or metric and its functions keep between batches, where a batch is only tried.
+A training loop continues after an evaluation bit for bit as without it. Therefore the model's modes, hooks,
+tensors and gradients, the states of all random generators and torch's settings are put back, also after an
+error. If a batch is only tried, so is what tasks, metrics and their functions keep between batches.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Task
 
-# Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
+# The first forward of a sharded model adds these, once: FSDP needs them afterwards, too.
 _OF_STATE_DICTS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-# Parts, tensors and hooks.
+# A module's dicts of parts, tensors and hooks.
 _DICTS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
-# How far models are looked for: attributes and names, what these hold, and what is in that.
+# Levels that are searched for models: attributes and names, what these hold, and what that holds.
 _LEVELS = 3
 _LOOKED_AT_EACH = 256
 OF_TASK = ("collate", "forward", "observe", "postprocess")
@@ -53,7 +53,7 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 _LISTS = (list, set, deque)
 _NO_CONFIGS = (nn.Module, Tensor, type, ModuleType, FunctionType)
 _VALUES = (*_PLAIN, *_LISTS, type(None), tuple, dict, frozenset, torch.dtype, torch.device)
-# Bytes of an array that is compared by content; attributes of an object.
+# Most bytes of an array that is compared by content; most attributes of an object.
 _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 
 
@@ -62,14 +62,14 @@ class Snapshot:
 
     def __init__(self, largest: float = math.inf) -> None:
         self._left = largest
-        # Several modules may share one.
+        # Several modules may share a config.
         self._configs: dict[int, Kept] = {}
         self._modules: dict[int, _Module] = {}
         self._tensors: dict[int, _Tensor] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
 
     def remember(self, model: nn.Module) -> None:
-        """Note the state of a model, if it is not known yet; of a sharded one with its parameters divided."""
+        """Note the state of a model, unless it is known; a sharded model's parameters are divided first."""
         reshard(model.modules())
         for module in model.modules():
             if id(module) not in self._modules:
@@ -86,7 +86,7 @@ class Snapshot:
         return any(id(module) in self._modules for module in model.modules())
 
     def remember_buffers(self, model: nn.Module) -> None:
-        """Note a model's buffers and their values alone."""
+        """Note only a model's buffers and their values."""
         for module in model.modules():
             self._note_buffers(module)
 
@@ -104,7 +104,7 @@ class Snapshot:
             self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
 
     def take(self, model: nn.Module) -> nn.Module:
-        """The model that is evaluated, without what wraps it for training on several processes."""
+        """The model to evaluate, without its wrappers for training on several processes."""
         self.remember(model)
         model = unwrapped(model)
         # A compiled program is wrapped as a whole, and its parts cannot be exchanged.
@@ -117,11 +117,11 @@ class Snapshot:
     def share_buffers(self, model: nn.Module, backend: Backend, control: ControlPlane) -> list[str]:
         """Give every rank rank 0's buffers, until ``put_back``; a collective.
 
-        In training each rank's batch norms see that rank's samples alone. ``DistributedDataParallel`` takes
-        rank 0's before its next forward, and a checkpoint has them.
+        In training, each rank's batch norms see only that rank's samples. ``DistributedDataParallel`` sends
+        rank 0's buffers to all ranks before its next forward, and a checkpoint has them.
 
-        Nothing is written into the model's own buffers: a backward whose forward came before would refuse
-        them then. Other tensors take their places.
+        New tensors replace the model's own buffers. If these were written into, a backward whose forward came
+        before would fail.
         """
         if backend.world.size == 1:
             return []
@@ -149,7 +149,7 @@ class Snapshot:
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""
         reshard(module.module for module in self._modules.values())
-        # Where a first forward has written into parameters, what says that it has stays, too.
+        # A first forward that wrote into parameters may have noted this in an attribute, which must stay.
         held = [
             each for module in self._modules.values() for each in module.dicts.get("_parameters", {}).values()
         ]
@@ -164,7 +164,7 @@ class Snapshot:
             tensor.put_back()
 
     def changes(self) -> list[str]:
-        """The attributes of modules that are others now, and the tensors that were written into."""
+        """The modules' attributes that were replaced, and the tensors that were written into."""
         found = []
         for kept in self._modules.values():
             now, kind = vars(kept.module), type(kept.module).__name__
@@ -187,9 +187,9 @@ class Snapshot:
         )
 
     def check(self) -> None:
-        """Check that no parameter has other values: those are not kept twice."""
+        """Check that no parameter was written into: their values are not copied."""
         for module in self._modules.values():
-            # Others may have taken their places for the evaluation.
+            # The parameters as noted: others may have replaced them for the evaluation.
             for name, parameter in module.dicts.get("_parameters", {}).items():
                 if self._is_written(parameter):
                     raise UsageError(
@@ -203,7 +203,7 @@ class Snapshot:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of DistributedDataParallel and DataParallel.
 
-    In evaluation mode, too, the wrapper would broadcast the buffers before each forward.
+    Even in evaluation mode, the wrapper would broadcast the buffers before each forward.
     """
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
@@ -225,7 +225,7 @@ class _Module:
         return cls(module, dict(own), {name: dict(own[name]) for name in names})
 
     def put_back(self) -> None:
-        # Not by setattr, nor train(): either may be a method of the model's own.
+        # Not by setattr or train(): the model may override both.
         own = vars(self.module)
         if self.attributes:
             put_back(own, self.attributes)
@@ -234,7 +234,7 @@ class _Module:
 
 
 def put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Give a dict the entries that it had, in their order."""
+    """Restore a dict's entries and their order."""
     if list(now) != list(before) or any(now[key] is not before[key] for key in before):
         now.clear()
         now.update(before)
@@ -251,7 +251,7 @@ class _Tensor:
 
     @classmethod
     def of(cls, tensor: Tensor, *, keeps_values: bool) -> _Tensor:
-        # An expanded one has elements in common: torch refuses to write into it as a whole.
+        # Elements of an expanded tensor share memory: torch refuses to write into it as a whole.
         is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()
         values = tensor.detach().clone() if keeps_values and not is_expanded else None
         grad = tensor.grad if tensor.is_leaf else None
@@ -259,17 +259,17 @@ class _Tensor:
 
     @property
     def is_changed(self) -> bool:
-        """Whether something was written into it since."""
+        """Whether the tensor was written into since."""
         return version_of(self.tensor) != self.version
 
     def put_back(self) -> None:
         tensor, data = self.tensor, self.data
         if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
-            # Moved or cast in place: its first memory is still there.
+            # Moved or cast in place: its former memory is still there.
             tensor.data = data
         if self.values is not None and not tensor.is_inference():
-            # Batch norms write into theirs without raising the version. Nor does this, as data has its own: a
-            # backward whose forward came before goes on.
+            # Batch norms write into buffers without raising the version. Neither does this, as data has its
+            # own: a backward whose forward came before still works.
             data.copy_(self.values)
         if tensor.is_leaf:
             if tensor.requires_grad != self.requires_grad:
@@ -279,7 +279,7 @@ class _Tensor:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place; 0 of one that does not count it."""
+    """How often a tensor was written in place; 0 if it does not count this."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -287,12 +287,11 @@ def version_of(tensor: Tensor) -> int:
 def as_it_was(task: Task) -> Iterator[Snapshot]:
     """Put back at the end what an evaluation of a task may change in the process and in the task's models.
 
-    The models are those that are inside of the task, or of what its ``build_model`` names, and the one that
-    it returns. Put back are, of every module, its attributes and those of its configs, and with them its mode
-    (the objects that they were, not what was written into them), its hooks and its parts; of parameters and
-    buffers their device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of
-    Python's, numpy's and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's
-    other settings.
+    The models are those inside of the task or of what its ``build_model`` names, and the one that it returns.
+    Put back are every module's attributes with its mode, its configs' attributes, its hooks and its parts;
+    device, dtype, ``requires_grad`` and ``grad`` of parameters and buffers, and the values of buffers; the
+    states of Python's, numpy's and torch's random generators; and grad mode. Attributes get the same objects
+    back, but what was written into an object stays. ``numerics.settings`` puts back torch's other settings.
     """
     snapshot = Snapshot()
     for model in _models_of(task):
@@ -309,7 +308,7 @@ def as_it_was(task: Task) -> Iterator[Snapshot]:
 
 @contextmanager
 def rank_0s_buffers(given: nn.Module | None, run: Run) -> Iterator[None]:
-    """Have a guest's model compute alike on all ranks, and without a collective, until the loop ends."""
+    """Until the loop ends, a caller's model computes alike on all ranks, and without collectives."""
     if given is None or not run.guest:
         yield
         return
@@ -332,8 +331,8 @@ def rank_0s_buffers(given: nn.Module | None, run: Run) -> Iterator[None]:
 def _models_of(task: Task) -> list[nn.Module]:
     """The models that a task may return: in the task, its class, or what its ``build_model`` names.
 
-    A trainer, for instance, has the model among its own attributes. One that lies deeper is remembered when
-    it is returned.
+    A trainer, for instance, has the model as an attribute. A model further down is remembered when it is
+    returned.
     """
     level: list[Any] = [
         *vars(task).values(),
@@ -342,7 +341,7 @@ def _models_of(task: Task) -> list[nn.Module]:
     ]
     found: dict[int, nn.Module] = {}
     for _ in range(_LEVELS):
-        # By their types: a proxy answers isinstance with what it stands for.
+        # By type: a proxy answers isinstance for the object that it stands for.
         found |= {id(part): part for part in level if issubclass(type(part), nn.Module)}
         level = [
             value
@@ -354,7 +353,7 @@ def _models_of(task: Task) -> list[nn.Module]:
 
 
 def named_by(function: Any) -> list[Any]:
-    """What the body of a function or method names outside of it; nothing of any other value."""
+    """The outside values that a function's or method's body names; empty for any other value."""
     if not inspect.isfunction(function) and not inspect.ismethod(function):
         return []
     named = inspect.getclosurevars(function)
@@ -371,7 +370,7 @@ class Generators:
         self._devices = random_states()
 
     def are_others(self) -> bool:
-        """Whether one has drawn, or was seeded, since."""
+        """Whether a generator has drawn, or was seeded, since."""
         now = [torch.get_rng_state(), *(random_states() or ())]
         drawn = not all(map(torch.equal, now, [self._torch, *(self._devices or now[1:])]))
         drawn = drawn or random.getstate() != self._python
@@ -385,9 +384,10 @@ class Generators:
 
 
 class Kept:
-    """An object's attributes, the names outside of its functions, and what their values hold: as of now.
+    """An object's attributes, the outside names of its functions, and what their values hold, as of now.
 
-    Values of values are not looked at: what those decide, the columns show. Of a model see ``Snapshot``.
+    Only one level is inspected. A change further down shows in the columns, if it matters. For models, see
+    ``Snapshot``.
     """
 
     def __init__(self, owner: Any, methods: Sequence[str], model: nn.Module | None = None) -> None:
@@ -397,13 +397,13 @@ class Kept:
         self._before = {place: (value, self._inside(value), bind) for place, value, bind in self._places()}
 
     def changes(self) -> list[str]:
-        """The places of values that are others now, or hold others."""
+        """The places of values that were replaced, or now hold other values."""
         now = {place: [value, *self._inside(value)] for place, value, _ in self._places()}
         then = {place: [value, *inside] for place, (value, inside, _) in self._before.items()}
         return [place for place in {**then, **now} if not _are_same(then.get(place), now.get(place))]
 
     def put_back(self) -> None:
-        """Put back all but what other objects hold: their parts may belong together."""
+        """Restore attributes, names and containers, but no object's own attributes: they may be related."""
         put_back(_attributes(self._owner), self._attributes)
         for value, inside, bind in self._before.values():
             bind(value)
@@ -415,7 +415,7 @@ class Kept:
                 (value.update if type(value) is set else value.extend)(inside)
 
     def _places(self) -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
-        """Where the values are, the values, and what binds others there."""
+        """For each value: its place, the value, and a function that binds another value there."""
         owner, held = self._owner, _attributes(self._owner)
         for name, value in list(held.items()):
             yield f"{type(owner).__name__}.{name}", value, partial(held.__setitem__, name)
@@ -424,7 +424,7 @@ class Kept:
             if type(function) is not FunctionType or not is_own(function):
                 continue
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                with suppress(ValueError):  # an empty one
+                with suppress(ValueError):  # an empty cell
                     bind = partial(setattr, cell, "cell_contents")
                     yield f"{name} of {function.__qualname__}", cell.cell_contents, bind
             read, module = function.__globals__, function.__module__
@@ -436,7 +436,7 @@ class Kept:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    try:  # not by getattr: a proxy answers with what it stands for
+    try:  # not by getattr: a proxy answers for the object that it stands for
         found = object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return {}
@@ -468,7 +468,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_config(value: Any) -> bool:
-    """Whether an object holds values alone, as the configs of transformers do: no module, tensor, handle."""
+    """Whether an object holds only values, as transformers' configs do: no module, tensor or handle."""
     held = {} if issubclass(type(value), _NO_CONFIGS) else _attributes(value)
     return bool(held) and all(
         type(each) in _VALUES or (bool(_attributes(each)) and not issubclass(type(each), _NO_CONFIGS))
@@ -477,7 +477,7 @@ def is_config(value: Any) -> bool:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What a value holds; a tensor's version, an array's bytes; nothing of an object of a library's class."""
+    """What a value holds: a tensor's version, an array's bytes; empty for objects of a library's class."""
     kind = type(value)
     if issubclass(kind, Tensor):
         return [version_of(value)]

@@ -1,7 +1,7 @@
 """Memory layouts: how the four dimensions of weights and images lie in memory, and which one a model gets.
 
-Torch calls them memory formats. In a contiguous batch of images a channel's pixels lie together, in a
-channels-last one the channels of a pixel do. The numbers are the same; kernels and last bits are not.
+Torch calls them memory formats. In a contiguous batch of images, the pixels of a channel are adjacent; in a
+channels-last batch, the channels of a pixel. The numbers are the same; kernels and last bits are not.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dualeval.engine.sharding.fsdp import class_of, is_sharded
 from dualeval.errors import UsageError, with_type
 from dualeval.options.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 
-# Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
+# Dimensions of images, and of weights of 2d convolutions (channels out, channels in, height, width).
 _IMAGE_DIMENSIONS = 4
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-# Layers of transformers, and of networks built like them: their products of matrices want the channels of a
-# place together, and so they bring their images into that order themselves.
+# Layers of transformers and similar networks: their matrix products need the channels of a position together,
+# so that they bring images into that order themselves.
 _OF_TRANSFORMERS = (nn.LayerNorm, nn.MultiheadAttention)
 _NORMS_BY_NAME = ("LayerNorm", "RMSNorm")
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
-# Options of the run that a trial of the layout leaves out.
+# Options of a trial of the layout, in place of the run's.
 OF_TRIAL: Mapping[str, Any] = {"precision": "fp32", "keep_batchnorm_fp32": False, "optimize": None}
 # Packages whose models compute channels-last as they are.
 _KNOWN = ("torch", "torchvision", "dualeval")
@@ -34,10 +34,10 @@ def layout_of(model: nn.Module, asked: str) -> str:
     """The layout that a model is computed in.
 
     ``auto`` looks at the kinds of the model's layers alone, so that it is the same on every machine and at
-    every number of ranks. Channels-last is a model with a convolution in two dimensions (``nn.Conv2d``,
-    ``nn.ConvTranspose2d``), and without layers of transformers (``nn.LayerNorm``, ``nn.MultiheadAttention``,
-    or a class with LayerNorm or RMSNorm in its name). All others are contiguous: ViT, Swin, ConvNeXt, MaxViT,
-    those without such a convolution, and programs that are fixed (``fixed_part``).
+    every number of ranks. It gives channels-last to models with a convolution in two dimensions
+    (``nn.Conv2d``, ``nn.ConvTranspose2d``) and without layers of transformers (``nn.LayerNorm``,
+    ``nn.MultiheadAttention``, or a class with LayerNorm or RMSNorm in its name). All others are contiguous:
+    ViT, Swin, ConvNeXt, MaxViT, models without such a convolution, and fixed programs (``fixed_part``).
     """
     if asked == AUTO:
         can_change = is_changeable(model) or is_sharded(model)
@@ -63,14 +63,14 @@ def layout_of(model: nn.Module, asked: str) -> str:
 
 
 def is_changeable(model: nn.Module) -> bool:
-    """Whether other tensors can take the places of a model's parameters and buffers."""
+    """Whether a model's parameters and buffers can be replaced by other tensors."""
     return fixed_part(model) is None and _foreign_tensor(model) is None
 
 
 def layout_by_trial(
     model: nn.Module, asked: str, compute_in: Callable[[str], object]
 ) -> tuple[str, str | None]:
-    """As ``layout_of``, and a sentence where "auto" is contiguous because a forward of one's own fails else.
+    """Like ``layout_of``, with a sentence if "auto" is contiguous because the model fails channels-last.
 
     ``compute_in`` computes the first samples in a layout. Numbers are not compared.
     """
@@ -80,7 +80,7 @@ def layout_by_trial(
     failure = _failure_of(compute_in, CHANNELS_LAST)
     if failure is None:
         return layout, None
-    # What fails in both layouts the first batch raises again: not for the layout.
+    # A failure in both layouts is not the layout's; the first batch raises it again.
     if _failure_of(compute_in, CONTIGUOUS) is not None:
         return CONTIGUOUS, None
     return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, the model fails ({with_type(failure)})"
@@ -96,15 +96,15 @@ def _failure_of(compute_in: Callable[[str], object], layout: str) -> Exception |
 
 
 def _has_own_code(model: nn.Module) -> bool:
-    """Whether a part of a model is code of somebody's own, which may not compute channels-last.
+    """Whether a part of a model is the user's own code, which may fail channels-last.
 
-    ``Tensor.view`` cannot take a channels-last tensor's dimensions together.
+    ``Tensor.view``, for instance, cannot merge the dimensions of a channels-last tensor.
     """
     return any(class_of(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
 
 
 def fixed_part(model: nn.Module) -> str | None:
-    """What of a model is a program that computes one dtype and layout only, in words; None for nothing."""
+    """In words, the part of a model that is a program for one dtype and layout only; None without any."""
     for name, module in model.named_modules():
         place = f"its part {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -117,7 +117,7 @@ def fixed_part(model: nn.Module) -> str | None:
 
 
 def converter(layout: str) -> Callable[[Tensor], Tensor]:
-    """What brings a floating tensor of four dimensions into a layout; others stay as they are."""
+    """A function that brings floating tensors of four dimensions into a layout; others stay as they are."""
     is_last = layout == CHANNELS_LAST
     memory_format = torch.channels_last if is_last else torch.contiguous_format
 
@@ -128,8 +128,8 @@ def converter(layout: str) -> Callable[[Tensor], Tensor]:
         _, channels, height, width = tensor.shape
         inner = (1, width * channels, channels) if is_last else (height * width, width, 1)
         strides = channels * height * width, *inner
-        # Of one channel, or one pixel, both layouts are the same memory, and torch leaves the strides as they
-        # are. Convolutions choose their kernel by these, and hand them on to all that follows.
+        # With one channel, or one pixel, both layouts are the same memory, and torch keeps the strides.
+        # Convolutions choose their kernels by the strides, and pass these on to the layers that follow.
         return found if found.stride() == strides else found.as_strided(found.shape, strides)
 
     return convert
@@ -145,7 +145,7 @@ def _is_convolutional(model: nn.Module) -> bool:
 
 
 def _is_exported(module: nn.Module) -> bool:
-    # The graph of symbolic_trace calls modules and functions; that of an export the operators themselves.
+    # A graph of symbolic_trace calls modules and functions; a graph of an export calls operators.
     return isinstance(module, torch.fx.GraphModule) and any(
         isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes
     )
@@ -157,7 +157,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _foreign_tensor(model: nn.Module) -> str | None:
-    """The first tensor of a class of its own, as those of a sharded model."""
+    """The class of the first tensor that is not torch's plain one, as a sharded model's; None without any."""
     for tensor in _tensors(model):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
             return type(tensor).__name__

@@ -1,7 +1,7 @@
 """A look at a rank's first samples: does the user's code give the same numbers twice, and in threads?
 
-No list of causes is whole, so the columns decide: some samples are read and computed twice, and two different
-batches at the same time and each alone. The cause is looked for where they differ.
+No list of causes is complete, so the columns decide: some samples are read and computed twice, and two
+batches are computed both at the same time and each alone. If the columns differ, the cause is searched.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ from dualeval.options.choices import COMPILE
 from dualeval.tasks import Task
 from dualeval.wording import listed
 
-# Forwards of a look: the first batch three times, the second twice, both at the same time, and the first's
-# samples in other batches.
+# Forwards of a look: the first batch three times, the second twice, both at the same time, and the samples of
+# the first in other batches.
 _FORWARDS = 9
-# They may take this part of a run, and always so many seconds.
+# A look may take this part of a run, or so many seconds in any run.
 _PART, _ALWAYS_S = 0.05, 3.0
-# Samples of a batch of them.
+# Samples in each of these batches.
 _FEWEST, _MOST = 2, 8
-# Bytes of a buffer that is put back: quantized weights are buffers, too.
+# Most bytes of buffers that are put back: quantized weights are buffers, too.
 _LARGEST = 1 << 26
-# Samples that are read twice more where the first were read within so many seconds.
+# Samples that are read twice more if the first were read within so many seconds.
 _MORE, _READ_WITHIN_S = 16, 0.2
-# What rounding may change of a column, as a part of its largest value, or of 0.1; in half precision and TF32.
+# How much rounding may change a column, relative to its largest value, or to 0.1 if that is larger; in fp32,
+# and in half precision and TF32.
 _ROUNDING, _ROUNDING_OF_HALF, _LEAST = 0.01, 0.05, 0.1
 _HALF = {torch.float16, torch.bfloat16}
-# Samples that are computed each alone after the loop.
+# Samples that are each computed alone after the loop.
 ALONE = 4
 # Names in a sentence.
 _NAMED = 3
-# How long one of two batches waits for the other where they are computed at the same time.
+# Seconds that one of two batches, computed at the same time, waits for the other.
 _MEETS_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What a look has shown."""
+    """The findings of a look."""
 
     # Batches that may be computed at the same time.
     threads: int
-    # A warning where samples gave other columns a second time; None where no second was tried.
+    # A warning if samples gave other columns the second time; None if there was no second time.
     unlike: list[str] | None = None
-    # For people.
+    # Notes for the user.
     notes: Sequence[str] = ()
-    # What a reader of the numbers should know besides.
+    # Warnings about the numbers.
     warnings: Sequence[str] = ()
-    # What the data set says of its reading, once a process.
+    # The data set's notes on reading, once a process.
     of_reading: Sequence[str] = ()
 
 
@@ -78,7 +79,7 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..
         return Looked(threads=1)
     count = plan.samples_in(chunks)
     few = min(_MOST, max(_FEWEST, int(count * _PART / _FORWARDS)))
-    # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
+    # Compiling for a shape takes seconds: a compiled model gets whole batches, as in the loop.
     whole = evaluation.run.options.optimize == COMPILE or is_compiled(evaluation.model)
     batches = [plan.batch_samples(batch) for batch, _ in first]
     start, half = batches[0][:few], few // 2
@@ -95,7 +96,7 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..
                     return tried([samples[:few] for samples in batches], [*beside, start[: len(start) // 2]])
             return tried(batches, [] if whole else [batches[0][: len(batches[0]) // 2]])
     except Exception as error:
-        # What cannot be computed once is the run's error; what cannot be computed twice is said.
+        # An error in the first computation ends the run; an error in the second is only reported.
         if isinstance(error, DualevalError) or not computed:
             raise
         said = (
@@ -107,9 +108,10 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..
 
 @contextmanager
 def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None]]:
-    """Put back what a model, a task and its functions keep, and random numbers; yields what does the first.
+    """Put back what a model, a task and its functions keep, and the random states.
 
-    Of a sharded model only its buffers: FSDP keeps in attributes what its first forward has made.
+    Yields a function that puts back all but the random states. Of a sharded model, only the buffers are put
+    back: FSDP keeps in attributes what its first forward has made.
     """
     snapshot, generators = Snapshot(_LARGEST), Generators()
     (snapshot.remember_buffers if is_sharded(model) else snapshot.remember)(model)
@@ -135,18 +137,18 @@ _SWITCHED = (
 
 
 class Lasting:
-    """What the forwards of a loop change of a model for good, from when it is made."""
+    """Permanent changes that the forwards of a loop make in a model, since this object was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = plain_values(model)
-        # Puts the model back.
+        # The state to put back.
         self.state = _state_of(model)
 
     def warnings(self, *models: nn.Module, decides: Callable[[nn.Module], bool] | None = None) -> list[str]:
-        """A warning that names what was changed in one of the models; nothing that was not there before.
+        """A warning that names what has changed in one of the models; new attributes do not count.
 
-        A text says how a model computes. A number or bool may count calls, or the entries of a table:
-        ``decides`` says whether a batch comes out otherwise in a model as it is now.
+        A text says how a model computes. A number or bool may only count calls, or the entries of a table:
+        ``decides`` says whether a batch has another result in the model as it is now.
         """
         seen, shown = set[str](), dict[Any, str]()
         for model in models:
@@ -155,7 +157,7 @@ class Lasting:
             texts = [name for name in found if _has_text((before[name], now[name]))]
             if not seen.issuperset(found) and (texts or (decides and decides(model))):
                 for name in dict.fromkeys([*texts, *found]):
-                    # Of layers that have all changed alike the first.
+                    # Of layers that have changed alike, only the first is shown.
                     alike = name.rpartition(".")[2], repr(now[name])
                     shown.setdefault(alike, f"{name}: {before[name]!r} before, {now[name]!r} now")
             seen.update(found)
@@ -167,21 +169,21 @@ def _has_text(value: Any) -> bool:
 
 
 class Widest:
-    """The batch of a rank with the longest samples, the last of several of one size.
+    """The batch of a rank with the longest samples, the last one if several have the same size.
 
-    What is decided by a whole batch, as a rotary embedding by its longest text and a quantization by its
-    largest value, is other there than for a sample alone.
+    In it, choices that depend on the whole batch differ from those for a single sample: a rotary embedding
+    depends on the longest text, a quantization on the largest value.
     """
 
     def __init__(self) -> None:
         self.batches = 0
         self.samples = range(0)
-        # Set where they are counted.
+        # Set when they are counted.
         self.columns: Mapping[str, Column] | None = None
         self._size = 0.0, 0
 
     def see(self, samples: range, data: Any) -> None:
-        """Look at how many numbers its largest tensor has a sample; one function, as every batch needs it."""
+        """Measure the numbers per sample of its largest tensor; one function, for every batch needs it."""
         self.batches += 1
         longest, rest = 0, [data]
         while rest:
@@ -192,14 +194,14 @@ class Widest:
                 rest += each.values()
             elif isinstance(each, (list, tuple)):
                 rest += each
-        # A last batch may be of few samples.
+        # Per sample, for the last batch may have few samples.
         if (size := (longest / len(samples), len(samples))) >= self._size:
             self.samples, self.columns, self._size = samples, None, size
 
     def warnings(self, evaluation: Evaluation, computes: Callable[..., Compute]) -> tuple[list[str], bool]:
-        """Compute some of its samples each alone; a warning where they have other numbers than in the loop.
+        """Compute some of its samples each alone; a warning if their numbers differ from the loop's.
 
-        And whether the batch, computed once more, has them as well: then no batch size decides them.
+        Also whether the whole batch, computed again, differs: then its size is not the cause.
         """
         samples, of_loop, least = self.samples, self.columns, 2 if _is_rough(evaluation) else 1
         places = sorted({(len(samples) - 1) * part // (ALONE - 1) for part in range(ALONE)})
@@ -217,13 +219,13 @@ class Widest:
                         found += _of_batch(of_loop, columns, first, _allowed_of(evaluation))
                 return found
 
-            # In half precision one may be at a border: a token, and with it all that follow.
+            # In half precision one sample may be borderline: one token changes, and with it all that follow.
             found = unlike([samples[place : place + 1] for place in places])
             return (found[:1], bool(unlike([samples]))) if len(found) >= least else ([], False)
 
 
 def is_short(seconds: float, forwards: int, of: float) -> bool:
-    """Whether some more forwards, of so many seconds together, are three seconds or a twentieth of a run."""
+    """Whether more forwards take at most three seconds together, or a twentieth of a run's forwards."""
     return seconds <= _ALWAYS_S or forwards <= of * _PART
 
 
@@ -240,7 +242,7 @@ def _look(
 ) -> Looked:
     task, model, step = evaluation.task, evaluation.model, evaluation.run.control.progress.step
     said: list[str] = []
-    # Samples of the first in other batches.
+    # Samples of the first batch in other batches.
     beside = [samples for samples in beside if samples]
     start = perf_counter()
     several = read_alone(
@@ -266,7 +268,7 @@ def _look(
         computed.append(True)
         before, kept, generators = _state_of(model), Kept(task, OF_TASK, model), Generators()
         start = perf_counter()
-        # The second: the first may compile, or build tables, which the loop would do as well.
+        # Timed from the second on: the first may compile or build tables, which the loop has to do anyway.
         found += [alone(pieces[1], data) for data in read[1:]]
         seconds = (perf_counter() - start) * (_FORWARDS - 2)
         if not is_short(seconds, _FORWARDS - 2, count / len(pieces[0])):
@@ -281,7 +283,7 @@ def _look(
         unlike = differences(found[0], alone(pieces[0], again), read[0], again, why)
         draws = generators.are_others()
         if not unlike and not evaluation.run.workers:
-            # What reading leaves in this process for observe is now another batch's, as in the loop.
+            # Read another batch first, as the loop does: observe may use what reading leaves in the process.
             read_alone(evaluation, pieces[-1])
             unlike = differences(found[0], alone(pieces[0], again), again, again, lambda: _BY_READING)
         if not unlike and read[1:]:
@@ -346,9 +348,9 @@ _TOO_LONG = (
 def differences(
     one: Mapping[str, Column], other: Mapping[str, Column], data: Any, again: Any, why: Callable[[], str]
 ) -> list[str]:
-    """A warning where the same samples, read and computed twice, give other bits; ``why`` explains it."""
+    """A warning if the same samples, read and computed twice, give other bits; ``why`` explains it."""
     names = differing(one, other)
-    # Where no column differs, tensors alone: an object, or the time of reading, may decide nothing.
+    # If no column differs, only tensors are compared: other values may not matter, as the time of reading.
     of_data = (lambda batch: batch) if names else _tensors_in
     is_other = data is not again and digest_of(of_data(data)) != digest_of(of_data(again))
     if not names and not is_other:
@@ -379,9 +381,9 @@ def _tensors_in(batch: Any) -> list[Tensor]:
 def _of_batch(
     one: Mapping[str, Column], other: Mapping[str, Column], first: int, allowed: float
 ) -> list[str]:
-    """A warning where samples have other values beyond rounding in a batch that begins at ``first``."""
+    """A warning if samples differ, beyond rounding, in a batch that begins at ``first``."""
     tensors = {name: column for name, column in one.items() if isinstance(column, Tensor)}
-    # Of whole numbers, as classes, few may be others by rounding; where there are others, these decide.
+    # Rounding may change a few whole numbers, such as classes; if there are floats, only these decide.
     floats = {name: column for name, column in tensors.items() if column.is_floating_point()}
     for name, column in (floats or tensors).items():
         there = other[name]
@@ -409,7 +411,7 @@ def _in_threads(
     alone: Sequence[Mapping[str, Column]],
     changed: Sequence[str],
 ) -> list[str]:
-    """Why batches cannot be computed at the same time; nothing where they give what each gave alone."""
+    """Why batches cannot be computed at the same time; empty if they give what each gave alone."""
     try:
         with _meeting(len(read)) as around_forward, computes(len(read), around_forward) as pool:
             pending = [pool.start(_copied(data)) for data in read]
@@ -433,17 +435,15 @@ def _in_threads(
 
 @contextmanager
 def _meeting(batches: int) -> Iterator[Callable[[], ExitStack]]:
-    """Have batches that are computed in threads wait for each other around each module, and before observe.
+    """Have batches in threads wait for each other around each module and before observe.
 
-    What one of them has kept outside of itself, another has then overwritten before it is read.
+    If a batch keeps a value outside of itself, another batch overwrites the value before it is read.
     """
     together = threading.Barrier(batches)
 
     def meet(*_: Any) -> None:
         if threading.current_thread().name.startswith(THREADS):
-            with suppress(
-                threading.BrokenBarrierError
-            ):  # another is through, or waits for this one elsewhere
+            with suppress(threading.BrokenBarrierError):  # the other has finished, or waits elsewhere
                 together.wait(_MEETS_WITHIN_S)
 
     def around_forward() -> ExitStack:
@@ -463,7 +463,7 @@ def _copied(data: Any) -> Any:
 
 
 def _state_of(model: nn.Module) -> Snapshot:
-    """What says later what a forward has changed of a model; of a sharded one nothing."""
+    """A model's state, to find later what a forward has changed in it; of a sharded model nothing."""
     state = Snapshot(largest=0)
     if not is_sharded(model):
         state.remember(model)

@@ -42,8 +42,8 @@ def read_alone(
     step: Callable[[int], object] = lambda place: None,
     notes: list[str] | None = None,
 ) -> list[tuple[Any, tuple[FailedSample, ...]]]:
-    """Read some batches by themselves, as the loop would; of each its data on the device, and what failed."""
-    # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
+    """Read some batches by themselves, as the loop would: their data on the device, and failed samples."""
+    # In a worker process if the loop uses any: what a data set opens here may not survive a fork.
     workers = min(evaluation.run.workers, 1)
     feed = Feed(_reader_of(evaluation), several, workers=workers, device=evaluation.run.device)
     try:
@@ -66,7 +66,7 @@ def compute_alone(
 ) -> tuple[_Columns | None, tuple[FailedSample, ...]]:
     """Read one batch by itself and have it computed, by the engine or by a caller's own loop.
 
-    Returns what ``compute`` makes of it, None where no sample could be read, and the samples that failed.
+    Returns the result of ``compute``, None if no sample could be read, and the samples that failed.
     """
     [(data, failed)] = read_alone(evaluation, samples)
     return None if data is None else compute(data, samples), failed
@@ -78,7 +78,7 @@ def _reader_of(evaluation: Evaluation) -> Reader:
 
 
 def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -> UsageError:
-    """What is said of a sample that cannot be read."""
+    """The error about a sample that cannot be read."""
     said = f"sample {name_of(dataset, sample.index)} cannot be read: {sample.error}. "
     if skips:
         return UsageError(
@@ -93,7 +93,7 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
 
 
 def unwritable(recorder: Recorder, error: OSError) -> Exception:
-    """What is said where the output folder cannot be written any more."""
+    """The error to raise when the output folder cannot be written any more."""
     if recorder.folder is None:
         return error
     journal, out = recorder.folder, recorder.folder.parent
@@ -130,7 +130,8 @@ def _recorder_of(evaluation: Evaluation, opened: Opened) -> Recorder:
 class Loop:
     """The batches of one rank: hands them out, and takes their columns.
 
-    Whoever computes them goes through ``read`` inside of ``running``, and calls ``count`` for each, in order.
+    The code that computes them iterates over ``read`` inside of ``running``, and calls ``count`` for each
+    batch, in order.
     """
 
     def __init__(self, evaluation: Evaluation, opened: Opened) -> None:
@@ -156,19 +157,19 @@ class Loop:
         self._data = evaluation.added
         self._tried = False
         self._feed: Feed | None = None
-        # Seconds of the loop: `evaluate`, and of it `data` and `transfer`; who computes adds `look` and
-        # `compute`.
+        # Seconds of the loop: `evaluate`, and its parts `data` and `transfer`; the code that computes adds
+        # `look` and `compute`.
         self.times: dict[str, float] = {}
         # Seconds in the task's `postprocess`.
         self.postprocess_s = 0.0
-        # What the data set says of its reading.
+        # The data set's notes on reading.
         self.notes: list[str] = []
-        # A warning where samples gave other columns a second time; None where no second was tried.
+        # A warning if samples gave other columns the second time; None if there was no second time.
         self.unlike: list[str] | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Evaluate inside of it what remains; whatever ends it, what was finished is saved."""
+        """The context in which what remains is evaluated; finished work is saved, however it ends."""
         whole = self._plan.samples_in(self._chunks)
         before = whole - self._plan.samples_in(self.remaining)
         show = self._run.show if self._world.is_main else None
@@ -177,14 +178,14 @@ class Loop:
         try:
             yield
         except BaseException as error:
-            # The first error is the one to report, whatever this one comes to.
+            # The first error is reported, even if saving fails, too.
             with suppress(Exception):
                 self.recorder.flush()
             if is_out_of_memory(error):
                 raise self._out_of_memory(error) from error
             lost = lost_worker(error)
             if lost is not None:
-                # The traceback would be torch's.
+                # The cause's traceback would only show torch's code.
                 raise lost from None
             raise
         else:
@@ -201,18 +202,18 @@ class Loop:
             raise Stopped(self._control.stopping)
 
     def read(self, *, until_stopped: bool = True) -> Iterator[tuple[Work, Any]]:
-        """Every batch of this rank with its data on the device, None where no sample of it could be read.
+        """Every batch of this rank with its data on the device, None if none of its samples could be read.
 
-        No collective, no wait but for data. A stop ends it where a chunk ends.
+        Without a collective; waits only for data. A stop takes effect at the end of a chunk.
         """
-        handed: deque[Work] = deque()  # to the feed, until it comes out
+        handed: deque[Work] = deque()  # to the feed, which has not yet returned them
         options = self._run.options
         feed = self._feed = Feed(
             _reader_of(self._evaluation),
             self._batches(handed),
             workers=min(self._run.workers, self._batches_of_rank()),
             device=self._run.device,
-            # What a reading process has claimed, no other rank can take.
+            # No other rank can take chunks that reading processes have claimed.
             ahead=1 if options.schedule == DYNAMIC else 2,
             step=lambda stage: self._progress.step(stage, handed[0].chunk if handed else None),
         )
@@ -225,7 +226,7 @@ class Loop:
                     work = replace(work, failed=failed)
                 self._progress.step("forward", work.chunk)
                 yield work, data
-                # The chunk in hand is finished; no other is begun.
+                # The current chunk is finished; no other one is begun.
                 if self._control.is_stopping() and until_stopped and work.is_last:
                     return
                 if handed:
@@ -253,8 +254,8 @@ class Loop:
                 yield samples
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
-        """Chunks that no other rank takes, as long as there are any: the one in hand, and the next."""
-        # The next is asked for while this one is computed, so that nobody waits for rank 0's answer.
+        """Chunks that this rank has claimed from rank 0, until none is left: the current one and the next."""
+        # The next chunk is claimed while this one is computed, so that no rank waits for rank 0's answer.
         with ThreadPoolExecutor(1, "dualeval-claims") as pool:
             following = pool.submit(self._control.claim)
             while (number := following.result()) < len(remaining):
@@ -279,7 +280,7 @@ class Loop:
         self._control.add_done(len(work.samples))
 
     def _try(self, work: Work, columns: Mapping[str, Column]) -> None:
-        """Take this rank's first batch through all that comes after the last one."""
+        """Take this rank's first batch through all steps that follow the last batch."""
         evaluated = torch.ones(len(work.samples), dtype=torch.bool)
         evaluated[[sample.index - work.samples.start for sample in work.failed]] = False
         if not evaluated.any():
@@ -299,7 +300,7 @@ class Loop:
         tries = [] if options.batch_size == 1 else [f"--batch-size {options.batch_size // 2}"]
         tries += [] if options.precision.startswith("amp") else ["--precision amp-bf16 on a GPU"]
         tries += ["on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks", "a device with more memory"]
-        # Python's own has no text.
+        # Python's MemoryError has no text.
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
             f" {self.recorder.chunks_saved} finished chunks of this rank stay for the same command where "

@@ -1,13 +1,13 @@
 """Which machines have computed a result, and which may add to it.
 
-A machine is what ``machine_facts`` says of a rank: device type and model, CPU capability, versions, and the
-bits of a few kernels. Machines of one kind (device type, versions, libraries' sources) may add to each
-other's results: last bits can differ, and the result says so. Machines of different kinds may only where the
-user wants it.
+A machine is described by ``machine_facts``: device type and model, CPU capability, versions, and the bits of
+a few kernels. Machines of one kind (device type, versions, libraries' sources) may add to each other's
+results: last bits can differ, and the result says so. Machines of different kinds may do so only if the user
+allows it.
 
-The bits are what the kernels make of known numbers, as one short hash. Libraries choose their kernels by CPU
-and by environment variables (``MKL_CBWR``, ``ONEDNN_MAX_CPU_ISA``), and another kernel may add up a sum in
-another order. No list of facts tells; the bits do.
+The bits are a short hash of the kernels' results for known numbers. Libraries choose their kernels by CPU and
+by environment variables (``MKL_CBWR``, ``ONEDNN_MAX_CPU_ISA``), and another kernel may add up a sum in
+another order. No list of facts shows this; the bits do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dualeval.errors import UsageError
 
 Machine = Mapping[str, Any]
 
-# What every run computes with; a task names what else its results depend on.
+# Libraries of every run; a task names others on which its results depend.
 _LIBRARIES = ("dualeval", "torch", "numpy")
 _DIGITS = 16
 # Two primes: numbers that look like noise, from integers alone.
@@ -42,7 +42,7 @@ _PERIOD = 4_093
 def machine_facts(
     device: torch.device, libraries: Sequence[str], precision: str | None = None
 ) -> dict[str, Any]:
-    """What of this rank's machine can change a bit: device model, CPU capability, versions, and its bits."""
+    """Facts of this rank's machine that can change a bit: device model, CPU capability, versions, bits."""
     versions = {"python": platform.python_version()}
     for library in (*_LIBRARIES, *libraries):
         try:
@@ -58,7 +58,7 @@ def machine_facts(
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": versions,
         **({} if precision is None else {"bits": numeric_bits(device, precision)}),
-        # After the bits, which load its libraries.
+        # After the bits, whose kernels load the accelerator's libraries.
         **({"runtime": runtime} if (runtime := accelerator.runtime()) else {}),
     }
 
@@ -69,7 +69,7 @@ def kind_of(machine: Machine) -> dict[str, Any]:
 
 
 def is_same(one: Machine, other: Machine) -> bool:
-    """Whether two are one machine; ``runtime`` counts where both say it, which older results do not."""
+    """Whether two machines are the same; ``runtime`` counts if both have it, which older results do not."""
     one_sided = {"runtime"} - (one.keys() & other.keys())
     names = (one.keys() | other.keys()) - {"chunks"} - one_sided
     return all(one.get(name) == other.get(name) for name in names)
@@ -91,7 +91,7 @@ def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, m
 def check_kinds_of_parts(
     folder: object, parts: Iterable[Machine], own: Machine, start_over: str, *, mix: bool
 ) -> None:
-    """Check that what is in a folder was computed on this kind of machine."""
+    """Check that the work in a folder was computed on this kind of machine."""
     for machine in parts:
         found = differences(kind_of(machine), kind_of(own))
         if found and not mix:
@@ -118,9 +118,9 @@ def chunks_by_machine(parts: Iterable[tuple[Machine, int]]) -> list[dict[str, An
 
 
 def numeric_bits(device: torch.device, precision: str) -> str:
-    """Hash the bits that a few kernels give: convolutions, matrix products, sums, what lies between layers.
+    """Hash the results of a few kernels: convolutions, matrix products, sums, and operations between layers.
 
-    Inside ``numerics.settings``. Equal hashes do not prove that every kernel gives equal bits, only these.
+    To be called inside ``numerics.settings``. Equal hashes prove equal bits only for these kernels.
     """
     digest = hashlib.sha256()
     with torch.inference_mode(), numerics.autocast(precision, device):
@@ -139,7 +139,7 @@ def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Te
 
 
 def _matrix_products(numbers: Callable[..., Tensor]) -> Iterator[tuple[str, Tensor]]:
-    # Long sums, which are added up in blocks: of one row, of few, of many.
+    # Long sums, which kernels add up in blocks: for one row, for few, for many.
     weight, bias = numbers(256, 1153), numbers(256)
     for rows in (1, 7, 64):
         yield f"linear {rows}", functional.linear(numbers(rows, 1153), weight, bias)

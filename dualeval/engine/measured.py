@@ -1,6 +1,6 @@
-"""What metrics read of a run's columns; and what they measure: checked, as plain JSON values.
+"""The columns that metrics read, and what metrics measure: checked, as plain JSON values.
 
-Where samples go together, with the intervals that allow for it.
+For clustered samples, with intervals that allow for the clusters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dualeval.wording import did_you_mean
 Values = TypeVar("Values")
 # Fields of ``Measured`` and of ``Result``.
 _SAID_BY_KEY = ("intervals", "rough", "nonfinite", "units", "directions", "scores")
-# An interval may miss its value by what rounding leaves.
+# An interval may miss its value by a rounding error.
 _ROUNDING = 2.0**-40
 _NUMBERED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -50,10 +50,10 @@ def kept_columns(
 ) -> tuple[str, ...]:
     """The columns that journal and predictions.parquet hold: the ``rows`` of a task, then what metrics read.
 
-    Without those of metrics that say ``keeps_rows = False``. The same on every rank.
+    Columns of metrics with ``keeps_rows = False`` are left out. The same on every rank.
     """
     check_declarations([*metrics, *row_metrics])
-    # The rows are all that a row metric has: its columns are kept whatever it says.
+    # A row metric has only the rows: its columns are always kept.
     reading: list[Metric | RowMetric] = [*filter(keeps_rows, metrics), *row_metrics]
     read = (name for metric in reading for name in metric.columns)
     return tuple(dict.fromkeys((*rows, *read)))
@@ -72,7 +72,7 @@ def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:
 
 
 def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Mapping[str, Values]:
-    """The columns that a metric has declared, of all that there are; any other one is a ``UsageError``."""
+    """The columns that a metric has declared; it is a ``UsageError`` if it reads any other."""
     absent = [name for name in metric.columns if name not in columns]
     if absent:
         raise UsageError(
@@ -83,7 +83,7 @@ def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Map
 
 
 def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
-    """Add the samples of consecutive batches to a metric, one batch at a time where it asks for that."""
+    """Add the samples of consecutive batches to a metric, one batch at a time if it asks for that."""
     own = columns_of(metric, columns)
     if not per_batch(metric):
         metric.update(slots, own)
@@ -115,7 +115,7 @@ def _is_counts(value: object) -> bool:
 
 
 _VALUE = "a number, a text, a list or dict of them, or None"
-# Of the fields of ``Measured`` that are by key: what each entry has to be, and how that is said.
+# For the fields of ``Measured`` with entries by key: a check of an entry, and its description.
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "intervals": (_is_pair, "a pair of numbers"),
     "rough": (_is_text, "a text"),
@@ -128,9 +128,9 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def plain(metric: str, measured: Measured) -> Measured:
-    """What a metric has measured as plain JSON values; numpy's numbers become Python's.
+    """A metric's measurements as plain JSON values; numpy's numbers become Python's.
 
-    NaN and infinities are no JSON: they become None, and a warning says so.
+    JSON has no NaN and no infinities: they become None, and a warning says so.
     """
     if not isinstance(measured, Measured):
         raise UsageError(
@@ -143,14 +143,14 @@ def plain(metric: str, measured: Measured) -> Measured:
         for key in fields[name]:
             if key not in known:
                 raise UsageError(f"metric {metric!r} gave {name} for {key!r}, and no value of that name")
-    # One without an end is none.
+    # Drop intervals with a missing end.
     fields["intervals"] = {key: tuple(ends) for key, ends in fields["intervals"].items() if None not in ends}
     said = measured.warnings
     if not isinstance(said, (tuple, list)) or not all(map(_is_text, said)):
         raise _unexpected(metric, "warnings", said, "a tuple of texts")
     found = replace(measured, **fields, warnings=(*said, *lost))
     try:
-        # As the digest and result.json are made.
+        # Written as for the digest and result.json.
         json.dumps(asdict(found), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise UsageError(
@@ -160,7 +160,7 @@ def plain(metric: str, measured: Measured) -> Measured:
 
 
 def _field(metric: str, field: str, given: Any, lost: list[str]) -> dict[str, Any]:
-    """A field that is by key, its entries checked; of values a key is named by itself."""
+    """A field with entries by key, checked; in errors, keys of ``values`` appear without the field's name."""
     found = _mapping(metric, field, given, lost, at_top=field == "values")
     fits, expected = _EXPECTED.get(field, (lambda value: not isinstance(value, Score), _VALUE))
     for key, value in found.items():
@@ -181,7 +181,7 @@ def _mapping(metric: str, where: str, given: Any, lost: list[str], *, at_top: bo
 
 
 def _plain(metric: str, where: str, value: Any, lost: list[str]) -> Any:
-    """A value as JSON has it; a sentence joins ``lost`` for each that is not finite."""
+    """A value as in JSON; adds a sentence to ``lost`` for each number that is not finite."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -206,7 +206,7 @@ def _unexpected(metric: str, where: str, value: Any, expected: str) -> UsageErro
 
 
 def fields_of_result(measured: Sequence[Measured]) -> dict[str, Any]:
-    """What metrics say, as the fields of a ``Result`` that are by key of a value."""
+    """The metrics' measurements as those fields of a ``Result`` that have entries by key."""
     merged: dict[str, dict[str, Any]] = {
         "metrics": _merged(part.values for part in measured),
         **{name: _merged(getattr(part, name) for part in measured) for name in _SAID_BY_KEY},
@@ -240,7 +240,7 @@ def check_keys(measured: Iterable[Measured]) -> None:
 
 
 def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
-    """Check that a batch has the column, and that its entries can be told apart."""
+    """Check that a batch has the column, and that its entries can identify clusters."""
     if name not in columns:
         raise UsageError(
             f"--cluster {name!r}: there is no such column. The columns are {', '.join(columns)}. Name one of "
@@ -259,14 +259,14 @@ def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
 
 
 def columns_wanted(name: str, measured: Sequence[Measured], kept: Sequence[str]) -> list[str]:
-    """The columns from which intervals by clusters follow, of those that are kept."""
+    """The kept columns that intervals by clusters are computed from."""
     scores = [score for part in measured for score in part.scores.values()]
     wanted = dict.fromkeys((name, *(column for score in scores for column in score.columns)))
     return [column for column in wanted if column in kept]
 
 
 def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:
-    """The intervals by clusters of all that metrics have measured."""
+    """The intervals by clusters for all values that metrics have measured."""
     values = {key: value for part in measured for key, value in part.values.items()}
     units = {key: unit for part in measured for key, unit in part.units.items()}
     scores = {key: score for part in measured for key, score in part.scores.items()}
@@ -311,7 +311,7 @@ def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) ->
 def with_clusters(
     fields: Mapping[str, Any], name: str | None, found: ClusterIntervals | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a result with intervals by clusters in place of those of independent samples."""
+    """The fields of a result, with intervals by clusters in place of those for independent samples."""
     if name is None or found is None:
         rough = {**_without_wrong(fields, fields["intervals"]), **fields["rough"]}
         return {**fields, "rough": rough}, rough_warnings(rough)
@@ -332,7 +332,7 @@ def with_clusters(
 
 
 def _without_wrong(fields: Mapping[str, Any], intervals: Mapping[str, Ends]) -> dict[str, str]:
-    """Why the interval of a loss is rough where no sample is wrong: few wrong ones have most of the loss."""
+    """Why a loss's interval is rough if no sample is wrong: few wrong samples make up most of a loss."""
     all_right = 1.0 in (fields["metrics"].get(name) for name in ("top1", "accuracy"))
     why = "of samples that are all right, and says nothing of the loss of wrong ones"
     return {"loss": why} if all_right and "loss" in intervals else {}

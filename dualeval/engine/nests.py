@@ -1,6 +1,7 @@
 """Nests: the dicts, lists, tuples and dataclasses in which samples and batches keep their values.
 
-One walk for all who go through them: ``map_values`` makes a nest anew, ``tensors_in`` says what lies where.
+All modules walk through nests by these functions: ``map_values`` rebuilds a nest, ``tensors_in`` lists its
+tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _Nest = TypeVar("_Nest")
-# Where the parts of a nest are, as ".logits" or "[0]"; the parts; and what makes a nest of others.
+# The positions of a nest's parts, as ".logits" or "[0]"; the parts; and a function that makes it from others.
 _Opened: TypeAlias = tuple[Sequence[str], Sequence[Any], Callable[[Sequence[Any]], Any]]
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray)
@@ -32,26 +33,26 @@ _PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 def map_values(
     function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda value: False
 ) -> Any:
-    """Make a nest of the same structure from what a function makes of each value; the nest stays as it is.
+    """Make a nest of the same structure from a function's result for each value, without changing the nest.
 
-    Nests are what ``torch.utils._pytree`` knows, dataclasses, and other dicts, lists and tuples. Attributes
-    that these have beside their items or fields are values, too. What cannot be copied is a value itself.
+    Nests are the types that ``torch.utils._pytree`` knows, dataclasses, and other dicts, lists and tuples.
+    Attributes beside their items or fields are values, too. A nest that cannot be copied counts as a value.
     """
     opened = None if is_leaf(nest) else opened_nest(nest)
     if opened is None:
         return function(nest)
     _, parts, made_of = opened
-    # No function inside that calls itself: it would keep what the others hold, until the next collection.
+    # No recursive inner function: it would keep the values alive until the next garbage collection.
     return made_of([map_values(function, part, is_leaf=is_leaf) for part in parts])
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """As ``map_values``, of the tensors alone: all other values stay as they are."""
+    """Like ``map_values``, for tensors only: all other values stay as they are."""
     return map_values(lambda value: function(value) if isinstance(value, Tensor) else value, nest)
 
 
 def tensors_in(nest: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nest, with where they are, as ``.logits`` or ``[0]``."""
+    """The tensors of a nest with their positions, as ``.logits`` or ``[0]``."""
     if isinstance(nest, Tensor):
         yield path, nest
     elif (opened := opened_nest(nest)) is not None:
@@ -98,14 +99,14 @@ def name_of_type(value: Any) -> str:
 
 
 def opened_nest(nest: Any) -> _Opened | None:
-    """The parts of a nest; None where a value is none, or cannot be made anew."""
+    """The parts of a nest; None if the value is not a nest, or cannot be rebuilt."""
     kind: Any = type(nest)
     if kind is Tensor:
-        return None  # most values are one: what follows asks for everything else
+        return None  # first, because most values are tensors
     if isinstance(nest, tuple) and hasattr(nest, "_make"):
         return _of_object(nest, _keys(kind._fields), list(nest), kind._make)
     if (known := pytree.SUPPORTED_NODES.get(kind)) is not None:
-        # Not by pytree's own walk, whose function calls itself.
+        # Not by pytree's own walk, whose inner function is recursive.
         given, context = known.flatten_fn(nest)
         parts = [*given]
         names = _keys(nest) if isinstance(nest, Mapping) else _numbers(parts)
@@ -119,7 +120,7 @@ def opened_nest(nest: Any) -> _Opened | None:
             return None
         items = dict(dict.items(nest)) if isinstance(nest, dict) else {}
         return _of_object(nest, _keys(items), [*items.values()], partial(_with_items, copied))
-    if isinstance(nest, Mapping):  # of a class that may want anything: a plain one
+    if isinstance(nest, Mapping):  # a class with unknown arguments becomes a dict
         items = dict(nest)
         return _keys(items), [*items.values()], lambda values: dict(zip(items, values, strict=True))
     if isinstance(nest, list | tuple):
@@ -136,9 +137,9 @@ def _numbers(parts: Sequence[Any]) -> list[str]:
 
 
 def _with_items(copied: Any, values: Sequence[Any]) -> Any:
-    """A copy of an object with other items, where it has some."""
+    """Give a copied object other items, if it is a dict."""
     if isinstance(copied, dict):
-        # By dict's own method: one of the class may store elsewhere, too, in what it shares with its copies.
+        # By dict's own method: the class's may also store into something that it shares with its copies.
         for key, value in zip(dict.keys(copied), values, strict=True):
             dict.__setitem__(copied, key, value)
     return copied
@@ -147,7 +148,7 @@ def _with_items(copied: Any, values: Sequence[Any]) -> Any:
 def _of_object(
     nest: Any, names: list[str], items: list[Any], of_items: Callable[[Sequence[Any]], Any]
 ) -> _Opened:
-    """An object's items, and behind them its attributes."""
+    """An object's items, followed by its attributes."""
     attributes = own_attributes(nest)
 
     def made_of(parts: Sequence[Any]) -> Any:
@@ -155,7 +156,7 @@ def _of_object(
         for name, value in zip(attributes, parts[len(items) :], strict=True):
             if name in getattr(found, "__dict__", ()):
                 found.__dict__[name] = value
-            else:  # a slot, of a frozen one too; or there is none yet
+            else:  # a slot, also of a frozen object; or not set yet
                 object.__setattr__(found, name, value)
         return found
 
@@ -166,8 +167,8 @@ def _of_object(
 
 
 def held_by(value: Any, at_most: int) -> list[Any]:
-    """What a value holds: entries of a container, parts of a call, else an object's attributes; the first."""
-    kind = type(value)  # a proxy answers isinstance with what it stands for
+    """The first few of a container's entries, of a call's parts, or of any other object's attributes."""
+    kind = type(value)  # by type: a proxy answers isinstance for another object
     if issubclass(kind, (Tensor, type, ModuleType)) or inspect.isbuiltin(value):
         return []
     if kind is MethodType:
@@ -183,12 +184,12 @@ def held_by(value: Any, at_most: int) -> list[Any]:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """What stands in an object's ``__dict__`` and slots, by name; no attribute that computes."""
+    """The values in an object's ``__dict__`` and slots, by name; without computed attributes."""
     found: dict[str, Any] = {}
     for kind in reversed(type.__dict__["__mro__"].__get__(type(value))):
         space = type.__dict__["__dict__"].__get__(kind)
         holder = space.get("__dict__")
-        # A class may define a __dict__ of its own, and that computes.
+        # A class may define a __dict__ that is computed.
         if type(holder) is GetSetDescriptorType or type(holder) is MemberDescriptorType:
             content = holder.__get__(value)
             found.update((name, item) for name, item in dict.items(content) if type(name) is str)
@@ -200,6 +201,6 @@ def own_attributes(value: Any) -> dict[str, Any]:
             if type(slot) is MemberDescriptorType:
                 try:
                     found[name] = slot.__get__(value)
-                except AttributeError:  # an empty one
+                except AttributeError:  # an empty slot
                     continue
     return found

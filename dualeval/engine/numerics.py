@@ -1,7 +1,8 @@
 """The numeric settings that make equal inputs give equal bits: set for a run, checked, and put back after it.
 
-They belong to the whole process, so the model's code can change them: ``torch.set_float32_matmul_precision``
-at the top of a model's file, ``torch.backends.cudnn.benchmark = True`` in a forward.
+The settings are global to the process, so the model's code can change them, for instance by
+``torch.set_float32_matmul_precision`` in a model's file or ``torch.backends.cudnn.benchmark = True`` in a
+forward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._device import DeviceContext
 
 from dualeval.errors import UsageError
 
-# What --precision takes, and the autocast type that it stands for (None: no autocast).
+# The values of --precision, each with its autocast type (None: no autocast).
 PRECISIONS: dict[str, torch.dtype | None] = {
     "fp32": None,
     "tf32": None,
@@ -35,7 +36,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 # PyTorch 2.9's settings of how float32 is computed, parents before children: a child that is "none" takes its
-# parent's value. The older ones (allow_tf32) are still there, and raise when they are read and do not agree.
+# parent's value. The older settings (allow_tf32) still exist; reading one raises if it disagrees with these.
 _HAS_FP32_PRECISION = hasattr(torch.backends, "fp32_precision")
 _PARENTS = tuple(f"torch.backends.{backend}fp32_precision" for backend in ("", "cudnn.", "mkldnn."))
 _CHILDREN = tuple(
@@ -64,12 +65,12 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The autocast context of a precision; without one it switches the caller's off."""
+    """The autocast context of a precision; for one without autocast, it turns off the caller's."""
     return autocast_of(precision, device)()
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.autocast]:
-    """Makes ``autocast``, anew for each batch: a context belongs to one thread."""
+    """A function that makes a new ``autocast`` for each batch: a context belongs to one thread."""
     dtype = PRECISIONS[precision]
     return partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -78,7 +79,7 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.auto
 def without_autocast(device: torch.device) -> Iterator[None]:
     """Keep a caller's autocast out of an evaluation, and the evaluation out of the caller's cache of casts.
 
-    That cache is the process's, and may have casts of weights as they were before.
+    That cache is global to the process, and may hold casts of former weights.
     """
     with ExitStack() as stack:
         is_inside = torch.autocast_increment_nesting() > 1
@@ -92,14 +93,14 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 class _Setting:
     """One setting of the process."""
 
-    # As Python code reads or sets it.
+    # The Python expression that reads or sets it.
     name: str
-    # Gives its value.
+    # Returns its value.
     read: Callable[[], Any]
     write: Callable[[Any], object]
     # Its value in the run.
     wanted: Any
-    # Its values in a process where nobody has set it; None where any value is usual.
+    # Its values in a process that has not set it; None if any value is usual.
     usual: tuple[Any, ...] | None = None
 
 
@@ -111,7 +112,7 @@ class NumericSettings:
         older = _older_fp32_settings(tf32)
         others = [setting for setting in _other_settings(device) if setting.name not in leave]
         self._settings = [*(_fp32_settings(tf32) if _HAS_FP32_PRECISION else older), *others]
-        # Written first, as they write some of the newer ones.
+        # Written first, as writing them also changes some of the newer ones.
         self._also = older if _HAS_FP32_PRECISION else []
         self._before = _read_without_parents(self._settings)
         self._also_before = _read_older() if _HAS_FP32_PRECISION else []
@@ -124,14 +125,14 @@ class NumericSettings:
         self._write_wanted()
 
     def check_after_build(self) -> list[str]:
-        """Set again what the model's code has changed when the model was built."""
+        """Set again what the model's code changed while the model was built."""
         changes = self._set_again()
         if not changes:
             return []
         return [f"the model's code has changed {_joined(changes)}; this run has set it back"]
 
     def check_after_loop(self, in_threads: Iterable[str] = ()) -> list[str]:
-        """Set again what the model's code has changed while batches were computed."""
+        """Set again what the model's code changed while batches were computed."""
         changes = list(dict.fromkeys([*self._set_again(), *sorted(in_threads)]))
         if not changes:
             return []
@@ -141,7 +142,7 @@ class NumericSettings:
         ]
 
     def restore(self) -> None:
-        """Set everything as it was before the run, also what the model's code has changed."""
+        """Restore all settings from before the run, also those that the model's code has changed."""
         self._write(self._before, self._also_before)
 
     def _set_again(self) -> list[str]:
@@ -161,22 +162,22 @@ class NumericSettings:
 
     def _write(self, values: Sequence[Any], also: Sequence[Any]) -> None:
         with warnings.catch_warnings():
-            # PyTorch 2.9 warns of the older ones. They are written so that both agree.
+            # PyTorch 2.9 warns about the older settings. They are written so that old and new ones agree.
             warnings.simplefilter("ignore", UserWarning)
             for setting, value in zip(self._also, also, strict=True):
                 setting.write(value)
         for setting, value in zip(self._settings, values, strict=True):
-            # What a child reads may be its parent's.
+            # A child's value may be read from its parent, so these are always written.
             if setting.name in _PARENTS or setting.name in _CHILDREN or setting.read() != value:
                 setting.write(value)
 
 
 @contextmanager
 def settings(precision: str, device: torch.device, leave: Collection[str] = ()) -> Iterator[NumericSettings]:
-    """Set what equal bits need: no TF32 unless asked for, no choice of kernels by timing, deterministic ones,
-    and on a CPU one thread a kernel, as the kernel's last bits may depend on their number.
+    """Set what equal bits need: no TF32 unless asked for, deterministic kernels, no choice of kernels by
+    timing, and on a CPU one thread per kernel, as its last bits may depend on the number of threads.
 
-    Where an operation has no deterministic kernel PyTorch warns and goes on.
+    If an operation has no deterministic kernel, PyTorch warns and continues.
     """
     held = NumericSettings(precision, device, leave)
     try:
@@ -186,13 +187,13 @@ def settings(precision: str, device: torch.device, leave: Collection[str] = ()) 
 
 
 def set_thread() -> None:
-    """Set what belongs to a thread, in one that computes beside the thread of ``settings``."""
+    """Set the per-thread settings in a thread that computes beside the thread of ``settings``."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(False)
 
 
 def check_thread() -> list[str]:
-    """Set again what the model's code has changed in a thread that ``set_thread`` has set."""
+    """Set again what the model's code changed in a thread after ``set_thread``."""
     wanted_and_found = (_THREADS, 1, torch.get_num_threads()), (_FLUSH, False, _flushes_denormals())
     changes = [_CHANGE.format(*each) for each in wanted_and_found if each[1] != each[2]]
     if changes:
@@ -210,7 +211,7 @@ _CHANGE = "{} from {!r} to {!r}"
 def _fp32_settings(tf32: bool) -> list[_Setting]:
     """The settings of PyTorch 2.9 and newer."""
     wanted = "tf32" if tf32 else "ieee"
-    # PyTorch's own value for cuDNN: TF32, unless somebody has set it or its parent.
+    # PyTorch's default for cuDNN is TF32, unless somebody has set it or its parent.
     usual = {name: ("none", "tf32") if ".cudnn." in name else ("none",) for name in _CHILDREN}
     return [
         _attribute(
@@ -224,9 +225,9 @@ def _fp32_settings(tf32: bool) -> list[_Setting]:
 
 
 def _older_fp32_settings(tf32: bool) -> list[_Setting]:
-    """The settings of PyTorch 2.8, which a newer one keeps beside its own.
+    """The settings of PyTorch 2.8, which newer versions keep beside their own.
 
-    They are set there too, so that both agree: the model's code, or the compiler, may read the older ones.
+    They are set there, too, so that both agree: the model's code, or the compiler, may read the older ones.
     """
     matmul = "high" if tf32 else "highest"
     return [
@@ -237,11 +238,11 @@ def _older_fp32_settings(tf32: bool) -> list[_Setting]:
 
 def _other_settings(device: torch.device) -> list[_Setting]:
     threads = 1 if device.type == "cpu" else torch.get_num_threads()
-    _default_device()  # what it refuses is refused before anything is set
+    _default_device()  # raises, if at all, before anything is set
     return [
         # 1 is "warn": as use_deterministic_algorithms(True, warn_only=True), which imports the compiler: 1 s.
         _function("get_deterministic_debug_mode", "set_deterministic_debug_mode", 1, usual=(0,)),
-        # Filling every new tensor costs time, and hides nothing: the engine reads no uninitialised memory.
+        # Filling every new tensor would cost time for nothing: the engine reads no uninitialised memory.
         _attribute("torch.utils.deterministic.fill_uninitialized_memory", False),
         _attribute("torch.backends.cudnn.benchmark", False, usual=(False,)),
         *_kernel_settings(),
@@ -262,13 +263,13 @@ def _other_settings(device: torch.device) -> list[_Setting]:
 
 
 def _kernel_settings() -> list[_Setting]:
-    """Which kernels an operation may choose from: each choice has last bits of its own."""
+    """The kernels that an operation may choose from: each kernel may give other last bits."""
     mha, cuda = "backends.mha.", "backends.cuda."
     einsum: bool = torch.backends.opt_einsum.is_available()
     attention = "fp16_bf16_reduction_math_sdp"
     return [
         _function(f"{mha}get_fastpath_enabled", f"{mha}set_fastpath_enabled", True, usual=(True,)),
-        # set_flags, the public way, sets fp32_precision as well.
+        # Not by the public set_flags, which also sets fp32_precision.
         *(
             replace(
                 _function(f"_C._get_{library}_enabled", f"_C._set_{library}_enabled", True, usual=(True,)),
@@ -293,7 +294,7 @@ def _kernel_settings() -> list[_Setting]:
 
 
 def _function(read: str, write: str, wanted: Any, usual: tuple[Any, ...] | None = None) -> _Setting:
-    """A setting that a function of torch gives, and another one sets."""
+    """A setting that one function of torch returns, and another one sets."""
     read_it, write_it = attrgetter(read, write)(torch)
     return _Setting(name=f"torch.{read}()", read=read_it, write=write_it, wanted=wanted, usual=usual)
 
@@ -333,7 +334,7 @@ def _read_without_parents(settings: Sequence[_Setting]) -> list[Any]:
 def _read_older() -> list[Any]:
     """The older settings' own values; leaves the newer ones at "ieee".
 
-    Each can be read only where the newer ones agree with it, or, the first one, where they are "ieee".
+    Each can be read only if the newer ones agree with it; the first one also if they are "ieee".
     """
     for name in _CHILDREN:
         _attribute(name, "ieee").write("ieee")
@@ -346,12 +347,12 @@ def _read_older() -> list[Any]:
 
 
 def _flushes_denormals() -> bool:
-    """Whether this thread takes the smallest numbers for 0; PyTorch has no question for it."""
+    """Whether this thread treats the smallest numbers as 0; PyTorch has no function that tells."""
     return sys.float_info.min / 2 == 0
 
 
 def _default_device() -> torch.device | None:
-    """The default device that was set; None where none was: torch's fast path of attention asks for that."""
+    """The default device if one was set, else None, which torch's fast path of attention requires."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     modes = [mode for mode in stack if isinstance(mode, DeviceContext)]
     if modes and modes != [getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)]:

@@ -1,4 +1,4 @@
-"""What a run writes to, goes on from and is compared with: opened when all ranks have agreed on the job."""
+"""The output folder, earlier work and reference of a run, opened once all ranks have agreed on the job."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Opened:
 
     # What the ranks have agreed on (`agreement.agree`).
     facts: Mapping[str, Any]
-    # What earlier runs have left.
+    # The state that earlier runs have left.
     previous: PreviousRun
     # Numbers of the chunks of this run: all, or a share's.
     chunks: Sequence[int]
-    # What the result names: rank 0's machine, or where nothing remains an earlier run's.
+    # The machine that the result names: rank 0's, or an earlier run's if nothing remains.
     machine: Mapping[str, Any]
-    # None where nothing is written.
+    # None if nothing is written.
     folder: RunFolder | None = None
-    # On rank 0 the run that this one is compared with, where there is one; and this run's facts for it.
+    # On rank 0, the run that this one is compared with, if any; and this run's facts for the comparison.
     reference: Reference | None = None
     compared: Mapping[str, Any] | None = None
 
@@ -54,9 +54,9 @@ class Opened:
     def beside_reference(
         self, result: Result, windows: Iterable[Window], dataset: Dataset, step: Callable[[], None]
     ) -> Result:
-        """The result with what the reference's rows say beside this run's; rank 0 calls it.
+        """The result with the comparison to the reference's rows; rank 0 calls it.
 
-        The reference was readable before the first batch. If it is not any more, no batch is lost for it.
+        The reference was readable before the first batch. If it no longer is, the result is kept without it.
         """
         if self.reference is None:
             return result
@@ -92,7 +92,7 @@ def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:
 
 
 def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
-    """Join the other shares, where this run is one; whether all of them have their result. A collective."""
+    """If this run is a share, join the other shares; whether all have their result already. A collective."""
     run, options = evaluation.run, evaluation.run.options
     if run.share is None:
         return False
@@ -111,7 +111,7 @@ def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Refe
         step = partial(run.control.progress.step, "setup")
         reference = Reference.open(run.options.reference)
         reference.check(evaluation.dataset, evaluation.plan.num_samples, evaluation.columns, compared, step)
-    # Nothing is evaluated, and no folder made, where it cannot be compared with.
+    # An unusable reference stops all ranks here, before a folder is made or anything evaluated.
     run.control.meet()
     return reference
 
@@ -119,7 +119,7 @@ def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Refe
 def _open_folder(
     evaluation: Evaluation, facts: dict[str, Any], chunks: Sequence[int]
 ) -> tuple[RunFolder, PreviousRun, dict[str, Any]]:
-    """Rank 0 makes the output folder, or goes on in it; the others learn what was there, and its machine."""
+    """Rank 0 makes the output folder or resumes in it; the others receive its state, and its machine."""
     run, plan, options = evaluation.run, evaluation.plan, evaluation.run.options
     control, world = run.control, run.backend.world
     message: dict[str, Any] | None = None
@@ -139,7 +139,7 @@ def _open_folder(
             step=lambda: control.progress.step("setup"),
             lost=lambda reason: control.give_up(reason, rank=control.name.rank),
         )
-        # From here on an early end is written down there, and closes it.
+        # From here on, an early exit is recorded in the folder, and closes it.
         run.watch.keep(folder)
         machine = previous.chunks.machine(facts["machine"])
         message = {**folder.to_message(previous, plan), "machine": machine}
@@ -173,7 +173,7 @@ def _new_path(facts: Mapping[str, Any]) -> Path:
 def _note_previous_run(
     evaluation: Evaluation, folder: RunFolder, previous: PreviousRun, chunks: int, hidden: Sequence[int]
 ) -> None:
-    """Say what is gone on from, and which ranks do not see the folder."""
+    """Note what the run resumes from, and which ranks cannot see the folder."""
     note, size = evaluation.run.note, evaluation.run.backend.world.size
     for sentence in previous.notes:
         note(sentence)

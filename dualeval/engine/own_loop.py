@@ -1,4 +1,4 @@
-"""A loop of the caller's own: counted, saved and resumed as the engine's is; for the engine it is a task."""
+"""A caller's own loop: counted, saved and resumed like the engine's; for the engine it is a task."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from dualeval.tasks import Dataset, Task
 
 _HOST = torch.device("cpu")
 _USAGE = "for batch in session.batches(dataset): ...; session.add(batch, loss=losses)"
-# The caller's own matter: the loop may be inside of torch.no_grad().
+# Left to the caller: the loop may be inside of torch.no_grad().
 _CALLERS = ("torch.is_grad_enabled()", "torch.get_default_dtype()")
 
 Columns = dict[str, Column]
@@ -58,14 +58,14 @@ _HALF = (torch.float16, torch.bfloat16)
 class OwnLoop:
     """The batches of a caller's own loop, its columns, and the result.
 
-    Every sample is in one batch of one rank. The caller computes each batch that ``batches`` gives, and hands
-    its columns to ``add``. The batches are the same at every number of ranks, finished ones are saved in
-    ``out``, and a loop that is started again there goes on. While it lasts, numeric settings are those of
-    ``dualeval run``: one thread a kernel on a CPU, no TF32 unless asked for, deterministic kernels.
+    Every sample is in one batch of one rank. The caller computes each batch of ``batches``, and passes its
+    columns to ``add``. The batches are the same at every number of ranks. Finished ones are saved in ``out``,
+    and a loop that is started again there resumes. During the loop, numeric settings are those of ``dualeval
+    run``: one thread a kernel on a CPU, no TF32 unless asked for, deterministic kernels.
 
-    Before the first batch is counted, each rank computes one, from whose columns all ranks learn what the
-    caller adds; and where an earlier run has left finished batches, rank 0 computes two of them anew, which
-    must have the same bits.
+    Before the first batch is counted, each rank computes one, and its columns show all ranks what the caller
+    adds. If an earlier run has left finished batches, rank 0 computes two of them again, which must give the
+    same bits.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class OwnLoop:
         self._task = LoopTask(samples, collate, metrics, model)
         self._plan = plan_of(self._task.dataset(), run)
         self._batches: Generator[Any, None, None] | None = None
-        # Makes the result, once the loop is through.
+        # Makes the result after the loop.
         self._finish: Callable[[], Result]
         self._in_hand: tuple[Any, range] | None = None
         self._added: Columns | None = None
@@ -107,7 +107,7 @@ class OwnLoop:
         return self._batches
 
     def add(self, batch: Any, **columns: Any) -> None:
-        """Take the columns of the batch in hand, as ``Session.add`` was given them."""
+        """Take the columns of the current batch, as passed to ``Session.add``."""
         if self._in_hand is None:
             raise UsageError(f"add was called without a current batch: {_USAGE}")
         given, samples = self._in_hand
@@ -146,7 +146,7 @@ class OwnLoop:
         return self._result
 
     def close(self) -> None:
-        """End the loop where it is, with what was added saved."""
+        """End the loop here; the columns added so far are saved."""
         if self._batches is not None:
             self._batches.close()
 
@@ -177,11 +177,11 @@ class OwnLoop:
                 notes = [*evaluation.warnings, *settings.notes, *settings.check_after_loop()]
                 self._finish = partial(finish, evaluation, opened, loop, proven, notes)
             self._is_through = True
-            # What the caller does until it asks for the result is no part of the run.
+            # The run does not include what the caller does before it asks for the result.
             run.control.progress.step("idle")
 
     def _counted(self, loop: Loop) -> Generator[Any, None, None]:
-        """Hand out this rank's batches, and count what is added of each."""
+        """Hand out this rank's batches, and count the columns added for each."""
         world, dynamic = self._run.backend.world, self._run.options.schedule == DYNAMIC
         mine = loop.remaining if dynamic else loop.remaining[world.rank :: world.size]
         self._samples_of_rank = self._plan.samples_in(mine)
@@ -196,7 +196,7 @@ class OwnLoop:
                     try:
                         columns = yield from self._hand_out(data, work.samples)
                     except GeneratorExit:
-                        # What was added before the caller left is a finished batch.
+                        # A batch that was added before the caller left the loop is finished.
                         if (columns := self._take_added()) is not None:
                             loop.count(work, columns)
                             self._done += len(work.samples)
@@ -215,7 +215,7 @@ class OwnLoop:
             batch = self._plan.chunk_batches(chunk)[0]
             own, failed = yield from self._compute_alone(reading, self._plan.batch_samples(batch))
             if own:
-                # Where a sample could not be read, the loop may find that it can.
+                # After a failed sample the batch is not reused: the loop may be able to read it.
                 self._first = None if failed else (batch, own)
                 break
         kinds = {name: _kind_for_all(column) for name, column in own.items()}
@@ -228,7 +228,7 @@ class OwnLoop:
     def _compute_alone(
         self, evaluation: Evaluation, samples: range
     ) -> Generator[Any, None, tuple[Columns, tuple[FailedSample, ...]]]:
-        """Read one batch by itself and have it computed; without columns where no sample could be read."""
+        """Read one batch by itself and have it computed; without columns if no sample could be read."""
         handed_out, failed = compute_alone(evaluation, samples, self._hand_out)
         if handed_out is None:
             return {}, failed
@@ -254,14 +254,14 @@ class OwnLoop:
 
 
 def _parts(batch: Any) -> list[Any]:
-    """A batch and what it is made of: a loop may unpack it at once."""
+    """A batch and its parts: the loop may have unpacked it."""
     if isinstance(batch, Mapping):
         return [batch, *batch.values()]
     return [batch, *batch] if isinstance(batch, list | tuple) else [batch]
 
 
 class LoopTask(Task):
-    """What the engine asks of a task, as far as a caller's own loop has it."""
+    """A caller's own loop as a task, as far as it can be one."""
 
     name = "loop"
     wants_workers = False
@@ -278,15 +278,15 @@ class LoopTask(Task):
         self._collate = collate
         self._given = metrics
         self._metrics: list[Metric | RowMetric] = []
-        # As given; it may be wrapped for training on several processes.
+        # As given: it may be wrapped for training on several processes.
         self.given_model = model
-        # What is inside of it; one without modules where there is none.
+        # The unwrapped model; an empty module if none was given.
         self.model = nn.Module().eval() if model is None else unwrapped(model)
-        # By column, as ``_kind_for_all`` says it; known when the first batch is.
+        # The ``_kind_for_all`` of each column; known after the first batch.
         self.kinds: dict[str, list[Any]] = {}
 
     def learn(self, everyone: Sequence[dict[str, list[Any]]]) -> None:
-        """Learn the kinds of columns from each rank's, by name: none of one that could read nothing."""
+        """Learn the columns' kinds from all ranks'; a rank that could read nothing has none."""
         known = [(rank, kinds) for rank, kinds in enumerate(everyone) if kinds]
         if not known:
             raise UsageError("no sample could be read in the first batch of any chunk")
@@ -350,7 +350,7 @@ class LoopTask(Task):
         return {"columns": self.kinds}
 
     def unknown(self) -> list[str]:
-        """What a reader should know of what a later run in the same folder is compared with."""
+        """A warning about changes that a later run in the same folder cannot detect."""
         unknown = ["the loop's own source"]
         unknown += [] if self.given_model is not None else ["the weights (give batches(..., model=model))"]
         unknown += [] if self._samples.is_hashed else [f"the contents of the data set ({self._samples.kind})"]
@@ -386,7 +386,7 @@ def _check_asked(dataset: Any, run: Run, collate: Any, metrics: Any, model: Any)
     check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
 
 
-# By option, what the caller's own loop does in its place.
+# By option, what the caller's loop can do instead.
 _OWN: Mapping[str, str] = {
     "precision": "write autocast yourself, as torch.autocast(...) around the forward, or cast the model and "
     "its inputs, as model.to(torch.bfloat16)",
@@ -399,7 +399,7 @@ _OWN: Mapping[str, str] = {
 
 
 def _check_left_out(options: RunOptions) -> None:
-    """Check that nothing is asked for that only the caller can do: the forward is the caller's own."""
+    """Check that no option asks for what only the caller can do, who computes the forward."""
     for name, instead in _OWN.items():
         if (given := getattr(options, name)) not in ("fp32", "tf32", AUTO, None):
             raise UsageError(f"{name} {given!r}: in your own loop {instead}. Leave {name} out.")
@@ -414,7 +414,7 @@ def column_of(name: str, values: Any, samples: range) -> Column:
             f"the column {name!r} has {found} for the batch of {named(samples)}, expected "
             f"{len(samples)}: one a sample, in order (a loss with reduction='none')"
         )
-    # The caller may write into it again.
+    # Copied, for the caller may write into it again.
     parts = [
         part.detach().to(_HOST, copy=True, memory_format=torch.contiguous_format) for part in parts_of(column)
     ]
@@ -422,7 +422,7 @@ def column_of(name: str, values: Any, samples: range) -> Column:
 
 
 def _as_column(name: str, values: Any) -> Column:
-    """What ``add`` was given as a column, on its device."""
+    """A value that was passed to ``add``, as a column on its device."""
     refuse_masked(f"the column {name!r} has", values)
     if isinstance(values, np.ndarray) and values.dtype.kind == "U":
         values = values.tolist()
@@ -442,7 +442,7 @@ def _as_column(name: str, values: Any) -> Column:
 
 
 def _is_row(entry: Any) -> bool:
-    """Whether an entry of a list is a row that may have another length than the others."""
+    """Whether an entry of a list is a row, whose length may differ from the others'."""
     return isinstance(entry, str) or (isinstance(entry, Tensor) and entry.ndim > 0)
 
 
@@ -451,10 +451,10 @@ def named(samples: range) -> str:
 
 
 def _kind_for_all(column: Column) -> list[Any]:
-    """What is the same of a column in all batches of a loop, on all ranks, in plain values.
+    """The properties of a column that all batches of a loop share on all ranks, in plain values.
 
-    Its dtype and its dimensions, of a ragged column those of all samples' values together; and whether it is
-    ragged or text.
+    They are its dtype, its number of dimensions (for a ragged column, that of all values together), and
+    whether it is ragged or text.
     """
     form, dtype, row_shape = kind_of(column)
     return [str(dtype), 1 + len(row_shape), *([] if form == "plain" else [form])]

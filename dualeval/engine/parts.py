@@ -1,6 +1,6 @@
 """Parts of a data set: its first samples, or samples that are drawn by their ids.
 
-Drawn samples keep their indices in the whole data set, and a task is told of these alone.
+Drawn samples keep their indices in the whole data set, and a task sees only these indices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, FIRST_SAMPLES, described_part
 from dualeval.tasks import Dataset, Task
 
-# Ids hashed between two signs of life: a fifth of a second.
+# Ids hashed between two reports of progress: a fifth of a second.
 _IDS_AT_ONCE = 1 << 17
 _KEY_BYTES = 8
 
@@ -45,7 +45,7 @@ def draw(
     found = np.concatenate(keys)
     bound = np.partition(found, count - 1)[count - 1]
     below = np.flatnonzero(found < bound)
-    # Almost always one: the rest of its digest would decide among several.
+    # Almost always one sample; if there are several, the rest of their digests decides.
     at_bound = np.flatnonzero(found == bound).tolist()
     at_bound.sort(key=lambda index: (_digest(before, dataset.id(index)), index))
     chosen = [below, np.array(at_bound[: count - len(below)], np.int64)]
@@ -53,7 +53,7 @@ def draw(
 
 
 def ids_of(dataset: Dataset, samples: range) -> Sequence[str]:
-    """The ids of consecutive samples, by their places."""
+    """The ids of consecutive samples, by their positions."""
     if isinstance(dataset, Samples):
         return dataset.ids_in(samples)
     return [dataset.id(index) for index in samples]
@@ -64,19 +64,19 @@ def _digest(before: bytes, name: str) -> bytes:
 
 
 class DrawnSamples(Samples):
-    """Some samples of a data set, in its order; the n-th of them is at place n.
+    """Some samples of a data set, in its order, at positions from 0.
 
-    A data set with a method ``select(indices)``, which returns one of these samples alone, reads and hashes
-    no others.
+    If the data set has a method ``select(indices)``, which returns a data set of only these samples, no
+    others are read and hashed.
     """
 
     def __init__(self, whole: Dataset, indices: npt.NDArray[np.int64], seed: int) -> None:
         super().__init__(whole)
         self.whole, self.indices, self.seed = whole, indices, seed
         select = getattr(whole, "select", None)
-        # Samples of data sets without ids have no such method of their own.
+        # The wrapper of data sets without ids has no ``select``.
         self._selected: Any = self._checked(select(indices.tolist())) if callable(select) else None
-        # The class that decides the numbers is that of the user's data set.
+        # The user's data set, whose class decides the numbers.
         self.wrapped = getattr(whole, "wrapped", whole)
         self.in_memory = bool(getattr(whole, "in_memory", False))
         self.is_hashed = bool(getattr(whole, "is_hashed", True))
@@ -87,7 +87,7 @@ class DrawnSamples(Samples):
                 setattr(self, name, getattr(self, f"_{name}"))
 
     def _checked(self, selected: Any) -> Any:
-        """What the data set's ``select`` has returned: a method of this name may mean something else."""
+        """Check the result of the data set's ``select``: a method of this name may mean something else."""
         names = ("__len__", "id", "fingerprint", "__getitems__")
         if all(callable(getattr(selected, name, None)) for name in names):
             ids = [selected.id(place) for place in range(len(selected))]
@@ -117,7 +117,7 @@ class DrawnSamples(Samples):
         return self.whole.__getitems__(self.indices[np.asarray(indices, np.int64)].tolist())
 
     def runs(self, places: range) -> Iterator[tuple[slice, range]]:
-        """Consecutive samples among some places: where they are among these, and their indices."""
+        """Split positions into runs of consecutive samples: each run's slice of them, and its indices."""
         indices = self.indices[places.start : places.stop]
         ends = [*(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
         start = 0
@@ -136,7 +136,7 @@ class DrawnSamples(Samples):
         return hashlib.sha256(said + self.indices[:count].astype("<i8").tobytes()).hexdigest()
 
     def _content_fingerprint(self, samples: range) -> str:
-        """A hash of the contents of the samples at consecutive places."""
+        """A hash of the contents of the samples at consecutive positions."""
         if self._selected is not None:
             return str(self._selected.content_fingerprint(samples))
         read: Any = self.whole
@@ -146,7 +146,7 @@ class DrawnSamples(Samples):
         return digest.hexdigest()
 
     def _columns(self, indices: Sequence[int]) -> Any:
-        """The user's own columns of the samples at some places."""
+        """The user's own columns for the samples at some positions."""
         if hasattr(self._selected, "columns"):
             return self._selected.columns(indices)
         read: Any = self.whole
@@ -163,7 +163,7 @@ def drawn(
     note: Callable[[str], None],
     step: Callable[[], None] = lambda: None,
 ) -> Dataset:
-    """The samples that the options ask to draw, or the data set as it is."""
+    """The samples drawn as the options ask, or the data set as it is."""
     if options.sample is None:
         return dataset
     if options.sample >= len(dataset):
@@ -174,14 +174,14 @@ def drawn(
 
 
 def identity_of(dataset: Dataset) -> dict[str, Any]:
-    """What drawn samples add to a job's identity; nothing where none were drawn."""
+    """The part of a job's identity that describes drawn samples; empty if none were drawn."""
     if not isinstance(dataset, DrawnSamples):
         return {}
     return {"sample": {"seed": dataset.seed, "of": len(dataset.whole)}}
 
 
 def index_of(dataset: Dataset, place: int) -> int:
-    """The index in the whole data set of the sample that the engine knows by its place."""
+    """The index in the whole data set of the sample at a position."""
     return int(dataset.indices[place]) if isinstance(dataset, DrawnSamples) else place
 
 
@@ -191,7 +191,7 @@ def name_of(dataset: Dataset, place: int) -> str:
 
 
 def indices_of(dataset: Dataset, start: int, stop: int) -> npt.NDArray[np.int64]:
-    """As ``index_of``, of consecutive places."""
+    """Like ``index_of``, for consecutive positions."""
     if isinstance(dataset, DrawnSamples):
         return dataset.indices[start:stop]
     return np.arange(start, stop, dtype=np.int64)
@@ -217,7 +217,7 @@ def part_of(dataset: Dataset, plan: EvalPlan) -> dict[str, Any]:
 
 
 def _targets(dataset: Dataset) -> npt.NDArray[Any] | None:
-    """Each sample's class, where the data set says it without reading: as ``targets``, torchvision's name."""
+    """Each sample's class if the data set has them without reading, as ``targets`` (torchvision's name)."""
     try:
         own = getattr(dataset, "targets", None)
         found = np.asarray(
@@ -229,7 +229,7 @@ def _targets(dataset: Dataset) -> npt.NDArray[Any] | None:
 
 
 def warnings_of(part: Mapping[str, Any]) -> list[str]:
-    """What a reader of the numbers should know of the part."""
+    """Warnings about numbers of this part."""
     if part["kind"] != FIRST_SAMPLES:
         return []
     return [
@@ -241,11 +241,11 @@ def warnings_of(part: Mapping[str, Any]) -> list[str]:
 def whole_set_intervals(
     part: Mapping[str, Any], evaluated: int, fields: Mapping[str, Any]
 ) -> dict[str, tuple[float, float]]:
-    """95 % intervals for the values that the whole data set would give; none but of drawn samples.
+    """95 % intervals for the values that the whole data set would give; only for drawn samples.
 
     The finite-population correction: both sides of an interval times sqrt(1 - n / N) (W. G. Cochran,
-    "Sampling Techniques", 3rd ed. 1977, section 2.6). Samples are drawn one by one, so questions of one text
-    are no clusters of this draw.
+    "Sampling Techniques", 3rd ed. 1977, section 2.6). Samples are drawn one by one, so clusters, such as the
+    questions on one text, play no role in this draw.
     """
     if part.get("kind") != DRAWN_SAMPLES:
         return {}
@@ -267,7 +267,7 @@ def postprocessed(
 ) -> Mapping[str, Any]:
     """The task's ``postprocess`` of a batch, as columns of the host.
 
-    Of drawn samples it is called for each run of consecutive ones, by their indices in the whole data set.
+    For drawn samples it is called once per run of consecutive samples, with indices in the whole data set.
     """
     own = getattr(task.postprocess, "__func__", None)
     if isinstance(columns, LateColumns):
@@ -289,7 +289,7 @@ def postprocessed(
 
 
 def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:
-    """Check a part by itself: in their sum too many rows of one would make up for too few of another."""
+    """Check each part by itself: in the sum, extra rows of one part would hide missing rows of another."""
     where = f"samples {indices.start} to {indices.stop - 1}"
     if not isinstance(made, Mapping) or made.keys() != first.keys():
         raise UsageError(
@@ -309,7 +309,7 @@ def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:
 def texts_of(
     task: Task, dataset: Dataset, rows: Mapping[str, Rows], first: int
 ) -> Mapping[str, Sequence[str | None]]:
-    """The task's ``texts`` of consecutive rows; of drawn samples run by run, as ``postprocessed``."""
+    """The task's ``texts`` of consecutive rows; for drawn samples run by run, like ``postprocessed``."""
     if not isinstance(dataset, DrawnSamples) or type(task).texts is Task.texts:
         return task.texts(rows, first)
     count = len(next(iter(rows.values())))

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-# Bounds the ledger's chunk section, so that the one reduction does not grow with the data set.
+# Bounds the ledger's chunk section, so that its reduction does not grow with the data set.
 MAX_CHUNKS = 131_072
 
 
@@ -38,7 +38,7 @@ class EvalPlan:
 
     @cached_property
     def num_chunks(self) -> int:
-        """Number of chunks: one batch each up to ``MAX_CHUNKS``, then evenly more."""
+        """Number of chunks: one per batch up to ``MAX_CHUNKS``; beyond that, chunks grow evenly."""
         return min(self.num_batches, MAX_CHUNKS)
 
     def batch_samples(self, batch: int) -> range:

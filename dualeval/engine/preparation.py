@@ -1,6 +1,6 @@
 """The model that computes, made from the model as it was built: in evaluation mode, folded, cast, compiled.
 
-The job's identity is that of the model as it was built. What is done to it here is in the identity by name.
+The job's identity describes the model as it was built, and names the steps that are applied to it here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dualeval.wording import counted, listed
 _MOST_SHAPES = 64
 _OF_DTYPES = ("dtype", "same type", "scalar type", "should be the same", "expected m1 and m2")
 _LISTED_AT_MOST = 3
-# What torch.fx.experimental.optimization.fuse folds. Exactly these: a class of one's own may do more.
+# The pairs that torch.fx.experimental.optimization.fuse folds. No subclasses: these may do more.
 _PAIRS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: nn.Conv1d,
     nn.BatchNorm2d: nn.Conv2d,
@@ -50,9 +50,9 @@ def prepare(
 ) -> nn.Module:
     """Prepare a model for its evaluation, in the order: fold, cast, layout, compile.
 
-    Batch norms are folded first, with float32 weights. The model stays the same object, with its methods.
-    Only its modules' entries are exchanged, and its ``forward`` and compiled call are set as attributes. No
-    hook is set. Inputs of a call ``model(...)`` are cast and laid out; its outputs come back in float32.
+    Batch norms are folded first, with float32 weights. The model stays the same object, with its methods:
+    only its modules' entries are replaced, and its ``forward`` and compiled call are set as attributes,
+    without hooks. A call ``model(...)`` casts its inputs and sets their layout; it returns float32.
     """
     check_model(model, options)
     layout = layout_of(model, options.layout)
@@ -73,7 +73,7 @@ def prepare(
         if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
             set_door(model, dtype, layout)
     elif is_sharded(model) and layout == CHANNELS_LAST:
-        # Its parameters stay contiguous, as FSDP wants them: a convolution goes by the layout of its inputs.
+        # Parameters stay contiguous, as FSDP needs them: a convolution follows the layout of its inputs.
         set_door(model, None, layout)
     if options.optimize == COMPILE:
         note(
@@ -84,7 +84,7 @@ def prepare(
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Refuse lazy layers without weights: each rank would draw its own, with another first batch."""
+    """Refuse lazy layers without weights: each rank would draw other weights, at its own first batch."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise UsageError(
@@ -133,7 +133,7 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
 
 
 def identity_of(options: RunOptions) -> dict[str, Any]:
-    """What of the preparation is in a job's identity; only what changes bits, so that older runs go on."""
+    """The preparation's part of a job's identity: options that change bits, so that older runs resume."""
     found: dict[str, Any] = {"precision": options.precision}
     if options.keep_batchnorm_fp32:
         found["keep_batchnorm_fp32"] = True
@@ -145,7 +145,7 @@ def identity_of(options: RunOptions) -> dict[str, Any]:
 
 
 def why_preparation_failed(error: BaseException, options: RunOptions) -> str | None:
-    """Why a forward failed that could have done without an option; None where it is not that."""
+    """Why an option made a forward fail; None if no option is the cause."""
     said = (text_of(error).splitlines() or [""])[0].rstrip(".")
     if options.shard is not None and (why := _why_not_gathered(said)) is not None:
         return f"--shard {options.shard}: {why}"
@@ -182,7 +182,7 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
 
 
 def _why_not_gathered(said: str) -> str | None:
-    """What a forward did that a model whose parameters are divided cannot; None where it is not that."""
+    """Why a forward failed because the model's parameters are divided; None if that is not the cause."""
     if "mixed torch.Tensor and DTensor" in said:
         return NOT_GATHERED
     if "forward through the root module first" in said or "already been lazily initialized" in said:
@@ -195,7 +195,7 @@ def _why_not_gathered(said: str) -> str | None:
 
 @contextmanager
 def compiler_settings(optimize: str | None) -> Iterator[None]:
-    """While a compiled model computes: each shape is compiled, none is computed in another way instead."""
+    """While a compiled model computes, every shape is compiled, and none falls back to eager execution."""
     if optimize != COMPILE:
         yield
         return
@@ -211,8 +211,8 @@ def compiler_settings(optimize: str | None) -> Iterator[None]:
 def convert_each(
     held: Iterable[tuple[nn.Module, dict[str, Any]]], convert: Callable[[nn.Module, Tensor], Tensor]
 ) -> None:
-    """Put converted tensors in the places of those that modules hold by name, one after the other."""
-    # A tied one is converted once. The old one is kept too: else another could have its id.
+    """Replace the tensors that modules hold by converted ones, one after the other."""
+    # A tied tensor is converted once. The old tensor is kept, too, so that no other can get its id.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module, tensors in held:
         for name, tensor in list(tensors.items()):
@@ -245,8 +245,8 @@ def _converted(
 def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     """Have a call of the model bring its inputs into dtype and layout, and its outputs back to float32.
 
-    An attribute of this one object, and no hook: those are in the identity, and leave one thread. As a method
-    it is bound anew in a copy of the model.
+    This sets an attribute of the object and no hook: hooks are part of the identity, and allow only one
+    thread. The attribute is a method, so that a copy of the model gets its own.
     """
     convert_layout = converter(layout)
 
@@ -276,14 +276,14 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
 
 
 def _compile(model: nn.Module) -> None:
-    """Compile a model's call by torch.compile: each shape by itself, nothing chosen by timing, one thread."""
-    # A shape that comes second would else be compiled for all shapes: other bits, by the order of batches.
+    """Compile a model's call: each shape by itself, kernels not chosen by timing, one thread."""
+    # With dynamic shapes, the second shape is compiled for all: bits would depend on the batches' order.
     model.compile(
         dynamic=False,
         options={
             "deterministic": True,
             "cpp.threads": 1,
-            # No pool of processes, which would outlive the run.
+            # No process pool: it would outlive the run.
             "compile_threads": 1,
         },
     )
@@ -293,14 +293,14 @@ def _compile(model: nn.Module) -> None:
 
 
 def set_evaluation_mode(model: nn.Module) -> list[str]:
-    """Set a model to evaluation where a module of it is in training mode."""
+    """Set a model to evaluation mode if any of its modules is in training mode."""
     before = _in_training(model)
     if not before:
         return []
     try:
         model.eval()
     except NotImplementedError:
-        # A graph of torch.export's: it has no modes, and does what it did when it was exported.
+        # A graph of torch.export has no modes: it keeps the one that it was exported in.
         return [
             "the model cannot be set to evaluation mode (torch.export keeps the mode that it was exported "
             "in): export it after model.eval()"
@@ -319,7 +319,7 @@ def set_evaluation_mode(model: nn.Module) -> list[str]:
 
 
 def training_note(model: nn.Module) -> list[str]:
-    """What is said of a model that is used as it is, where a module of it is in training mode."""
+    """A note if a module of the model is in training mode, for a model that is used as it is."""
     found = _in_training(model)
     if not found:
         return []
@@ -330,7 +330,7 @@ def training_note(model: nn.Module) -> list[str]:
 
 
 def _in_training(model: nn.Module) -> list[str]:
-    # A frozen one of TorchScript has no such attribute.
+    # A frozen TorchScript module has no such attribute.
     return [name for name, module in model.named_modules() if getattr(module, "training", False)]
 
 
@@ -343,11 +343,11 @@ def _listed(names: list[str]) -> str:
 
 
 class _Folded(nn.Identity):
-    """In the place of a norm: what its convolution gives comes here next, or the forward is refused."""
+    """Replaces a folded norm, and refuses a forward in which its input is not its convolution's output."""
 
     def __init__(self, convolution: nn.Module, names: str) -> None:
         super().__init__()
-        # Methods, which are bound anew in a copy of the model.
+        # Methods, so that a copy of the model gets its own.
         self._compute, self._names, self._given = convolution.forward, names, None
         vars(convolution)["forward"] = self._convolve
 
@@ -370,18 +370,18 @@ class _Folded(nn.Identity):
 
 
 def _fold(model: nn.Module) -> int:
-    """Fold a model's batch norms into the convolutions before them; ``nn.Identity`` takes their places.
+    """Fold a model's batch norms into the convolutions before them; ``nn.Identity`` replaces the norms.
 
-    These are the pairs that ``torch.fx.experimental.optimization.fuse`` finds, with the same weights. But the
-    model keeps its own forward, its methods and its signature. Modules are exchanged; no tensor is written.
+    Pairs and weights are those of ``torch.fx.experimental.optimization.fuse``, but the model keeps its own
+    forward, methods and signature. Modules are replaced; no tensor is written.
     """
     pairs = _pairs(model, _traced(model, {}))
     if pairs and (defaults := _defaults(model)):
-        # An argument that may be left out, "mask=None", is a tensor for the tracer, and may take other ways.
+        # The tracer passes a tensor even for an optional "mask=None", which may lead through other branches.
         without = _pairs(model, _traced(model, defaults))
         pairs = [pair for pair in pairs if pair in without]
     for before, after in pairs:
-        # What ``_pairs`` has found to be a convolution and a batch norm.
+        # By ``_pairs``, these are a convolution and a batch norm.
         convolution: Any = model.get_submodule(before)
         norm: Any = model.get_submodule(after)
         with torch.no_grad():
@@ -392,7 +392,7 @@ def _fold(model: nn.Module) -> int:
 
 
 def _defaults(model: nn.Module) -> dict[str, Any]:
-    """The arguments of a model's forward that may be left out, with what they are then."""
+    """The optional arguments of a model's forward, with their defaults."""
     arguments = inspect.signature(type(model).forward).parameters.values()
     return {each.name: each.default for each in arguments if each.default is not each.empty}
 
@@ -407,7 +407,7 @@ def _traced(model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
     tracer = fx.Tracer()
     tracer.proxy_buffer_attributes = True
     try:
-        # It runs the forward with stand-ins for tensors: what the model keeps of them stays with a copy.
+        # The forward runs with proxies for tensors: on a copy, so that the model itself keeps none of them.
         return tracer.trace(copy_sharing_tensors(model), concrete_args=arguments)
     except Exception as error:
         raise UsageError(
@@ -418,9 +418,9 @@ def _traced(model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
 
 
 def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
-    """The names of convolutions and batch norms that follow them, and nothing else does."""
+    """The names of each convolution and the batch norm that is the only operation after it."""
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    # The forward may read a tensor by itself, to add a penalty, for instance.
+    # The forward may read a module's tensor directly, to add a penalty, for instance.
     read = {node.target for node in graph.nodes if node.op == "get_attr"}
     names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     read_tensors = {id(tensor) for name, tensor in names if name in read}
@@ -447,14 +447,14 @@ def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
 
 
 def _does_more(module: nn.Module, read: Collection[int]) -> bool:
-    """Whether a module cannot be exchanged: it does more, is in training mode, or its tensors are read."""
+    """Whether a module cannot be replaced: it does more, is in training mode, or its tensors are read."""
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module.training:
         return True
     return any(id(tensor) in read for tensor in [*module.parameters(), *module.buffers()])
 
 
 def _exchange(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in another one's place, under each name that the model has for it."""
+    """Replace a module by another one, under each name that the model has for it."""
     old = model.get_submodule(name)
     for parent in list(model.modules()):
         for child, held in list(parent._modules.items()):

@@ -1,7 +1,7 @@
-"""A resume proves itself: two finished batches are evaluated anew and compared with their rows on the disk.
+"""The check of a resumed run: two finished batches are evaluated again and compared with their rows on disk.
 
-The job's fingerprint names what decides its numbers, as far as that can be named. An imported helper, a file
-or a variable that the model reads cannot; but they show in the numbers.
+The job's fingerprint covers what decides its numbers, as far as that can be known. It cannot cover an
+imported helper, or a file or variable that the model reads; but a change of these shows in the numbers.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ SAME_BITS = "same bits"
 WITHIN_TOLERANCE = "within tolerance"
 NOTHING_TO_COMPARE = "nothing to compare"
 SKIPPED = "skipped"
-# Of several batches the last of these counts.
+# If batches differ in outcome, the one that is last here counts.
 OUTCOMES = (NOTHING_TO_COMPARE, SAME_BITS, WITHIN_TOLERANCE)
 
 # Relative and absolute, for floats that another machine has computed.
 _TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1, "fp16": 2e-2, "bf16": 1e-1}
-# Of a batch's rows on another machine this part may be outside: near ties a predicted class may be another.
+# Part of a batch's rows that may be outside the tolerance on another machine: near ties, the predicted class
+# may change.
 _OUTSIDE = 0.1
 # Letters of a value in a message: a ragged row may be of any length.
 _LONGEST_SHOWN = 400
 
-# Gives the kept columns of a batch, and its samples that could not be read.
+# Returns the kept columns of a batch, and its samples that could not be read.
 EvaluatesBatch: TypeAlias = Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proven:
-    """What a comparison with finished batches has come to."""
+    """The outcome of a comparison with finished batches."""
 
-    # How equal they are; None where nothing is finished.
+    # How equal they are; None if nothing is finished.
     replay: str | None = None
-    # The result, where an earlier run has come to its end here.
+    # The result, if an earlier run has finished here.
     earlier: Result | None = None
 
 
@@ -68,9 +69,9 @@ class Proven:
 class StoredBatch(Window):
     """The rows of one batch as an earlier run has left them."""
 
-    # What has computed it: one machine, or those that it may have been.
+    # The machine that has computed it, or all machines that may have.
     machines: tuple[Mapping[str, Any], ...]
-    # Where the rows lie in a journal.
+    # The file of the rows, if they are in a journal.
     file: JournalFile | None = None
 
     @property
@@ -83,7 +84,7 @@ class StoredBatch(Window):
 
 
 def stored_batches(evaluation: Evaluation, opened: Opened) -> list[StoredBatch]:
-    """On rank 0, batches that an earlier run has finished, to be evaluated anew."""
+    """On rank 0, batches that an earlier run has finished, to be evaluated again."""
     run, plan, folder = evaluation.run, evaluation.plan, opened.folder
     is_asked = run.options.replay and run.backend.world.is_main and opened.has_earlier
     if folder is None or not is_asked:
@@ -98,7 +99,7 @@ def stored_batches(evaluation: Evaluation, opened: Opened) -> list[StoredBatch]:
 
 
 def places_drawn(fingerprint: str, count: int) -> list[int]:
-    """Which of ``count`` finished batches a job's fingerprint draws: two, where there are two."""
+    """Pick up to two of ``count`` finished batches, by the job's fingerprint."""
     number = int(fingerprint, 16)
     first = number % count
     return [first] if count == 1 else [first, (first + 1 + number // count % (count - 1)) % count]
@@ -107,14 +108,14 @@ def places_drawn(fingerprint: str, count: int) -> list[int]:
 def batches_of_journal(
     files: Sequence[JournalFile], plan: EvalPlan, fingerprint: str
 ) -> Iterator[StoredBatch]:
-    """The rows of the finished batches that the fingerprint draws; there is at least one file."""
+    """The rows of the finished batches that the fingerprint picks; there is at least one file."""
     where = {chunk: (file, place) for file in files for place, chunk in enumerate(file.chunks)}
     chunks = sorted(where)
     ends = list(accumulate(len(plan.chunk_batches(chunk)) for chunk in chunks))
     for drawn in places_drawn(fingerprint, ends[-1]):
         number = bisect(ends, drawn)
         chunk = chunks[number]
-        # From the chunk's end.
+        # Indexed from the chunk's end.
         samples = plan.batch_samples(plan.chunk_batches(chunk)[drawn - ends[number]])
         file, place = where[chunk]
         first = sum(file.rows[:place]) + samples.start - plan.chunk_samples(chunk).start
@@ -129,7 +130,7 @@ def batches_of_journal(
 def batches_of_predictions(
     path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[StoredBatch]:
-    """The rows of the batches that the fingerprint draws."""
+    """The rows of the batches that the fingerprint picks."""
     rows = StoredRows(path)
     without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
     for number in places_drawn(fingerprint, plan.num_batches) if rows.names else ():
@@ -147,7 +148,7 @@ def comparable(found: Iterable[StoredBatch]) -> Iterator[StoredBatch]:
 def prove(
     evaluation: Evaluation, opened: Opened, stored: Sequence[StoredBatch], evaluate: EvaluatesBatch
 ) -> Proven:
-    """Compare finished batches with what this job gives now; a collective where anything is finished."""
+    """Compare finished batches with this job's results now; a collective if anything is finished."""
     run, finished = evaluation.run, opened.previous.finished
     if not opened.has_earlier:
         return Proven()
@@ -194,7 +195,7 @@ def _compare(
 
 
 def _with_what_is_asked(evaluation: Evaluation, opened: Opened, result: Result) -> Result:
-    """A finished run's result beside the run and with the groups that are asked for now; a collective.
+    """A finished run's result with the reference and the groups that are asked for now. A collective.
 
     Its result.json stays as it was written.
     """
@@ -213,14 +214,14 @@ def _with_what_is_asked(evaluation: Evaluation, opened: Opened, result: Result) 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """Evaluates a stored batch anew and compares all that was made of it."""
+    """Evaluates a stored batch again and compares its columns and metrics."""
 
     stored: StoredBatch
     evaluate: EvaluatesBatch
-    # The one that computes now.
+    # The machine that computes now.
     machine: Mapping[str, Any]
     precision: str
-    # What holds the stored batch, and a sample's name, for messages.
+    # For messages: the folder of the stored batch, how to start over, and a sample's name.
     place: object
     start_over: str
     name: Callable[[int], str]
@@ -228,7 +229,7 @@ class Proof:
     def rows(self) -> tuple[str, str | None]:
         """Compare the columns: to the bit on the machine that has computed them, else to tolerance.
 
-        A column that is another each time on this machine, too, is compared to tolerance.
+        A column that differs from one evaluation to the next on this machine is also compared to tolerance.
         """
         outcome, unsteady = SAME_BITS, list[str]()
         for column, values in self.stored.columns.items():
@@ -266,7 +267,7 @@ class Proof:
 
     @cached_property
     def _unsteady(self) -> list[str]:
-        """The columns that come out otherwise in a second evaluation of the same batch."""
+        """The columns that differ in a second evaluation of the same batch."""
         again = self._evaluated()
         return [name for name, rows in self._now.items() if _first_difference(rows, again[name]) is not None]
 
@@ -309,7 +310,7 @@ class Proof:
         plan: EvalPlan,
         digests: Mapping[str, str],
     ) -> None:
-        """Compare what metrics make of the stored rows with what they made of them then, on one machine."""
+        """Compare the metrics' results for the stored rows, now and then, if the machine is the same."""
         if not self._same_machine:
             return
         if self.stored.file is not None:
@@ -330,7 +331,7 @@ class Proof:
 def metric_digests(
     metrics: Sequence[Metric], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
 ) -> dict[str, str]:
-    """What each metric makes of a batch's rows, as a hash by its name; without those of columns not kept."""
+    """A hash of each metric's result for a batch's rows, by its name; without metrics of columns not kept."""
     samples = next((len(values) for values in columns.values()), 0)
     found = {
         metric.name: _digest_of(slots.tolist(), partial(metric.compute, slots))
@@ -352,7 +353,7 @@ def _digest_of(slots: list[int], compute: Callable[[], Measured]) -> str:
 
 
 def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], plan: EvalPlan) -> list[str]:
-    """Names of the metrics whose part of a file's ledger is not that of its rows."""
+    """Names of the metrics whose part of a file's ledger does not match the file's rows."""
     rows = {name: file.read_rows(name, 0, sum(file.rows)) for name in file.columns}
     evaluated = evaluated_of(rows)
     sizes = [len(plan.batch_samples(batch)) for chunk in file.chunks for batch in plan.chunk_batches(chunk)]
@@ -370,20 +371,20 @@ def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], pla
 def counted(
     metrics: Sequence[Metric], columns: Mapping[str, Rows], batches: Sequence[int]
 ) -> list[tuple[Metric, Tensor]]:
-    """The ledger's slots of each metric whose columns are kept, of the rows of some batches alone."""
+    """The ledger's slots of each metric whose columns are kept, for the rows of some batches."""
     found = Ledger(EvalPlan(num_samples=1, batch_size=1), [*filter(keeps_rows, metrics)])
     found.update({name: to_column(values) for name, values in columns.items()}, batches)
     return found.parts()
 
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) -> int | None:
-    """The row of the first difference that counts; without a tolerance in any bit."""
+    """The row of the first difference beyond the tolerance; without a tolerance, of any bit."""
     wrong = differing_rows(there, now, tolerance)
     allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
     return int(wrong[0]) if len(wrong) > allowed else None
 
 
 def _shown(value: Any) -> str:
-    # repr of a float shows every bit; numpy's own adds its type.
+    # repr of a Python float shows every bit; numpy's repr adds its type.
     text = repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

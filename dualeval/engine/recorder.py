@@ -35,10 +35,10 @@ from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.metrics import Metric
 
 _NAMED_AT_MOST = 10
-# Rows that one journal file holds at most (and a chunk): bounds this rank's memory. One update of the ledger
-# takes as many: its cost is per call, not per sample.
+# Most rows of a journal file, plus a chunk: bounds this rank's memory. One update of the ledger takes as
+# many, for its cost is per call, not per sample.
 FLUSH_ROWS = 16_384
-# Bytes of values of ragged columns and text that it holds at most (and a chunk), likewise.
+# Most bytes of ragged columns' and texts' values in a journal file, plus a chunk: likewise.
 FLUSH_BYTES = 256 << 20
 FLUSH_EVERY_S = 5.0
 
@@ -58,7 +58,7 @@ class Ledger:
         self.values = torch.zeros(start, dtype=torch.int64)
 
     def fold(self, chunks: Sequence[int], evaluated: Sequence[int], failed: Sequence[int]) -> None:
-        """Note that chunks were folded in once more."""
+        """Count one more fold of each of these chunks."""
         counts = self.values[: 3 * self._plan.num_chunks].view(3, -1)
         new = torch.tensor([[1] * len(chunks), evaluated, failed], dtype=torch.int64)
         counts.index_add_(1, torch.tensor(chunks, dtype=torch.int64), new)
@@ -100,16 +100,16 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A batch that has been handed out, without its data: these would stay on the device for as long."""
+    """A batch that has been handed out, without its data, which would otherwise stay on the device."""
 
     # Number of its chunk.
     chunk: int
     batch: int
     # Its samples' indices in the data set.
     samples: range
-    # Whether it is its chunk's last one.
+    # Whether it is its chunk's last batch.
     is_last: bool
-    # Those that could not be read.
+    # Its samples that could not be read.
     failed: tuple[FailedSample, ...] = ()
 
 
@@ -118,7 +118,7 @@ class _Finished(NamedTuple):
 
     # Number of its samples.
     rows: int
-    # None where no sample of it could be read.
+    # None if none of its samples could be read.
     columns: Mapping[str, Column] | None
     # The rows of the samples that could not be read.
     failed: tuple[int, ...]
@@ -127,7 +127,7 @@ class _Finished(NamedTuple):
 
 
 class _File(NamedTuple):
-    """What one journal file holds, as ``JournalWriter.write`` takes it."""
+    """The contents of one journal file, as arguments of ``JournalWriter.write``."""
 
     chunks: Sequence[int]
     rows: Sequence[int]
@@ -141,13 +141,13 @@ class _Part:
 
     def __init__(self) -> None:
         self.chunks: list[int] = []
-        # Of each, number of its rows, and of those whose samples could not be read.
+        # For each chunk, the number of its rows, and of those whose samples could not be read.
         self.rows_of_chunks: list[int] = []
         self.failed_of_chunks: list[int] = []
         # Index and error of these samples.
         self.failures: list[tuple[int, str]] = []
         self.batches: list[_Finished] = []
-        # Number of their rows; and bytes of the values of their ragged columns.
+        # Number of the batches' rows, and bytes of the values of their ragged columns.
         self.rows = self.ragged_bytes = 0
 
     def take(self, chunk: int, batches: Sequence[_Finished], failures: Sequence[tuple[int, str]]) -> None:
@@ -164,7 +164,7 @@ class _Part:
         self.rows += rows
 
     def evaluated(self) -> Tensor:
-        """Which rows are of samples that could be read, bool of shape (rows,)."""
+        """Which rows belong to samples that could be read, bool of shape (rows,)."""
         found = torch.ones(self.rows, dtype=torch.bool)
         start = 0
         for finished in self.batches:
@@ -189,14 +189,14 @@ class _Part:
 
 
 def _with_own_memory(column: Tensor) -> Tensor:
-    """A tensor in memory of its own: a part of something larger would keep all of that until the fold.
+    """A tensor in its own memory: a view would keep a whole larger storage until the fold.
 
-    Memory that is shared with a reading process is an open file besides, for every batch that waits.
+    Memory that is shared with a reading process also keeps a file open for every batch that waits.
     """
     if column.layout is not torch.strided:
         return column
     storage = column.untyped_storage()
-    # The storage itself is asked: the tensor's own method makes two objects of Python on the way there.
+    # Ask the storage: the tensor's own method makes two more Python objects.
     if storage.nbytes() > column.nbytes or storage.is_shared():
         return column.clone(memory_format=torch.contiguous_format)
     return column
@@ -217,9 +217,9 @@ def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> Non
 
 
 class Recorder:
-    """Takes the batches of one rank, a chunk's one after the other, and folds whole chunks.
+    """Takes the batches of one rank, chunk by chunk, and folds whole chunks.
 
-    One thread adds; another may flush, so that what is finished is saved also where the first one hangs.
+    One thread adds; another may flush, so that finished work is saved even if the first thread hangs.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Recorder:
         self.ledger = Ledger(plan, metrics)
         # Indices of the failed samples so far; their errors are with their chunks' rows.
         self.failed: list[int] = []
-        # Index and error of the first of them.
+        # Index and error of the first failed sample.
         self.first_failed: tuple[int, str] | None = None
         # Number of chunks written so far.
         self.chunks_saved = 0
@@ -251,20 +251,20 @@ class Recorder:
         # Seconds of waiting for journal files.
         self.journal_s = 0.0
         self._empty: dict[str, Column] | None = None  # the columns' dtypes and row shapes, once seen
-        self._late_kind: object = None  # of columns that are made where they are folded
+        self._late_kind: object = None  # of columns that are computed when they are folded
         self._chunk: list[_Finished] = []
         self._chunk_failures: list[tuple[int, str]] = []
-        # By whether samples of its chunks failed: a resumed run leaves such a file out and tries them again.
+        # By whether its chunks have failed samples: a resumed run skips such a file and tries these again.
         self._parts = {False: _Part(), True: _Part()}
         self._flushed_at = monotonic()
-        # The file that is being written, or could not be; who writes it, and what has prevented it.
+        # The file that is being written, or could not be; the thread that writes it; and that thread's error.
         self._file: _File | None = None
         self._writing: threading.Thread | None = None
         self._problem: BaseException | None = None
 
     @property
     def folder(self) -> Path | None:
-        """Where the journal's files are written; None where nothing is."""
+        """The folder of the journal's files; None if nothing is written."""
         return self.writer.folder
 
     def add(self, work: Work, columns: Mapping[str, Column] | None) -> None:
@@ -277,7 +277,7 @@ class Recorder:
                 self._note_failures(failed)
             if columns is not None:
                 if self._empty is None:
-                    # What nobody counts or keeps would only wait here for the fold.
+                    # Columns that are neither counted nor kept would only wait here for the fold.
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
                     self._late_kind = columns.kind if isinstance(columns, LateColumns) else None
@@ -333,9 +333,9 @@ class Recorder:
             self._flush()
 
     def flush(self, wait_s: float = -1.0) -> bool:
-        """Write all whole chunks since the last flush, to one journal file, or two where samples failed.
+        """Write all whole chunks since the last flush, to one journal file, or to two if samples failed.
 
-        Waits until they are on the disk; returns whether they were within that time.
+        Waits until they are on the disk; returns whether that took at most ``wait_s``.
         """
         limit = inf if wait_s < 0 else monotonic() + wait_s
         if not self._lock.acquire(timeout=wait_s):
@@ -346,7 +346,7 @@ class Recorder:
             self._lock.release()
 
     def _flush(self, limit: float = inf) -> bool:
-        """Hand all whole chunks to the thread that writes; one file is under way at a time."""
+        """Hand all whole chunks to the writing thread; only one file is written at a time."""
         self._flushed_at = monotonic()
         for has_failures, part in self._parts.items():
             if not part.chunks:
@@ -361,7 +361,7 @@ class Recorder:
         return True
 
     def _folded(self, part: _Part) -> _File:
-        """What a file holds of finished chunks: what the metrics have counted, and the rows that are kept."""
+        """The file of finished chunks: the metrics' counts, and the rows that are kept."""
         evaluated, columns = part.evaluated(), part.columns(self._empty or {})
         delta = Ledger(self._plan, self._metrics)
         if evaluated.any():
@@ -379,7 +379,7 @@ class Recorder:
         if self.writer.folder is None:
             self._write_file()
             return
-        # A slow disk makes nobody wait before the next file.
+        # In a thread: a slow disk delays nothing but the next file.
         self._writing = threading.Thread(target=self._write_file, name="dualeval-journal", daemon=True)
         self._writing.start()
 
@@ -388,7 +388,7 @@ class Recorder:
         assert file is not None
         try:
             self.writer.write(*file)
-            # A ledger that was made in inference mode takes nothing outside of it, where a thread begins.
+            # A ledger made in inference mode can be written only in it, and threads start outside of it.
             with torch.inference_mode():
                 self.ledger.values += file.delta
             self.chunks_saved += len(file.chunks)
@@ -397,9 +397,9 @@ class Recorder:
             self._problem = error
 
     def _await_file(self, limit: float) -> bool:
-        """Wait for the file that is being written; what could not be written is tried once more.
+        """Wait for the file that is being written; if it could not be written, try again.
 
-        Returns whether it is written; raises what was raised in its thread.
+        Returns whether it is written; raises the writing thread's error.
         """
         if self._file is None and self._writing is None:
             return True

@@ -1,4 +1,4 @@
-"""Reference: another finished run over the same samples, and how this run's predictions differ from its.
+"""Reference: another finished run over the same samples, and how a run's predictions differ from that one's.
 
 Both runs' rows are read a window at a time, so memory does not grow with the number of samples.
 """
@@ -27,9 +27,9 @@ from dualeval.result import Result
 from dualeval.tasks import Dataset
 
 _LOSS = "loss"
-# Ids that are listed; 'dualeval compare --flips' writes all.
+# Most ids that are listed; 'dualeval compare --flips' writes all.
 _LISTED = 10
-# Options that decide no number, or whose difference the data's fingerprints would show.
+# Options that change no number, or whose change the data's fingerprints would show.
 _NOT_NAMED = ("workers", "device", "data", "metric", "by", "bins", "keep")
 
 
@@ -39,7 +39,7 @@ class Reference:
 
     # Its folder, absolute.
     folder: Path
-    # What its result.json says.
+    # The contents of its result.json.
     result: Result
     rows: StoredRows
 
@@ -97,7 +97,7 @@ class Reference:
         facts: Mapping[str, Any],
         step: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """What the result says of another run's rows beside those of this one; also where these are gone."""
+        """The comparison of another run's rows with this one's, for the result; says if these are gone."""
         names = ("metrics_digest", "fingerprint")
         found = {"folder": str(self.folder), **{name: getattr(self.result, name) for name in names}}
         compared = _Compared()
@@ -111,8 +111,8 @@ class Reference:
         return {**found, "differs_in": self._differs_in(facts), **compared.to_json()}
 
     def _differs_in(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """By option, its value in this run and in the other one, where they differ."""
-        # A tuple of the job is a list in the file.
+        """The options that differ, each with its value in the reference and in the other run."""
+        # A tuple in the job is a list in the file.
         there, here = self.result.job, json.loads(json.dumps(facts["job"]))
         names = there.keys() & here.keys() - {*_NOT_NAMED}
         found = {name: [there[name], here[name]] for name in names if there[name] != here[name]}
@@ -123,10 +123,10 @@ class Reference:
 
 
 class _Compared:
-    """What the windows have shown so far."""
+    """The comparison of the windows so far."""
 
     def __init__(self) -> None:
-        # Samples in both runs, and failed "here", "there" or in "both"; what became right or wrong.
+        # Samples in both runs; failures "here", "there" or in "both"; samples that became right or wrong.
         self._counts = Counter[str]()
         self._columns: dict[str, Difference] = {}
         self._not_compared: dict[str, str] = {}
@@ -166,7 +166,7 @@ class _Compared:
             self._counts.update({name: int(chosen.sum()) for name, chosen in became.items()})
 
     def _pairs(self, own: Mapping[str, Rows], there: Mapping[str, Rows]) -> dict[str, tuple[Rows, Rows]]:
-        """The rows of each column that both have; of the others why they cannot be compared."""
+        """The rows of each column that can be compared; notes why the others cannot."""
         found = {}
         for name in dict.fromkeys((*own, *there)):
             if name not in own or name not in there:
@@ -200,6 +200,6 @@ class _Compared:
 
 
 def _rows_of(window: Window, both: npt.NDArray[np.bool_]) -> dict[str, Rows]:
-    """The columns and texts of the samples of a mask."""
+    """The columns and texts of the samples that a mask selects."""
     columns = {name: rows[both[window.evaluated]] for name, rows in window.columns.items()}
     return columns | {name: text_rows(compress(texts, both)) for name, texts in window.texts.items()}

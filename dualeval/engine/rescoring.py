@@ -1,4 +1,4 @@
-"""Metrics of a finished run, computed anew from its rows: no model, no data; and whether its files agree."""
+"""Metrics of a finished run, computed again from its rows without model or data; and checks of its files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from dualeval.result import (
 )
 from dualeval.wording import did_you_mean
 
-# Of one kind of difference; a file cut in half differs in every row.
+# Most differences of one kind that are listed: a file cut in half differs in every row.
 _NAMED_AT_MOST = 20
 _LONGEST_SHOWN = 120
 _FIELDS_OF_INTERVALS = ("intervals", "rough", "naive_intervals", "clusters", "whole_set_intervals")
@@ -65,7 +65,7 @@ def rescore(
 ) -> Result:
     """Compute metrics from the rows of a finished run, without a forward; nothing is written.
 
-    A metric that the run has computed comes to the same bits. What else the result says is the run's.
+    A metric that the run has computed gives the same bits. The rest of the result is the run's.
 
     Args:
         folder: the run's output folder.
@@ -73,8 +73,8 @@ def rescore(
         cluster: a column whose equal entries mark samples that are not independent; None for the run's.
 
     Raises:
-        UsageError: no finished run is there, no metric is given, or a column is wanted that the run has not
-            kept.
+        UsageError: the folder holds no finished run, no metric is given, or the run has not kept a column
+            that is needed.
         DualevalError: result.json or predictions.parquet is damaged.
     """
     folder = Path(folder)
@@ -88,7 +88,7 @@ def rescore(
         _with_measured(result, measured, rows, cluster),
         job={**result.job, "metric": names, "rows_of": str(folder.absolute())},
         folder=str(folder.absolute()),
-        # Those of the run are of its own metrics.
+        # The run's slices are those of its own metrics.
         slices={},
     )
 
@@ -112,7 +112,7 @@ def finished_run(folder: Path) -> tuple[Result, StoredRows]:
 
 
 def check_finished(folder: Path) -> None:
-    """Check that a folder holds a run that has come to its end."""
+    """Check that a folder holds a finished run."""
     wanted = "Give the output folder of a finished run."
     if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
         raise UsageError(f"there is no folder {folder}. {wanted}")
@@ -142,7 +142,7 @@ def check_finished(folder: Path) -> None:
 def _with_measured(
     result: Result, measured: Sequence[Measured], rows: StoredRows, cluster: str | None = None
 ) -> Result:
-    """A run's result with other metrics in place of its own."""
+    """A run's result with other metrics instead of its own."""
     cluster = cluster or result.clusters.get("column")
     found = None if cluster is None else _clusters_of_rows(rows, cluster, measured)
     fields, said = with_clusters(fields_of_result(measured), cluster, found)
@@ -158,7 +158,7 @@ def _with_measured(
 
 
 def _not_of_intervals(result: Result) -> Iterator[str]:
-    """A run's warnings, without those of intervals that other ones replace."""
+    """A run's warnings, without those about its intervals, which are replaced."""
     of_rough = rough_warnings(result.rough)
     by = f" by {result.clusters.get('column')}: "
     for sentence in result.warnings:
@@ -167,7 +167,7 @@ def _not_of_intervals(result: Result) -> Iterator[str]:
 
 
 def _clusters_of_rows(rows: RowSource, name: str, measured: Sequence[Measured]) -> ClusterIntervals:
-    """The intervals by clusters of what metrics have measured of rows."""
+    """The intervals by clusters for the values that metrics have measured."""
     check_column_of_clusters(rows, name)
     names = columns_wanted(name, measured, rows.names)
     with MappedColumns(None) as mapped:
@@ -190,7 +190,7 @@ def check_column_of_clusters(rows: RowSource, name: str) -> None:
 def _recompute(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> list[Measured]:
     """Compute metrics from rows; samples that could not be read are left out, as in the run.
 
-    Memory holds a window of rows; columns of metrics of all rows are mapped from a temporary file.
+    Memory holds one window of rows; the columns of row metrics are mapped from a temporary file.
     """
     check_columns(rows, metrics)
     of_ledger, row_metrics = split_by_kind(metrics)
@@ -218,7 +218,7 @@ def _recompute(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> list[M
 
 
 def _batch_size(rows: RowSource) -> int:
-    """Samples of a batch of the run that has written the rows."""
+    """The batch size of the run that has written the rows."""
     job = rows.path.parent / JOB
     try:
         return int(read_job(job.parent)["job"]["batch_size"])
@@ -250,11 +250,11 @@ def check_columns(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> Non
 class Check:
     """One thing that was checked."""
 
-    # What was looked at.
+    # The file or the value that was checked.
     name: str
-    # What holds where nothing differs.
+    # A sentence that is true if nothing differs.
     says: str
-    # A sentence for each thing that differs; none where all is right.
+    # A sentence for each difference.
     differences: tuple[str, ...] = ()
 
 
@@ -283,7 +283,7 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
     try:
         measured = _recompute(rows, metrics)
     except (DualevalError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
-        # Such as a class beyond the number of classes: values that no run has written.
+        # The rows hold values that no run has written, such as a class beyond the number of classes.
         said = f"the metrics cannot be computed from these rows: {with_type(error)}"
         yield Check(name="metrics", says="they can be computed", differences=(said,))
         return
@@ -313,7 +313,7 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
 
 
 def _with_earlier_intervals(found: Result, result: Result) -> Result:
-    """What rows give, with the intervals of a result of earlier formulas where those of now hold them."""
+    """The recomputed result, with a stored interval of earlier formulas if it lies within the new one."""
     fields: dict[str, Any] = {}
     for name in ("intervals", "naive_intervals", "whole_set_intervals"):
         then = getattr(result, name)
@@ -329,7 +329,7 @@ def _with_earlier_intervals(found: Result, result: Result) -> Result:
 def _changed(
     folder: Path, metrics: Sequence[Metric | RowMetric], measured: Sequence[Measured]
 ) -> Iterator[str]:
-    """The values of metrics that are other ones now than in the run."""
+    """The names of values whose metrics have changed since the run."""
     then = read_job(folder)["job"].get("metric_options", {})
     of_ledger, of_rows = split_by_kind(metrics)
     in_order: list[Metric | RowMetric] = [*of_ledger, *of_rows]
@@ -339,7 +339,7 @@ def _changed(
 
 
 def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
-    """Check a file against what result.json says of it."""
+    """Check a file against its record in result.json."""
     if not path.is_file():
         return Check(name=path.name, says="it is there", differences=(f"{path} is missing",))
     found = checksum_of(path)
@@ -352,7 +352,7 @@ def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
 
 
 def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Check]]:
-    """Check the rows' number, their ids in order, and which are empty; returns the ids of these too."""
+    """Check the number of rows, their ids in order, and the empty rows; also returns the empty rows' ids."""
     failed, count = list[str](), 0
     for window in rows.windows(rows.names, with_ids=True):
         failed += [window.ids[place] for place in np.flatnonzero(~window.evaluated).tolist()]
@@ -381,13 +381,13 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
 
 def _metrics_check(result: Result, found: Result) -> Check:
     differing: list[str] = []
-    # Version 2, which had no samples_digest, made intervals by clusters in another way.
+    # Version 2, which had no samples_digest, computed intervals by clusters in another way.
     known_intervals = not (result.clusters and result.samples_digest is None)
     intervals = _FIELDS_OF_INTERVALS if known_intervals else ("naive_intervals", "clusters")
     for field in ("metrics", *intervals, "nonfinite", "units", "directions"):
         of_field = "" if field == "metrics" else f"{field}."
         one, other = asdict(result)[field], asdict(found)[field]
-        # A run of an earlier version has written no directions, and units of percent alone.
+        # Runs of earlier versions have no directions, and units only for percentages.
         known = (*one, *other) if field not in ("units", "directions") or result.directions else one
         for name in dict.fromkeys(known):
             differing += _differences(f"{of_field}{name}", one.get(name), other.get(name))
@@ -399,7 +399,7 @@ def _metrics_check(result: Result, found: Result) -> Check:
 
 
 def _differences(name: str, stated: Any, found: Any, source: str = "the rows") -> tuple[str, ...]:
-    """Where two nests of JSON values differ, as sentences: what result.json has, and what was found."""
+    """Differences of two nests of JSON values, as sentences: the value in result.json, and the one found."""
     found = [
         f"{place}: {_shown(one)} in {RESULT}, {_shown(other)} from {source}"
         for place, one, other in differences(stated, found, name)

@@ -1,9 +1,9 @@
 """Lockstep: every rank computes one batch a round, for models whose forward holds collectives.
 
-A forward of one rank then waits for those of all others, and ranks have different numbers of batches. So
-there are as many rounds as the rank with the most batches has, and a rank without a batch in a round computes
-samples whose outputs nobody keeps. Before each round all ranks agree on the host, in one small message,
-whether they go on: a stop ends all after the same round, and a rank that cannot go on leaves nobody waiting.
+The forward of one rank then waits for those of all others, but ranks have different numbers of batches. So
+there are as many rounds as the rank with the most batches needs, and a rank without a batch in a round
+computes samples whose outputs are dropped. Before each round, all ranks agree on the host, in one small
+message, whether to continue: a stop ends all after the same round, and a rank that fails leaves none waiting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dualeval.engine.sharding.fsdp import check_sharded, is_sharded
 from dualeval.errors import BackendError, PeerError, Stopped, UsageError
 from dualeval.options.choices import DYNAMIC, LOCKSTEP
 
-# Of a collective that breaks the cause is mostly another rank's end, which is heard of a moment later.
+# A collective mostly fails because another rank has ended, and this news arrives a moment later.
 _CAUSE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.02
 _RANDOM = "forward or observe draws random numbers, or keeps something from one batch to the next"
@@ -53,14 +53,14 @@ def settle_schedule(model: nn.Module, run: Run) -> None:
 
 
 def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:
-    """Number of rounds: the batches of the rank that has most."""
+    """Number of rounds: the batches of the rank with the most."""
     return max(sum(len(plan.chunk_batches(chunk)) for chunk in remaining[rank::size]) for rank in range(size))
 
 
 def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
-    """As ``evaluate_all``, one batch a round on every rank; a collective."""
+    """Like ``evaluate_all``, with one batch a round on every rank. A collective."""
     with loop.running(), compute_of(evaluation, 1) as compute:
-        # Those that come early wait asleep.
+        # Ranks that arrive early sleep here instead of spinning in the first collective.
         evaluation.run.control.meet()
         rounds = _Rounds(evaluation, loop, compute)
         lasting = Lasting(evaluation.model)
@@ -77,9 +77,9 @@ def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSett
 
 
 def evaluated_together(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
-    """Compute on all ranks the batches that rank 0 gives, for ``prove``; a collective.
+    """Compute rank 0's stored batches on all ranks, for ``prove``. A collective.
 
-    What is returned gives those of another forward each time, without a collective.
+    The returned function holds no collective, and gives the columns of another forward at each call.
     """
     own = [[batch.samples.start, batch.samples.stop] for batch in stored]
     shared = [range(*limits) for limits in evaluation.run.from_rank_0(own)]
@@ -91,7 +91,7 @@ def evaluated_together(evaluation: Evaluation, stored: Sequence[StoredBatch]) ->
 def wait_for_news(
     control: ControlPlane, has_come: Callable[[], bool], *, within_s: float = float("inf")
 ) -> None:
-    """Wait, asleep, for what another rank has announced."""
+    """Sleep until another rank's announced message has arrived."""
     limit = monotonic() + within_s
     with control.progress.inside("meet"):
         while True:
@@ -129,8 +129,8 @@ class _Rounds:
         self.under_way.count()
 
     def _look(self, rounds: int) -> Any:
-        """The first samples, which all ranks compute; and once more, where that is little of the run."""
-        # The first forward of all ranks has the same samples: its order of units is that of all others.
+        """The first samples, which all ranks compute; a second time, too, if that takes little of the run."""
+        # All ranks begin with a forward of the same samples, which sets the order of units for all others.
         stand_in = of_first(self._evaluation, lambda data, _: data)
         with as_before(self._evaluation.model, self._evaluation.task):
             self._progress.step("forward")
@@ -140,19 +140,19 @@ class _Rounds:
             if is_short(self._backend.all_reduce(seconds, "max").item(), 1, rounds):
                 again = of_first(self._evaluation, lambda data, _: data)
                 computed = self._compute.start(again)()
-                # No module is looked for: that takes forwards of all ranks.
+                # The module that causes it is not searched: that would take forwards of all ranks.
                 self._loop.unlike = differences(columns, computed, stand_in, again, lambda: _RANDOM)
         return stand_in
 
     def _start(self, given: tuple[Any, Any]) -> Pending | None:
-        """Begin with a batch; what goes wrong after its forward is raised when the other ranks know of it.
+        """Start a batch; an error after its forward is raised when the other ranks know of it.
 
-        ``given`` are its data, None where no sample of it could be read, and what is computed in their place.
+        ``given`` holds its data, None if none of its samples could be read, and the data to compute instead.
         """
         data, stand_in = given
         try:
             pending = self._compute.start(stand_in if data is None else data)
-            # Of a batch in which no sample could be read there is nothing to keep either.
+            # A batch without a readable sample has no columns to keep.
             return None if data is None else pending
         except Exception as error:
             gathers = self._evaluation.run.gathers
@@ -166,7 +166,7 @@ class _Rounds:
         return None if data is None else failed
 
     def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
-        """Record what has been computed and read the next batch; or what stands in the way on this rank."""
+        """Record computed batches and read the next one; or return the error of this rank."""
         try:
             self.under_way.count(all_but=self._compute.ahead)
             work, data = next(batches, (None, None))
@@ -186,7 +186,7 @@ class _Rounds:
         if problem is not None:
             raise problem
         if fails:
-            # Its message is what is to be said.
+            # The other rank's message is the one to show.
             wait_for_news(self._control, lambda: False)
         if stops:
             wait_for_news(self._control, lambda: self._control.stopping is not None)

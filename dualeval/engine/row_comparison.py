@@ -1,6 +1,6 @@
-"""Rows of one column beside those of another run, batch or machine: which differ, how far, which are right.
+"""Comparison of a column's rows from two runs, batches or machines: which differ, how far, which are right.
 
-Replay, ``--reference``, the diagnosis of batch shapes and ``dualeval compare`` all ask this here.
+Replay, ``--reference``, the diagnosis of batch shapes and ``dualeval compare`` all use it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy.typing as npt
 
 from dualeval.columns import RaggedRows, Rows, Text, kind_of, to_rows, values_of
 
-# What a task calls its answer to a sample.
+# Names that tasks use for the column of their answers.
 PREDICTION_COLUMNS = ("prediction", "answer")
 _TARGET = "target"
-# Of tasks whose targets are no single column: 1 where the answer is right.
+# A column of tasks whose targets are not a single column: 1 if the answer is right.
 _RIGHT = "exact_match"
 
 
 def as_one_kind(one: Rows, other: Rows) -> tuple[Rows, Rows] | None:
-    """Two columns as they can be compared; None where they cannot."""
+    """Two columns, converted so that they can be compared; None if they cannot be."""
     (form, dtype, shape), (other_form, other_dtype, other_shape) = kind_of(one), kind_of(other)
     if (form, shape) != (other_form, other_shape):
         return None
@@ -37,12 +37,12 @@ def as_one_kind(one: Rows, other: Rows) -> tuple[Rows, Rows] | None:
 
 
 def text_rows(texts: Iterable[str | None]) -> Rows:
-    """Texts as rows; none is not the empty one."""
+    """Texts as rows; None differs from the empty text."""
     return to_rows(Text("\0" if text is None else text for text in texts))
 
 
 def differing_rows(one: Rows, other: Rows, tolerance: float | None = None) -> npt.NDArray[np.intp]:
-    """The places of the rows that differ in any bit, or by more than a tolerance, rising."""
+    """The positions of the rows that differ in any bit, or by more than a tolerance, in ascending order."""
     if not isinstance(one, RaggedRows) or not isinstance(other, RaggedRows):
         return np.flatnonzero(~_equal_rows(values_of(one), values_of(other), tolerance))
     same_length = one.lengths == other.lengths
@@ -69,7 +69,7 @@ def _equal_rows(
 
 
 def same_entries(one: Any, other: Any) -> npt.NDArray[np.bool_]:
-    """Which entries of two ``pyarrow.Array`` have equal values; none is equal to none, and NaN to NaN."""
+    """Which entries of two ``pyarrow.Array`` have equal values; null equals null, and NaN equals NaN."""
     import pyarrow.compute
 
     try:
@@ -82,12 +82,12 @@ def same_entries(one: Any, other: Any) -> npt.NDArray[np.bool_]:
 
 @dataclass
 class Difference:
-    """What is known of one column: of floats, the one value less the other."""
+    """The differences in one column; for floats also their sizes, as the one value less the other."""
 
     is_float: bool
     rows_differ: int = 0
     first: str | None = None
-    # Floats of rows that lie finitely far apart, equal ones too.
+    # Rows of floats whose difference is finite, including equal rows.
     finite: int = 0
     total: float = 0.0
     total_absolute: float = 0.0
@@ -98,12 +98,12 @@ class Difference:
 
     @classmethod
     def of(cls, rows: Rows) -> Difference:
-        """Of a column of this kind."""
+        """An empty one for a column of this kind."""
         form, dtype, _ = kind_of(rows)
         return cls(is_float=form == "plain" and dtype.kind == "f")
 
     def add(self, own: Rows, there: Rows, name: Callable[[int], str]) -> npt.NDArray[np.intp]:
-        """Add pairs of rows; returns the places of those that differ in any bit."""
+        """Add pairs of rows; returns the positions of those that differ in any bit."""
         wrong = differing_rows(own, there)
         if self.is_float:
             self.finite += len(own) - len(wrong)
@@ -114,11 +114,11 @@ class Difference:
         return wrong
 
     def measure(self, own: Rows, there: Rows, name: Callable[[int], str]) -> None:
-        """Add how far rows that differ are apart; nothing of columns that hold no floats."""
+        """Add the sizes of the differences between rows that differ, if the column holds floats."""
         if not self.is_float:
             return
         one, other = (values_of(rows).astype(np.float64).reshape(len(rows), -1) for rows in (own, there))
-        # NaN beside NaN, an infinity beside the same one: no difference, whatever the bits.
+        # Two NaNs, or two equal infinities, are no difference, whatever their bits.
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.where(same, 0.0, one - other)
@@ -128,7 +128,7 @@ class Difference:
             self.not_finite += int((~finite).sum())
             self.first_not_finite = self.first_not_finite or name(int(finite.argmin()))
         apart = np.where(finite[:, None], apart, 0.0)
-        # Of a row of several values the mean, and the largest.
+        # For a row of several values, their mean and their largest.
         self.total += float(apart.mean(axis=1).sum())
         self.total_absolute += float(np.abs(apart).mean(axis=1).sum())
         largest = np.abs(apart).max(axis=1)
@@ -155,7 +155,7 @@ class Difference:
 
 
 def right(columns: Mapping[str, Rows], prediction: str) -> npt.NDArray[np.bool_] | None:
-    """Which predictions are right; None where no column says it."""
+    """Which predictions are right; None if no column tells."""
     answers, targets, exact = (columns.get(name) for name in (prediction, _TARGET, _RIGHT))
     if _are_numbers(answers, "iub") and _are_numbers(targets, "iub"):
         return np.asarray(answers == targets)

@@ -30,14 +30,14 @@ class Run:
     backend: Backend
     # Where the ranks meet; opened on the same backend.
     control: ControlPlane
-    # How it runs, and where its files go: as asked for, and what was left open as it has been decided.
+    # How it runs, and where its files go: as asked for, with options that were left open as decided.
     options: RunOptions
-    # What is in hand is known to it (`recorder`, `folder`): it saves what is finished, and ends this process,
-    # where it cannot end by itself.
+    # Saves finished work and ends this process if it cannot end by itself; for that it holds `recorder` and
+    # `folder`.
     watch: Watch
-    # Where the batches are wanted.
+    # The device that batches are brought to.
     device: torch.device
-    # Called with sentences for people, on rank 0 only.
+    # Called with sentences for the user, on rank 0 only.
     note: Callable[[str], None] = lambda sentence: None
     # The options as the caller wants them recorded in the result; `task.options()` is added.
     job: dict[str, Any] = field(default_factory=dict)
@@ -45,12 +45,11 @@ class Run:
     show: Show | None = None
     # `perf_counter()` at the start of the run.
     started: float = field(default_factory=perf_counter)
-    # The process belongs to a caller's script, such as one that trains; it finds everything afterwards as it
-    # was before.
+    # The process belongs to a caller's script, such as one that trains: its state is put back afterwards.
     guest: bool = False
-    # Number of cores that are this rank's.
+    # Number of this rank's cores.
     cores: int = 1
-    # Which part of the job alone is evaluated, and the command that asks for it; None for the whole job.
+    # The part of the job that is evaluated, and the command that asks for it; None for the whole job.
     share: Share | None = None
     command: Mapping[str, Any] | None = None
     # Threads that this rank may compute in.
@@ -61,17 +60,17 @@ class Run:
     gathers: Gathers | None = None
 
     def decide(self, shown: Mapping[str, Any], **options: Any) -> None:
-        """Settle options that were left open; ``shown`` is what the result has of them."""
+        """Decide options that were left open; ``shown`` is the part that the result shows."""
         self.options = replace(self.options, **options)
         self.job = {**self.job, **shown}
 
     def trying(self, **options: Any) -> Run:
-        """A run beside this one, with other options; nothing that it decides is decided for this one."""
+        """A copy of this run with other options; its decisions do not affect this one."""
         return replace(self, options=replace(self.options, **options))
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watch the gathers of a model for as long as the block lasts."""
+        """Watch the gathers of a model inside of the block."""
         with Gathers(model, self.control, self.backend, owned=self.options.shard is not None) as gathers:
             self.gathers = gathers
             try:
@@ -80,7 +79,7 @@ class Run:
                 self.gathers = None  # it holds the model
 
     def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; a collective. The others' own is not looked at."""
+        """Rank 0's value, on every rank; the other ranks' values are ignored. A collective."""
         self.control.meet()
         return self.backend.broadcast_json(value, src=0)
 

@@ -18,10 +18,10 @@ from dualeval.errors import UsageError
 from dualeval.further_columns import FurtherColumns, WithColumns, written
 from dualeval.tasks import Dataset, Task
 
-# A column's name, each sample's own id, or what gives it for an index.
+# A column's name, the samples' ids, or a function that returns the id for an index.
 Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
 
-# Whose contents lie in memory.
+# Types whose contents are in memory.
 _IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
 _ARRAYS = (Tensor, np.ndarray)
 _ROWS_AT_ONCE = 1 << 14
@@ -36,12 +36,12 @@ def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Sa
             ``datasets.Dataset`` of Hugging Face.
         ids: each sample's id: the name of a column, one text a sample, or a function of the index. None: the
             index.
-        fingerprint: what tells these samples from others, where it is known; a revision, for example. None:
-            it is made of the contents, as far as they are tensors, arrays, texts and numbers. What cannot be
-            hashed is found out by the batch that a resume evaluates anew.
+        fingerprint: a text that identifies these samples, if there is one; a revision, for example. None: a
+            hash of the contents, as far as they are tensors, arrays, texts and numbers. A change of other
+            contents shows in the batches that a resumed run evaluates again.
 
     Raises:
-        UsageError: it has no length or no samples by index, or ``ids`` do not fit to it.
+        UsageError: it has no length or no samples by index, or ``ids`` do not fit it.
     """
     check_samples(dataset)
     kind = HuggingFaceSamples if _is_hugging_face(dataset) else Samples
@@ -49,7 +49,7 @@ def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Sa
 
 
 def as_dataset(data: Any) -> Dataset:
-    """What a task gave as its data set, with ids and a fingerprint."""
+    """A task's data set, with ids and a fingerprint."""
     if not all(callable(getattr(data, name, None)) for name in ("id", "fingerprint")):
         return wrap(data)
     if hasattr(data, "__getitems__"):
@@ -62,7 +62,7 @@ def as_dataset(data: Any) -> Dataset:
 def check_samples(data: Any) -> None:
     """Check that something has a length, and samples by index."""
     if isinstance(data, DataLoader):
-        # Torch's others draw from the whole set, or divide it.
+        # Torch's other samplers draw from the whole set, or divide it.
         is_of_torch = type(data.sampler).__module__.startswith("torch.")
         is_part = isinstance(data.sampler, SubsetRandomSampler) or not is_of_torch
         some = "Subset(loader.dataset, sorted(loader.sampler))" if is_part else "loader.dataset"
@@ -141,11 +141,11 @@ class Samples:
         return [self._data[index] for index in indices]
 
     def stacker(self, task: Task) -> Callable[[range], list[Tensor]] | None:
-        """What collates consecutive samples as the task does; None where they are no rows of tensors, or the
-        task does not do as torch's ``default_collate``.
+        """A function that collates consecutive samples as the task does; None if they are not rows of
+        tensors, or if the task does not collate like torch's ``default_collate``.
 
         It copies, as a collate does: a forward that writes into its input leaves the caller's tensors alone,
-        and memory begins where a kernel's last bits do not depend on it.
+        and the copy's alignment does not change a kernel's last bits.
         """
         data: Any = self._data
         places: Any = None
@@ -174,11 +174,11 @@ class Samples:
         return hashlib.sha256(said.encode()).hexdigest()
 
     def _contents(self) -> str:
-        """A hash of what lies in memory; of an object, of its public attributes."""
+        """A hash of the contents in memory; for any other object, of its public attributes."""
         if self.in_memory:
             data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
             return SampleHasher().digest(data).hex()
-        # Dicts and private ones may be caches, which fill while samples are read; a mapped file may be large.
+        # Dicts and private attributes may be caches that fill during reading; a mapped file may be large.
         attributes = {
             name: value
             for name, value in attributes_of(self._data).items()
@@ -203,14 +203,14 @@ class HuggingFaceSamples(WithColumns, Samples):
     def ids_in(self, samples: range) -> Sequence[str]:
         if not isinstance(self._ids, str):
             return super().ids_in(samples)
-        # All at once: one by one they take a hundred times as long.
+        # All at once: reading them one by one takes a hundred times as long.
         return [*map(written, self._id_column[samples.start : samples.stop][self._ids])]
 
     def _of_column(self, index: int, name: str) -> Any:
         return self._id_column[index][name]
 
     def read_columns(self, names: Sequence[str]) -> None:
-        """Read the columns that are kept for the rows of a run, as ``FurtherColumns`` has it."""
+        """Read the columns that are kept for the rows of a run, by the rules of ``FurtherColumns``."""
         schema = self._stored.features.arrow_schema
         unfit = {each.name: f"it holds {each.type}" for each in schema if not _is_plain(str(each.type))}
         further = FurtherColumns(schema.names, (), names, unfit=unfit)
@@ -223,7 +223,7 @@ class HuggingFaceSamples(WithColumns, Samples):
     def fingerprint(self, count: int) -> str:
         contents = self._given
         if contents is None:
-            # What is stored is left to content_fingerprint: the ranks of a node share the reading.
+            # Stored values are left to content_fingerprint, for which the ranks of a node share the reading.
             contents = Hasher().digest([str(self._data.features), self._data.format]).hex()
         return hashlib.sha256(f"{len(self)} {count} {contents}".encode()).hexdigest()
 
@@ -237,7 +237,7 @@ class HuggingFaceSamples(WithColumns, Samples):
 
 
 class OneByOne(Samples):
-    """A data set with ids and a fingerprint of its own, whose samples are read one by one."""
+    """A data set with its own ids and fingerprint, whose samples are read one by one."""
 
     def __init__(self, data: Any) -> None:
         super().__init__(data, ids=data.id)
@@ -250,7 +250,7 @@ class OneByOne(Samples):
 
 
 def _stored(value: Any) -> Any:
-    """A stored value, of a picture or sound that lies in a file of its own the file's name alone."""
+    """A stored value; for a picture or sound in its own file, only the file's name."""
     if isinstance(value, list):
         return [_stored(part) for part in value]
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
@@ -273,5 +273,5 @@ def _has_length(data: Any) -> bool:
     try:
         return len(data) >= 0
     except TypeError:
-        # It has none, or has none now, as a tensor without dimensions.
+        # No length, or none in this case, as for a tensor without dimensions.
         return False

@@ -1,7 +1,7 @@
 """Session: everything that a run holds, opened in one place, and ended in one place.
 
-``conclude`` is the one way in which a run ends early, whoever notices: the main thread that raises an error,
-or the watch where the main thread does not come back.
+A run ends early only by ``conclude``, whether the main thread raises an error, or the watch finds that the
+main thread does not come back.
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ _LOOK_EVERY_S = 0.25
 
 
 class Session:
-    """Everything of one or several evaluations by the same ranks; a context manager.
+    """One or several evaluations by the same ranks; a context manager.
 
-    Where no group of ranks was open before, the session is the **owner**, with all promises of the command
+    If no group of ranks was open before, the session is the **owner** and keeps all promises of the command
     line: signals and other ranks' failures end the process in time, with its exit code, whatever the main
-    thread is in.
+    thread is doing.
 
     Inside a script that has opened a process group of torch.distributed, or called ``hvd.init()``, it is a
-    **guest**: it takes no signals and never ends the process; failures and stops are raised from
-    ``evaluate``, and a rank that stands still is named on standard error and raised where Python runs. The
-    model, random numbers and torch's settings are afterwards as they were.
+    **guest**: it takes no signals and never ends the process. ``evaluate`` raises failures and stops, and a
+    rank that stands still is named on standard error and raised as soon as Python runs. Afterwards the model,
+    random numbers and torch's settings are as they were.
 
     Args:
-        backend: how the ranks talk: "single", "torch", "horovod" or "mpi"; None takes the caller's open
-            group, or else the launcher's own.
-        device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
-        launcher: who started the ranks; None finds out.
+        backend: how the ranks communicate: "single", "torch", "horovod" or "mpi"; None takes the caller's
+            open group, or else the launcher's own.
+        device: "cpu", "cuda" or "cuda:N"; None takes a GPU if there is one.
+        launcher: the launcher that started the ranks; None detects it.
         allow_shared_gpu: let several ranks of a node share a GPU.
         mix_machines: let devices or versions differ between ranks.
         heartbeat_timeout: seconds without progress after which a rank is given up.
-        forward_timeout: seconds after which a rank is given up that computes, with a batch in hand.
-        stop_signals: names of the signals that stop a run and save what is finished; an owner's alone.
-        on_stall: what follows where the main thread does not end by itself: "exit" ends the process, "raise"
-            raises where Python runs. None is "exit" for an owner and "raise" for a guest.
-        debug: an owner prints the whole traceback of an error, on every rank that meets one; without it the
-            lines of the caller's own code. So does DUALEVAL_DEBUG=1 in the environment.
-        stop: called several times a second from another thread; true, or a text that says why, stops all
-            ranks with what is finished saved.
-        note: called with sentences for people, on rank 0 only; None writes them on standard error.
+        forward_timeout: seconds after which a rank is given up while it computes a batch.
+        stop_signals: names of the signals that stop a run and save what is finished; only for an owner.
+        on_stall: what happens if the main thread does not end by itself: "exit" ends the process, "raise"
+            raises as soon as Python runs. None is "exit" for an owner and "raise" for a guest.
+        debug: an owner prints an error's whole traceback, on every rank that has one; without it, only the
+            lines of the caller's own code. DUALEVAL_DEBUG=1 in the environment does the same.
+        stop: called several times a second from another thread; if it returns true, or a text with the
+            reason, all ranks stop and save what is finished.
+        note: called with sentences for the user, on rank 0 only; None writes them to standard error.
 
     Attributes:
-        exit_code: what the run has come to: 0, or once it has been concluded that error's code.
-        is_concluded: whether it has ended early: no evaluation follows.
+        exit_code: 0, or the exit code of the error that ended the run.
+        is_concluded: whether the run has ended early: no evaluation can follow.
         is_owner: whether it is the owner.
-        cores: number of cores that are this rank's.
+        cores: number of this rank's cores.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -97,7 +97,7 @@ class Session:
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        # All that was given, as its defaults stand above alone.
+        # By locals(), so that the defaults are written only above.
         given = {name: value for name, value in locals().items() if name != "self"}
         self._options = SessionOptions(**given)
         self.exit_code = EXIT_DONE
@@ -110,7 +110,7 @@ class Session:
 
     @property
     def backend(self) -> Backend:
-        """How the ranks reduce and gather; raises UsageError where the session is not open."""
+        """How the ranks reduce and gather; raises UsageError if the session is not open."""
         if self._joined is None or self._joined.backend is None:
             raise UsageError(
                 "this session is not open: write 'with dualeval.Session() as session:' around its use"
@@ -119,14 +119,14 @@ class Session:
 
     @property
     def control(self) -> ControlPlane:
-        """Where the ranks meet; likewise."""
+        """Where the ranks meet; raises UsageError likewise."""
         _ = self.backend
         assert self._joined is not None and self._joined.control is not None
         return self._joined.control
 
     @property
     def world(self) -> World:
-        """This process's place among the ranks; likewise."""
+        """This process's place among the ranks; raises UsageError likewise."""
         return self.backend.world
 
     @property
@@ -157,7 +157,7 @@ class Session:
         """Join the ranks, and watch them from here on. A collective.
 
         Raises:
-            UsageError, LaunchError: the launcher, the backend or the device is not what it has to be.
+            UsageError, LaunchError: the launcher, the backend or the device does not fit.
             BackendError: the group could not be joined.
         """
         if self._joined is not None:
@@ -196,18 +196,18 @@ class Session:
         Args:
             task: what is evaluated.
             job: the options as the caller wants them recorded in the result.
-            show: progress display, called on rank 0 from a thread of its own with the samples done over all
-                ranks, and the samples in all.
-            started: ``perf_counter()`` at the start of the run, where that was before this call.
-            puts_back: leave the model, random numbers and torch's settings as they were. Without it they may
-                change: the process ends.
+            show: progress display, called on rank 0 from its own thread with the samples done on all ranks,
+                and the total.
+            started: ``perf_counter()`` at the start of the run, if that was before this call.
+            puts_back: put back the model, random numbers and torch's settings afterwards; not needed if the
+                process ends then.
             loggers: where rank 0 logs the result when it is written, each as ``KIND:WHERE``, such as
-                "tensorboard:runs/tb" (docs/loggers.md). A tracker that fails is a note.
-            step: which step of a training the loggers record, such as the epoch.
+                "tensorboard:runs/tb" (docs/loggers.md). A tracker's failure is only noted.
+            step: the step of a training that the loggers record, such as the epoch.
             report: rank 0 also writes report.html into the output folder, once the result is there
-                (docs/report.md). A page that cannot be made is a note.
-            last: nothing follows it: a signal that comes when the result is written comes too late. The
-                caller logs it once the session is closed.
+                (docs/report.md). A failure to write it is only noted.
+            last: no evaluation follows: a signal after the result is written has no effect. The caller logs
+                the result once the session is closed.
             options: of ``RunOptions``, as ``out``, ``batch_size`` and ``precision``.
 
         Raises:
@@ -261,13 +261,13 @@ class Session:
         puts_back: bool = True,
         **options: Unpack[RunKeywords],
     ) -> None:
-        """Evaluate one of several shares of a task, with no other share needed; a collective of its ranks.
+        """Evaluate one of several shares of a task, without the others. A collective of the share's ranks.
 
-        ``evaluate`` with the same ``out`` makes the result of all of them.
+        ``evaluate`` with the same ``out`` makes the result of all shares.
 
         Args:
             share: I/N, such as "3/100": chunks of the samples that only this share evaluates.
-            command: the command that asks for it, for ``dualeval finish``.
+            command: the command that asks for the share, for ``dualeval finish``.
             job, show, started, puts_back, options: as for ``evaluate``; ``out`` is the folder of all shares.
 
         Raises:
@@ -335,19 +335,19 @@ class Session:
     def attempt(
         self, work: Callable[[], _T], *, progress: str = "", last: bool = False
     ) -> tuple[_T | None, PeerError | None]:
-        """Do one of several things, such as evaluating one of several models; a collective.
+        """Do one of several pieces of work, such as evaluating one of several models. A collective.
 
-        An error of it, on one rank or on all, ends this attempt on every rank and not the session, as long as
-        all ranks are there and none is in the midst of a collective: else the run ends, as it does where a
-        signal stops it.
+        An error in it, on one rank or on all, ends this attempt on every rank, but not the session, if all
+        ranks are there and none is inside a collective. Otherwise the run ends, as it does when a signal
+        stops it.
 
         Args:
             work: evaluates at most once, with ``last=True``.
-            progress: how many are done, as a sentence; said where the run is stopped.
-            last: nothing follows it: a signal that comes when the result is written comes too late.
+            progress: how many are done, as a sentence; shown if the run is stopped.
+            last: no evaluation follows: a signal after the result is written has no effect.
 
-        Returns:
-            What came of it, and None; or None and the failure, the same on every rank.
+            Returns:
+                The result of ``work``, and None; or None and the failure, the same on every rank.
 
         Raises:
             PeerError: another rank failed, and the run ends.
@@ -371,7 +371,7 @@ class Session:
             self._is_attempt = False
         self._watch.end()
         failure = self._conclusion.of_attempt(problem if isinstance(problem, Exception) else None)
-        # Its frames hold the model, and what was read.
+        # The error's frames hold the model and its data.
         problem = None
         self._free_memory()
         if not last:
@@ -379,7 +379,7 @@ class Session:
         return (done, None) if failure is None else (None, failure)
 
     def _ends_attempt_only(self, error: BaseException) -> bool:
-        """Whether an error ends an attempt, and not the run: no rank has failed, and the backend is whole."""
+        """Whether an error ends only an attempt, not the run: no rank has failed, and the backend works."""
         return (
             not self.is_concluded
             and isinstance(error, Exception)
@@ -390,7 +390,7 @@ class Session:
         )
 
     def _free_memory(self) -> None:
-        """Give back the memory of an attempt that is over."""
+        """Free the memory of a finished attempt."""
         from dualeval.engine.accelerator import accelerator_of
 
         gc.collect()
@@ -402,7 +402,7 @@ class Session:
 
     @contextmanager
     def _concluding(self, *, of_task: bool = True) -> Iterator[None]:
-        """Conclude the run where the block raises."""
+        """Conclude the run if the block raises."""
         from dualeval.engine.end.watch import Interrupted
 
         try:
@@ -420,14 +420,14 @@ class Session:
             raise cause from error
 
     def idle_until(self, look: Callable[[], _T | None], *, progress: str = "") -> _T:
-        """Have rank 0 look, now and then, until there is something to do; a collective.
+        """Have rank 0 call ``look`` repeatedly until there is something to do. A collective.
 
         Args:
-            look: called on rank 0; returns plain values, None where there is nothing yet.
-            progress: how many are done, as a sentence; said where the session is stopped meanwhile.
+            look: called on rank 0; returns plain values, or None if there is nothing yet.
+            progress: how many are done, as a sentence; shown if the session is stopped meanwhile.
 
-        Returns:
-            What rank 0 has found, on every rank.
+            Returns:
+                Rank 0's value, on every rank.
 
         Raises:
             PeerError: another rank failed.
@@ -445,7 +445,7 @@ class Session:
         return shared
 
     def _idle(self) -> None:
-        """The caller may do anything now, for as long as it likes."""
+        """Set this rank to idle: the caller may now do anything, for as long as it likes."""
         self._watch.end()
         self._watch.goes_on()
         self.control.progress.step("idle")
@@ -461,17 +461,17 @@ class Session:
         show: Callable[[int, int], None] | None = None,
         **options: Unpack[RunKeywords],
     ) -> Iterator[Any]:
-        """Evaluate in a loop of the caller's own: gives this rank's batches, on the CPU.
+        """Evaluate in the caller's own loop: yields this rank's batches, on the CPU.
 
-        Each sample is in one batch of one rank. Give the columns of each batch to ``add``, and ask for the
-        ``result`` when the loop is through.
+        Each sample is in one batch of one rank. Pass the columns of each batch to ``add``, and call
+        ``result`` after the loop.
 
         Args:
             dataset: a tensor, a list, or a map-style data set.
             collate: makes a batch of a list of samples; torch's ``default_collate`` without it.
-            metrics: what is measured; without them the mean of every column, under its name.
-            model: joins the job's identity, so that a loop with other weights does not go on in ``out``.
-            job: as for ``evaluate``, and ``show``.
+            metrics: the metrics; without them, the mean of every column, under its name.
+            model: part of the job's identity, so that a loop with other weights is not resumed in ``out``.
+            job, show: as for ``evaluate``.
             options: of ``RunOptions``, as ``out`` and ``batch_size``.
 
         Raises:
@@ -492,20 +492,20 @@ class Session:
             yield from batches
 
     def add(self, batch: Any, **columns: Any) -> None:
-        """Give the columns of the batch in hand.
+        """Add the columns of the current batch.
 
         Args:
-            batch: what the loop has given last, or a part of it.
+            batch: the loop's last batch, or a part of it.
             columns: by name, one row a sample: tensors on any device, arrays or lists. For rows that differ
                 in length a ``dualeval.Ragged`` or a list of tensors, for text a list of str. They are copied.
 
         Raises:
-            UsageError: it is not that batch, it was added before, or a column is not as it must be.
+            UsageError: it is not that batch, it was added before, or a column does not fit.
         """
         self._current_loop().add(batch, **columns)
 
     def result(self) -> Result:
-        """The result of the loop, when it is through; a collective.
+        """The result of the finished loop. A collective.
 
         Raises:
             UsageError: this rank has left its loop before the end.
@@ -529,7 +529,7 @@ class Session:
         return self._loop
 
     def note(self, sentence: str) -> None:
-        """Pass a sentence for people on, once a session, or a script; called on rank 0."""
+        """Pass on a sentence for the user, once a session or script; called on rank 0."""
         noted = set() if self._joined is None else self._joined.noted
         if sentence in noted:
             return
@@ -540,7 +540,7 @@ class Session:
             say(f"dualeval: note: {sentence}")
 
     def say_warnings(self, result: Result) -> None:
-        """Note what a reader of the numbers should know, for a caller who prints them alone."""
+        """Note the warnings about a result, for a caller who prints only its numbers."""
         from dualeval.engine.measured import rough_warnings
 
         of_intervals = rough_warnings(result.rough)
@@ -558,23 +558,23 @@ class Session:
         _ = self.control
 
     def _cause(self, error: BaseException, *, of_task: bool) -> BaseException:
-        """What the run ends with where an error is raised: the error itself, or what stands behind it."""
+        """The error with which the run ends: the one that was raised, or its cause."""
         from dualeval.engine.end.watch import Interrupted
 
         if isinstance(error, Interrupted):
             failure = self.control.failure
             return failure if failure is not None else Stopped(self.control.stopping or "stop()")
         if of_task and self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
-            # Signals are the session's: what is raised here is the task's own.
+            # The session handles signals, so the task's own code has raised this.
             said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
             return DualevalError(f"the task's code raised {said} in the midst of the run")
         return error
 
     def conclude(self, error: BaseException) -> int:
-        """End the run early, from the main thread, in whose hands the error is; returns the exit code.
+        """End the run early, from the main thread, which has the error; returns the exit code.
 
-        What is finished is saved, all ranks learn of the end, rank 0 writes it into status.json, and it is
-        said once. A second call gives the same code.
+        Finished work is saved, all ranks learn of the error, rank 0 writes it into status.json, and it is
+        shown once. A second call returns the same code.
         """
         if not self.is_concluded:
             self.exit_code = self._conclusion.conclude(error)

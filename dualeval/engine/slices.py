@@ -1,4 +1,4 @@
-"""Slices: the metrics of each group of samples, computed from the rows as those of a run are."""
+"""Slices: the metrics of each group of samples, computed from the rows like those of a run."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from dualeval.options.choices import columns_of_groups, shown_bins
 from dualeval.result import Result
 from dualeval.wording import counted, did_you_mean
 
-# More different numbers than these are cut.
+# A column with more different numbers than these is cut into bins.
 MOST_VALUES = 12
 _MOST_GROUPS = 1000
-# Below these nothing is said of a group: intervals and bounds of fewer have not been shown to cover.
+# Smaller groups get no statement: for fewer, intervals and bounds have not been shown to cover.
 FEW_SAMPLES, FEW_CLUSTERS = 30, 5
 _MISSING, _EMPTY = "(missing)", "(empty)"
 _NUMBERS = ("i", "u", "f")
-# Of a quartile.
+# Significant digits of a quartile.
 _DIGITS = 6
 
-# A value of each sample: numbers, bools, or texts, of which None is a missing one.
+# A value for each sample: numbers, bools, or texts (None if missing).
 Keys = npt.NDArray[Any] | Sequence[str | None]
 
 
@@ -55,9 +55,9 @@ Keys = npt.NDArray[Any] | Sequence[str | None]
 class Groups:
     """Samples by the values of one or several columns."""
 
-    # Which of the groups each sample is of.
+    # The number of each sample's group.
     places: npt.NDArray[np.int64]
-    # Of each group its value by column, and its name.
+    # Each group's value by column, and its name.
     values: Sequence[Mapping[str, Any]]
     labels: Sequence[str]
 
@@ -69,13 +69,13 @@ class Groups:
 
 
 def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> Groups:
-    """Samples by a column, or by a cross of several.
+    """Group samples by a column, or by a cross of several.
 
     Args:
         by: a column's name, or several with ``*`` between.
         keys: by column, a value of each sample.
-        bins: where a column of numbers is cut; of several those of more than a dozen different numbers, if
-            there is one. Without it these are cut into quartiles.
+        bins: where a column of numbers is cut. In a cross, they cut the columns with over 12 different
+            values; if there is none, all numeric ones. Without bins, such columns are cut into quartiles.
     """
     names = columns_of_groups([by])
     cut = _cut(names, keys) if bins else ()
@@ -97,12 +97,12 @@ def _cut(names: Sequence[str], keys: Mapping[str, Keys]) -> Sequence[str]:
 
 
 def kind_of_keys(keys: Keys) -> str:
-    """numpy's kind of a column: "b", "i", "u" or "f"; "" of texts."""
+    """numpy's kind of a column: "b", "i", "u" or "f"; "" for texts."""
     return keys.dtype.kind if isinstance(keys, np.ndarray) else ""
 
 
 def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[str, str]) -> str | None:
-    """What is wrong where bins cut no column, from each one's kind; None where they do."""
+    """The error if bins cut no column, by the columns' kinds; None if they cut one."""
     names = columns_of_groups(by)
     if not bins or any(kinds[name] in _NUMBERS for name in names):
         return None
@@ -138,8 +138,8 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
 
 
 def _quartiles(keys: npt.NDArray[Any], distinct: npt.NDArray[Any]) -> list[float]:
-    """Where numbers are cut into four parts, or fewer where most are equal; in few digits if these do."""
-    # Not by np.quantile, which has whole numbers as float64.
+    """The edges that cut numbers into four parts, or fewer if most are equal; in few digits if possible."""
+    # Not by np.quantile, which converts whole numbers to float64.
     quartiles = np.sort(keys)[np.ceil(np.array([0.25, 0.5, 0.75]) * (len(keys) - 1)).astype(np.int64)]
     edges: list[float] = np.unique(quartiles[quartiles > distinct[0]]).tolist() or distinct[1:2].tolist()
     if keys.dtype.kind != "f":
@@ -156,10 +156,10 @@ def _between(edges: Sequence[float]) -> list[str]:
 
 
 def is_of(value: Any, group: Any) -> bool:
-    """Whether a sample with a value is of the group with another one, as ``Groups`` has it."""
+    """Whether a sample with one value belongs to the group with the other value, as in ``Groups``."""
     if group is None or value is None or not isinstance(group, str) or isinstance(value, str):
         return value == group or (group is None and value != value)
-    # As ``_between`` writes it.
+    # In the form that ``_between`` writes.
     ends = re.fullmatch(r"(?:(\S+) (?:or more|to ))?(?:<(\S+))?", group)
     return ends is not None and float(ends[1] or -math.inf) <= value < float(ends[2] or math.inf)
 
@@ -182,7 +182,7 @@ def _of_texts(name: str, texts: Sequence[str | None]) -> Groups:
 
 
 def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str]) -> Groups:
-    """Groups of one column, without those that no sample is of."""
+    """Groups of one column, without empty ones."""
     present, numbers = np.unique(places, return_inverse=True)
     return Groups(
         places=numbers.reshape(-1),
@@ -203,7 +203,7 @@ def _crossed(one: Groups, other: Groups) -> Groups:
 
 
 def too_small(samples: int, clusters: int | None) -> str | None:
-    """Why nothing is said of a group; None where something can be."""
+    """Why a group is too small for a statement; None if it is large enough."""
     if samples < FEW_SAMPLES:
         return f"only {counted(samples, 'sample')}: too few for a statement"
     if clusters is not None and clusters < FEW_CLUSTERS:
@@ -214,7 +214,7 @@ def too_small(samples: int, clusters: int | None) -> str | None:
 def _measured_of(
     metric: Metric | RowMetric, columns: Mapping[str, Rows], places: npt.NDArray[np.int64]
 ) -> Measured:
-    """What a metric measures of some rows of mapped columns."""
+    """A metric's measurement of some rows of mapped columns."""
     of_ledger, of_rows = split_by_kind([metric])
     for row_metric in of_rows:
         own = {name: columns[name][places] for name in metric.columns}
@@ -235,9 +235,9 @@ class Slicing:
     by: Sequence[str]
     bins: Sequence[float] = ()
     metrics: Sequence[Metric | RowMetric]
-    # The column of samples that go together; None where there is none.
+    # The column that says which samples belong together; None if there is none.
     cluster: str | None = None
-    # Called with every window and group.
+    # Called for every window and group.
     step: Callable[[], None] = lambda: None
 
     def of_rows(self, result: Result, rows: RowSource) -> Result:
@@ -336,7 +336,7 @@ class Slicing:
 
 
 def slicing_of(evaluation: Evaluation, step: Callable[[], None]) -> Slicing | None:
-    """What a run's options ask for; None where that is nothing."""
+    """The slicing that a run's options ask for; None if they ask for none."""
     options = evaluation.run.options
     if not options.by:
         return None

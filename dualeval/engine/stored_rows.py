@@ -1,4 +1,4 @@
-"""Rows that are read a window at a time: of predictions.parquet, of what a run will write, and in memory."""
+"""Rows, read a window at a time: from predictions.parquet, from a run that will write them, from memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.tasks import Dataset, Task
 
-# Of every task's file, and never null.
+# Columns of every task's file; never null.
 _IDS = ("id", "index")
 
 
@@ -37,15 +37,15 @@ _IDS = ("id", "index")
 class Window:
     """Consecutive rows."""
 
-    # Number of the first of them.
+    # Number of the first row.
     start: int
     # Whether each sample could be read, shape (rows,).
     evaluated: npt.NDArray[np.bool_]
-    # By name, the rows of the samples that could, in order, first dimension these samples.
+    # By name, the rows of the samples that could be read, in order; these are the first dimension.
     columns: Mapping[str, Rows]
-    # By name, the texts of all rows, where they were asked for.
+    # By name, the texts of all rows, if they were asked for.
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
-    # Each row's, where they were asked for.
+    # The ids of all rows, if they were asked for.
     ids: Sequence[str] = ()
 
 
@@ -60,7 +60,7 @@ class RowSource(Protocol):
     def names(self) -> tuple[str, ...]:
         """The columns of the task and of its metrics, and those of the data."""
 
-    # Of all columns, and with the texts, where none is named.
+    # If no column is named, all columns and the texts.
     def windows(self, names: Sequence[str] | None = None, *, multiple_of: int = 1) -> Iterator[Window]: ...
 
 
@@ -76,7 +76,7 @@ class NewRows:
     dataset: Dataset
 
     def windows(self, names: Sequence[str] | None = None, *, multiple_of: int = 1) -> Iterator[Window]:
-        """Columns, or all with the texts, a window at a time. Each has whole batches, and nothing else."""
+        """Columns, or all with the texts, a window at a time; each window holds only whole batches."""
         wanted = self.names if names is None else names
         for start, rows in windows_of(self.files, self.plan, wanted):
             evaluated = evaluated_of(rows)
@@ -97,13 +97,13 @@ class StoredRows:
             schema = file.schema_arrow
         if any(name not in schema.names for name in _IDS):
             raise DualevalError(f"{path} is damaged: it has no column {' or '.join(_IDS)}")
-        # By name, "b", "i" or "f" of the columns with one number a sample, "" of the others.
+        # By name, "b", "i" or "f" for columns with one number a sample, "" for the others.
         self.kinds = {field.name: _kind(field.type) for field in schema}
         # The columns of the task and of its metrics; without id, index and the task's `texts`.
         self.names = tuple(
             field.name for field in schema if field.name not in _IDS and not _is_of_texts(field)
         )
-        # Those of them that are the user's data's.
+        # The columns that come from the user's data.
         self.data_names = tuple(
             field.name for field in schema if COLUMN_OF_DATA.items() <= (field.metadata or {}).items()
         )
@@ -117,14 +117,14 @@ class StoredRows:
         size = max(1, WINDOW_ROWS // multiple_of) * multiple_of
         start = 0
         with self._opened() as file:
-            # Group by group: those of long rows are small, and so are the windows. Each begins with a batch.
+            # By row group: groups of long rows are small, and so are their windows. Each begins with a batch.
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(size, row_groups=[group], columns=read):
                     yield self._window(batch.select(read), start)
                     start += len(batch)
 
     def whole(self, name: str) -> Any:
-        """Read one column of all rows, ids and texts too."""
+        """Read one column of all rows; also the ids, or a column of texts."""
         import pyarrow
 
         if name not in self.kinds:
@@ -151,7 +151,7 @@ class StoredRows:
             return self._window(batch, samples.start)
 
     def at(self, places: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Read some rows as Python values: their places, in order, with all columns and texts."""
+        """Read some rows as Python values: their positions, in order, with all columns and texts."""
         import pyarrow
 
         wanted = np.unique(np.asarray(places, np.int64))
@@ -174,7 +174,7 @@ class StoredRows:
         ids = self._not_null(batch.column("id"), "id").to_pylist() if "id" in batch.schema.names else ()
         return Window(
             start=start,
-            # Of one that could not be read all columns are null.
+            # For a sample that could not be read, all columns are null.
             evaluated=_there(batch.column(names[0])),
             columns={name: _rows(batch.column(name)) for name in names},
             texts=texts,
@@ -188,7 +188,7 @@ class StoredRows:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """The file; what the library says of a damaged one becomes a message."""
+        """The open file; the library's errors about a damaged file become a DualevalError."""
         import pyarrow
         import pyarrow.parquet
 
@@ -209,7 +209,7 @@ def _groups(file: Any) -> Iterator[tuple[int, range]]:
 
 
 def _is_of_texts(field: Any) -> bool:
-    """Whether a field holds what the task's ``texts`` have made of other columns."""
+    """Whether a field was made from other columns by the task's ``texts``."""
     import pyarrow
 
     metadata = field.metadata or {}
@@ -225,12 +225,12 @@ def _kind(kind: Any) -> str:
     return "i" if pyarrow.types.is_integer(kind) else "f" if pyarrow.types.is_floating(kind) else ""
 
 
-# From the buffers: ``to_numpy``, ``to_pandas_dtype`` and the like import pandas: for a second where that is
-# installed, and where it is not, an older pyarrow fails.
+# From the buffers: ``to_numpy``, ``to_pandas_dtype`` and the like import pandas, which takes a second; an
+# older pyarrow fails if pandas is not installed.
 
 
 def _rows(array: Any) -> Rows:
-    """The rows that are there, of the column's own dtype; a copy of its own."""
+    """The rows that are not null, in the column's dtype; a copy."""
     import pyarrow
 
     kind, there = array.type, _there(array)
@@ -238,7 +238,7 @@ def _rows(array: Any) -> Rows:
         return _numbers(array)[there]
     buffers = array.buffers()
     ends = np.frombuffer(buffers[1], np.int32)[array.offset : array.offset + len(array) + 1]
-    # What is null has no values.
+    # Null entries have no values.
     offsets = offsets_of(np.diff(ends)[there])
     if not is_text:
         return rows_of("ragged", _numbers(array.values)[ends[0] : ends[-1]], offsets)
@@ -259,7 +259,7 @@ def _bits(buffer: Any, array: Any) -> npt.NDArray[np.bool_]:
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
-    """All entries, also in place of those that are null; a copy."""
+    """All entries, with arbitrary numbers for those that are null; a copy."""
     import pyarrow
 
     here, kind = slice(array.offset, array.offset + len(array)), array.type
@@ -273,7 +273,7 @@ def _numbers(array: Any) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRows(RowsOfChunks):
-    """Rows of finished chunks, read as those of a journal file are."""
+    """Rows of finished chunks, read like those of a journal file."""
 
     # The columns in C order, one after the other, uint8.
     content: npt.NDArray[np.uint8]
@@ -283,14 +283,14 @@ class MemoryRows(RowsOfChunks):
 
 
 class MemoryWriter:
-    """Takes what a ``JournalWriter`` takes, and keeps the rows alone."""
+    """Takes the same arguments as a ``JournalWriter``, and keeps only the rows."""
 
     def __init__(self, *, keeps: bool) -> None:
         self.folder = None
         self._keeps = keeps
         # Index and error of each sample that could not be read.
         self.failures: list[tuple[int, str]] = []
-        # Of each part: how to read it, and the columns themselves.
+        # For each part: how to read it, and the columns themselves.
         self.written: list[tuple[dict[str, Any], list[npt.NDArray[Any]]]] = []
 
     def write(
@@ -311,7 +311,7 @@ class MemoryWriter:
 def collect_rows(
     writer: object, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
 ) -> list[MemoryRows]:
-    """Bring the rows in memory of all ranks to rank 0, a part of each rank a round; a collective."""
+    """Bring the rows in all ranks' memory to rank 0, one part of each rank a round. A collective."""
     found, parts = [], []
     if isinstance(writer, MemoryWriter):
         parts, writer.written = writer.written[::-1], []

@@ -28,7 +28,7 @@ from dualeval.errors import DualevalError, RefusedSamples, UsageError, text_of, 
 from dualeval.metrics import Measured, Metric, RowMetric
 
 _LARGEST_RANK = 2
-# What numpy and Parquet both have.
+# Types that both numpy and Parquet have.
 _WRITABLE = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64),
@@ -38,7 +38,7 @@ _WRITABLE = (
 def try_first_batch(
     evaluation: Evaluation, columns: Mapping[str, Column], samples: range, evaluated: Tensor, *, writes: bool
 ) -> list[str]:
-    """Take one batch through all that comes after the last one, in memory; nothing is kept of it."""
+    """Take one batch through all steps that follow the last batch, in memory; nothing is kept."""
     present = {name: column[evaluated] for name, column in columns.items()}
     rows = {name: present[name] for name in evaluation.kept}
     tried = [_try_metric(metric, present) for metric in evaluation.metrics]
@@ -106,7 +106,7 @@ def _check_values(name: str, column: Column) -> None:
 
 
 def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
-    """What a metric says of one batch, and what did not work on so few samples."""
+    """A metric's measurement of one batch, and notes on failures with so few samples."""
     own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
     one_row = {name: column[[0]] for name, column in own.items()}
     kept = Kept(metric, OF_METRIC)
@@ -118,12 +118,12 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
     changed = _update(metric, slots, own)
     once = slots.clone()
     tried = _try_compute(metric.name, partial(metric.compute, slots.clone()))
-    kept.put_back()  # what is made of one row should be what is made of others
+    kept.put_back()  # from here on, state is built from one row: no number may depend on that
     changed += _update(other, of_few, one_row)
     compared, _ = _try_compute(metric.name, partial(other.compute, slots.clone()))
     changed += _update(other, again, own)
     is_equal = torch.equal(once, again) and _same_values(tried[0], compared)
-    # What the first update builds, such as a table, is no state unless a number depends on it.
+    # A table, for instance, that the first update builds is no state unless a number depends on it.
     last = _update(other, again, own)
     _check_pure(metric, columns, own, last if is_equal else [*last, *changed], is_equal)
     if slots.shape != (metric.size,):
@@ -143,13 +143,13 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
 
 
 def _update(metric: Metric, ledger: Tensor, given: Mapping[str, Column]) -> list[str]:
-    """Count a batch; returns what that has changed in the metric, and in what its functions name."""
+    """Count a batch; returns what this has changed in the metric, and in values that its functions name."""
     kept = Kept(metric, OF_METRIC)
     try:
         metric.update(ledger, columns_of(metric, given))
     except DualevalError:
         raise
-    except Exception as error:  # raised on with the metric's name; what it is, its own frames show
+    except Exception as error:  # raised again with the metric's name; its frames show the rest
         raise RuntimeError(f"metric {metric.name!r} fails on the first batch: {with_type(error)}") from error
     return kept.changes()
 
@@ -161,7 +161,7 @@ _UNLIKE = (
 
 
 def _same_values(one: Measured | None, other: Measured | None) -> bool:
-    """Whether two computations gave the same; one that fails on so few samples gave nothing."""
+    """Whether two computations gave the same values; one that failed on so few samples is ignored."""
     return one is None or other is None or one.values == other.values
 
 
@@ -172,15 +172,15 @@ def _check_pure(
     changed: Sequence[str],
     is_equal: bool,
 ) -> None:
-    """Check that ``update`` has written into its ledger alone, and not into its columns or itself."""
+    """Check that ``update`` has written only into its ledger, and not into its columns or itself."""
     for name, column in own.items():
-        # Also what was written with the values that were there.
+        # The version also shows writes that changed no value.
         if any(map(version_of, parts_of(column))) or digest_of(column) != digest_of(given[name]):
             raise UsageError(
                 f"metric {metric.name!r} writes into its column {name!r}, which other metrics read and the "
                 "rows keep. Have it make a new tensor, as with column.abs() in place of column.abs_()"
             )
-    # A global that is counted up may be a log's.
+    # A global that has changed may be, for instance, a log's counter.
     kept = [place for place in changed if not is_equal or " of the module " not in place]
     if kept and is_own(type(metric)):
         raise UsageError(
@@ -191,7 +191,7 @@ def _check_pure(
 
 
 def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
-    """What a metric of all rows says of one batch; it gets its columns read-only, as after the last one."""
+    """A row metric's measurement of one batch; its columns are read-only, as after the last batch."""
     rows = {name: read_only(to_rows(column)) for name, column in columns.items()}
     tried = _try_compute(metric.name, partial(metric.compute, columns_of(metric, rows)))
     if tried[0] is None:

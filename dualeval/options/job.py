@@ -205,7 +205,7 @@ def command_of(used: Mapping[str, Any]) -> str | None:
 # What a result says of the weights of a module from Python, which no command names.
 _OF_MODULE = "as the module has them"
 
-# Tasks have had these for something of their own: what nobody gives does not change the task's default.
+# Older tasks use these names for options of their own, so a value is passed on only if the user gave one.
 _TASKS_OWN_TOO = (
     *("sample", "seed", "cluster", "keep", "by", "bins"),
     *("layout", "optimize", "shard", "offload"),

@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The way in which ranks meet; this class itself is that of a process alone, which meets nobody."""
+    """The way in which ranks meet; this base class is for a single process, which meets nobody."""
 
     # How often the launcher has started the ranks again.
     restarts: int = 0
-    # What ranks that a launcher starts again have in common; None where it starts none again.
+    # An id that all restarts by a launcher share; None if it restarts no ranks.
     launch_id: str | None = None
 
     @property
     def host_of_rank_0(self) -> str | None:
-        """Name or address of rank 0's host; None where the launcher does not tell."""
+        """Name or address of rank 0's host; None if the launcher does not tell."""
         return None
 
     def open(self, world: World, purpose: str) -> AbstractContextManager[tuple[Any, str, int | None]]:
-        """Open a store that all ranks share: it, rank 0's host, and on rank 0 the port. A collective."""
+        """Open the store of all ranks; yields it, rank 0's host and, on rank 0, the port. A collective."""
         raise AssertionError(f"a process of {world.launcher} meets nobody")
 
 
@@ -36,15 +36,15 @@ class World:
         size: number of processes in the run.
         local_rank: number of this process on its node, 0 <= local_rank < local_size.
         local_size: number of processes on this node.
-        node_rank: number of this node; None where the launcher does not tell.
+        node_rank: number of this node; None if the launcher does not tell.
         launcher: the name of the launcher that started the process (a name of ``LAUNCHERS``).
-        meeting: how it finds the others.
-        node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
+        meeting: how this process finds the others.
+        node_sizes: number of ranks on each node, by its number; None if the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
         promised_gpus: the variable by which a launcher says that this process was given GPUs, with its value;
-            empty where none does.
-        placed: False where the launcher does not tell which ranks share a node. ``local_rank`` is then what
-            it says of this rank, or 0, and ``local_size`` 1, until ``place_by_hosts`` has found them.
+            empty if none does.
+        placed: False if the launcher does not tell which ranks share a node. Until ``place_by_hosts`` has
+            found them, ``local_rank`` is the launcher's value, or 0, and ``local_size`` is 1.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class World:
 
     @property
     def is_one_node(self) -> bool:
-        """True where all ranks run on one node."""
+        """True if all ranks run on one node."""
         return self.local_size == self.size
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Where each rank computes: every rank tells what GPUs and cores it sees, and all choose alike."""
+"""The choice of each rank's device and cores: ranks report what they see, and all choose alike."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def connect(
     """Join the ranks of a world, and choose where each computes. A collective.
 
     Args:
-        name: of the backend, as for ``dualeval.backends.connect``.
+        name: the backend, as for ``dualeval.backends.connect``.
         world: this process's place, from ``dualeval.detect``.
-        device: as for ``take_device``; likewise ``allow_shared_gpu`` and ``mix_machines``.
+        device, allow_shared_gpu, mix_machines: as for ``take_device``.
 
     Raises:
-        UsageError: there is no such backend, or no such device here, or two ranks would have one GPU.
+        UsageError: there is no such backend, or no such device here, or two ranks would share a GPU.
         LaunchError: this backend cannot run under this launcher, or its library is missing or broken.
         BackendError: the group could not be joined.
         DualevalError: a GPU does not work.
@@ -54,7 +54,7 @@ def connect(
     try:
         take_device(backend, wanted, allow_shared_gpu=allow_shared_gpu, mix_machines=mix_machines)
     except BaseException as error:
-        # What all ranks raise alike breaks no group: they leave it together, and may join another.
+        # An error that all ranks raise alike breaks no group: they leave it together, and may join another.
         backend.close(failed=isinstance(error, BackendError) or not isinstance(error, DualevalError))
         raise
     return backend
@@ -63,13 +63,13 @@ def connect(
 def take_device(
     backend: Backend, wanted: str | None = None, *, allow_shared_gpu: bool = False, mix_machines: bool = False
 ) -> None:
-    """Choose where this rank's model and batches belong, and try it; ``backend.device`` says it then.
+    """Choose the device of this rank's model and batches, try it, and set ``backend.device``. A collective.
 
-    A collective. In a group that the caller has opened, and where the caller computes on GPUs already, its
-    current GPU is taken, and stays current; but GPU 0 only where no other rank has it as well.
+    If the caller has opened the group and already computes on GPUs, its current GPU is taken and stays
+    current; but GPU 0 only if no other rank has it, too.
     """
     check_name(wanted)
-    # Before GPUs are looked at, which makes torch ready to use them.
+    # Before GPUs are looked at, which initializes CUDA.
     computes = _computes_already()
     own = _look_if_wanted(backend.world, wanted)
     if own.gpus and not backend.owns_group and computes and ":" not in (wanted or ""):
@@ -87,14 +87,14 @@ def take_device(
         _refuse_broken(everyone, chosen, problems)
     has_chosen = not backend.owns_group and (computes or ":" in (wanted or ""))
     if gpu is not None and not has_chosen:
-        # What allocates on "cuda" or pins memory takes the current device; by default 0 on all ranks.
+        # Allocations on "cuda" and pinned memory use the current device, by default 0 on all ranks.
         torch.cuda.set_device(device)
     ids = [taken.whole or taken.id for taken in chosen if taken is not None]
     backend.use_device(device, shared=len(set(ids)) < len(ids))
 
 
 def take_cores(backend: Backend, *, sets_threads: bool) -> int:
-    """Divide the cores of each node among its ranks; returns this rank's number of them.
+    """Divide the cores of each node among its ranks; returns this rank's number of cores.
 
     A collective.
     """
@@ -103,7 +103,7 @@ def take_cores(backend: Backend, *, sets_threads: bool) -> int:
     with waiting(backend.world, "the cores of all ranks", STARTED):
         everyone = [own] if alone else [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
     share = share_of_cores(own, everyone)
-    # torch has counted the cores that a process may use, but no other ranks and no quota.
+    # torch counts the cores that a process may use, but ignores other ranks and quotas.
     chosen = "OMP_NUM_THREADS" in os.environ or (alone and torch.get_num_threads() <= share)
     if sets_threads and not chosen:
         torch.set_num_threads(share)
@@ -113,7 +113,7 @@ def take_cores(backend: Backend, *, sets_threads: bool) -> int:
 def device_here(
     wanted: str | None, ranks: int, world: World, *, allow_shared_gpu: bool = False
 ) -> torch.device:
-    """Choose as ``take_device`` would for the last of some ranks on this node, before any is started."""
+    """The device that ``take_device`` would choose for the last rank here, before any rank is started."""
     check_name(wanted)
     seen = _look_if_wanted(world, wanted)
     everyone = [replace(seen, rank=rank) for rank in range(ranks)]
@@ -122,7 +122,7 @@ def device_here(
 
 
 def check_name(wanted: str | None) -> None:
-    """Raise UsageError where a device is none that ``take_device`` knows."""
+    """Raise UsageError for a device that ``take_device`` does not know."""
     if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(wanted)):
         raise UsageError(
             f"--device {wanted!r} is not a device: expected cpu, cuda (one GPU per rank) or cuda:N."
@@ -131,15 +131,15 @@ def check_name(wanted: str | None) -> None:
 
 
 def _look_if_wanted(world: World, wanted: str | None) -> Sight:
-    """As ``look``, but not where the CPU is wanted: CUDA would be made ready for nothing."""
+    """Like ``look``, but without looking if the CPU is wanted: CUDA would be initialized for nothing."""
     return Sight(rank=world.rank, host=socket.gethostname()) if wanted == "cpu" else look(world)
 
 
 def look(world: World) -> Sight:
-    """Say what GPUs this rank sees."""
+    """The GPUs that this rank sees."""
     sight = Sight(rank=world.rank, host=socket.gethostname(), promised=world.promised_gpus)
     with warnings.catch_warnings(record=True) as said:
-        # torch warns where it finds a GPU that it cannot use, and says why.
+        # torch warns about a GPU that it cannot use, and says why.
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable:
@@ -155,7 +155,7 @@ def look(world: World) -> Sight:
 def _refuse_broken(
     everyone: Sequence[Sight], chosen: Sequence[Gpu | None], problems: Sequence[str | None]
 ) -> None:
-    """Raise where a rank's GPU broke when it was tried."""
+    """Raise if a rank's GPU failed when it was tried."""
     for sight, taken, problem in zip(everyone, chosen, problems, strict=True):
         if taken is not None and problem is not None:
             raise DualevalError(
@@ -165,12 +165,12 @@ def _refuse_broken(
 
 
 def _computes_already() -> bool:
-    """Whether this process uses CUDA, and so has a current GPU that it may have chosen."""
+    """Whether this process uses CUDA, and may thus have chosen its current GPU."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _refuse_differing(asked: Sequence[Mapping[str, object]], everyone: Sequence[Sight]) -> None:
-    """Raise where ranks were given different options: each would choose by its own."""
+    """Raise if ranks were given different options: each would choose by its own."""
     for options, sight in zip(asked, everyone, strict=True):
         for name, value in options.items():
             if value != asked[0][name]:
@@ -183,7 +183,7 @@ def _refuse_differing(asked: Sequence[Mapping[str, object]], everyone: Sequence[
 def _gpu(number: int) -> Gpu:
     properties = torch.cuda.get_device_properties(number)
     known = _driver_uuid(number, "cuDeviceGetUuid_v2") or getattr(properties, "uuid", None)
-    # Versions of torch's CUDA differ in whether they say a slice's or the whole GPU's.
+    # torch's UUID is that of a slice or of the whole GPU, by its version of CUDA.
     whole = _driver_uuid(number, "cuDeviceGetUuid")
     return Gpu(
         number=number,
@@ -196,7 +196,7 @@ def _gpu(number: int) -> Gpu:
 def _driver_uuid(number: int, function: str) -> uuid.UUID | None:
     """The UUID of a GPU by NVIDIA's driver; None without one.
 
-    Of a slice of a GPU (MIG) cuDeviceGetUuid_v2 says its own, and cuDeviceGetUuid that of the whole.
+    For a slice of a GPU (MIG), cuDeviceGetUuid_v2 returns the slice's own, cuDeviceGetUuid the whole GPU's.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -211,7 +211,7 @@ def _driver_uuid(number: int, function: str) -> uuid.UUID | None:
 
 
 def _problem_with(device: torch.device) -> str | None:
-    """Why nothing can be computed on a GPU that is seen; None where it can."""
+    """Why a visible GPU cannot compute; None if it can."""
     try:
         torch.zeros(1, device=device).add_(1)
         torch.cuda.synchronize(device)
@@ -221,5 +221,5 @@ def _problem_with(device: torch.device) -> str | None:
 
 
 def _sight(report: Mapping[str, Any]) -> Sight:
-    """A Sight out of its JSON."""
+    """A Sight from its JSON."""
     return Sight(**{**report, "gpus": tuple(Gpu(**gpu) for gpu in report["gpus"])})

@@ -1,7 +1,7 @@
 """Ranks on this machine, started for a command line or for a script, which then waits for them.
 
-The ranks have the variables of torchrun's, and are watched and ended as torchrun does it. What differs: the
-parent prints nothing of its own, it hands on what stops a run, and its exit code is that of the ranks.
+The ranks get torchrun's variables, and are watched and ended as by torchrun. There are three differences: the
+parent prints nothing of its own, passes on signals that stop a run, and exits with the ranks' exit code.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from dualeval.world.devices import device_here
 from dualeval.world.network import LOOPBACK, check_own_name
 from dualeval.world.store import JOINING, allow_connections
 
-# In the environment of a script's ranks: by which launcher's variables they find their places.
+# In the environment of a script's ranks: the launcher whose variables give them their places.
 _STARTED = "DUALEVAL_STARTED_RANKS"
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# Half of it is what a run loses at its end on average.
+# On average, a run loses half of it at its end.
 _LOOK_EVERY_S = 0.03
-# Ranks that are asked to stop have ended after 5 s, if they can.
+# Ranks that are asked to stop end within 5 s, if they can.
 _STOP_WITHIN_S = 10.0
-# What ranks that are told to end get before they are killed, as under torchrun.
+# Seconds from the signal to end until ranks are killed, as under torchrun.
 _END_WITHIN_S = 30.0
 
 
 def last_rank(nproc: int, world: World, backend: str | None) -> World:
-    """The last of the ranks that are started from here: whatever stops any of them stops this one."""
+    """The last of the ranks to start here: if any of them cannot start, this one cannot, either."""
     if not may_start_ranks(world):
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
@@ -69,7 +69,7 @@ def start_ranks(
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Run a command as ranks of torchrun's or horovodrun's kind; returns their exit code."""
-    # Said here once, before any rank is started.
+    # Errors are shown once here, before any rank is started.
     choose_backend(backend, last)
     device_here(device, last.size, last, allow_shared_gpu=allow_shared_gpu)
     environ = {**os.environ, **variables}
@@ -91,9 +91,9 @@ def start_this_script(
 ) -> str | None:
     """Run the script of this process again as ``nproc`` ranks, wait for them, and exit with their exit code.
 
-    In the ranks, and in those of any other launcher that are as many, it does nothing. So what the script
-    does before this call is done once more here than in the ranks, and what comes after it in the ranks only.
-    They get the script's arguments, the interpreter's options and the environment.
+    In the ranks, and in as many ranks of any other launcher, it does nothing. So code before this call runs
+    here and in each rank, and code after it only in the ranks. The ranks get the script's arguments, the
+    interpreter's options and the environment.
     """
     launcher, group, world = os.environ.get(_STARTED), group_of_caller(), rank_of_script()
     if launcher is not None or group is not None or not may_start_ranks(world):
@@ -121,16 +121,16 @@ def start_this_script(
     except UsageError:
         raise
     except DualevalError as error:
-        # A rank that could not speak for itself.
+        # For a rank that could not show its own error.
         sys.stderr.write(f"dualeval: error: {error}\n")
         code = error.exit_code
     sys.exit(code)
 
 
 def rank_of_script() -> World:
-    """Which rank this process is: of the group that its script has opened, or of what has started it."""
-    # Said, not left to be found: variables of another launcher may be left over in the shell. Where its own
-    # are gone, that is an error here, and no start of ranks without end.
+    """This process's rank: in the group that its script has opened, or by its launcher."""
+    # With the launcher named, for the shell may hold left-over variables of another one. If its own variables
+    # are gone, this is an error here, rather than an endless start of ranks.
     world = detect(os.environ, os.environ.get(_STARTED))
     group = group_of_caller()
     return world if group is None else world_of_caller(group, world)
@@ -154,7 +154,7 @@ def _own_command(nproc: int) -> list[str]:
         )
     words = sys.orig_argv[1:]
     if main.__spec__ is None:
-        # A file, no module of -m. Where the folder has been changed since, its name alone leads nowhere.
+        # A file, not a module of -m. After a change of the folder, its name alone would not be found.
         names = [Path(word).name for word in words]
         words[names.index(Path(file).name)] = file
     return [sys.executable, *words]
@@ -171,11 +171,11 @@ def run_local(
 ) -> int:
     """Run a command as the ranks of one run on this machine, and wait for them. Only in the main thread.
 
-    Their standard output and error are this process's own. They get torchrun's variables beside ``environ``
+    They share this process's standard output and error. They get torchrun's variables beside ``environ``
     (but not its OMP_NUM_THREADS=1: the ranks divide the cores themselves). When a rank fails, the others get
     SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are passed to
-    the ranks in the same way, but ``stop_signals`` leave them time to end by themselves; ranks that take
-    these themselves are started with them blocked.
+    the ranks in the same way, but after ``stop_signals`` they have time to end by themselves; ranks that
+    handle these are started with them blocked.
     """
     cores = usable_cores()
     limit = process_limit(cores)
@@ -186,7 +186,7 @@ def run_local(
             f"one core before it begins). Type a smaller --nproc, or use more nodes."
         )
     check_own_name()
-    # It serves the store in which the ranks meet, and they inherit its limit.
+    # This process serves the store in which the ranks meet, and the ranks inherit its limit.
     allow_connections(JOINING * processes, "the process that starts the ranks")
     # Port 0: the kernel picks a free one, so that two runs on one machine cannot collide.
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
@@ -211,7 +211,7 @@ def run_local(
 
 
 def process_limit(cores: int) -> int:
-    """The greatest number of ranks that a machine with that many cores is asked to run."""
+    """The greatest number of ranks for a machine with that many cores."""
     return max(64, 16 * cores)
 
 
@@ -226,7 +226,7 @@ def exit_code_of(codes: list[int]) -> int:
 
 
 def _variables_of_torchrun(size: int, port: int) -> dict[str, str]:
-    """What torchrun tells all ranks of one node, beside the number of each."""
+    """torchrun's variables that are the same for all ranks of one node."""
     return {
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
         "GROUP_RANK": "0",
@@ -249,15 +249,15 @@ class _SignalWatch:
 
     def __init__(self, stop_signals: Collection[signal.Signals]) -> None:
         self._stop_signals = frozenset(stop_signals)
-        # The first.
+        # The first signal.
         self.received: signal.Signals | None = None
         self._since = 0.0
-        # Signals on which the ranks end by themselves, and which they have not been sent.
+        # Signals on which the ranks end by themselves, and which have not been passed on yet.
         self._to_pass_on: list[signal.Signals] = []
 
     @property
     def ending(self) -> signal.Signals | None:
-        """The signal after which the ranks have to be ended."""
+        """The signal after which this process has to end the ranks."""
         if self.received in self._stop_signals and monotonic() - self._since < _STOP_WITHIN_S:
             return None
         return self.received
@@ -291,7 +291,7 @@ class _SignalWatch:
 
 
 def _codes_of(ranks: Sequence[subprocess.Popen[bytes]], watch: _SignalWatch) -> dict[int, int] | None:
-    """Wait until a rank has failed or all are done: the codes of those that failed; None after a signal."""
+    """Wait until a rank has failed or all are done; returns failed ranks' codes, or None after a signal."""
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = {rank: code for rank, code in enumerate(codes) if code}
@@ -304,7 +304,7 @@ def _codes_of(ranks: Sequence[subprocess.Popen[bytes]], watch: _SignalWatch) -> 
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """Send those that still run a signal, and after their time SIGKILL, with what they have started."""
+    """Send a signal to ranks that still run, with their child processes, and SIGKILL after the time limit."""
     running = [rank for rank in ranks if rank.poll() is None]
     for rank in running:
         os.killpg(rank.pid, number)
@@ -324,6 +324,6 @@ def _exit_code(failed: Mapping[int, int], ranks: Sequence[subprocess.Popen[bytes
     code = exit_code_of([*failed.values()])
     rank, first = next(iter(failed.items()))
     if code == EXIT_FAILED and first < 0:
-        # It could not speak for itself.
+        # This rank could not show its own error.
         raise DualevalError(f"rank {rank} (pid {ranks[rank].pid}) was ended by {signal.Signals(-first).name}")
     return code

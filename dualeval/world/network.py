@@ -14,11 +14,11 @@ from dualeval.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 REACH_S = 10
-# How late a rank may be. A dead or stalled one is noticed, named and ended by the control plane long before.
+# How late a rank may be. The control plane notices, names and ends a dead or stalled rank long before.
 LATE_S = 1800.0
 # Linux: the IPv4 address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
-# Linux: all IPv6 addresses of this host; scope 0 is global, which unique local ones (fd00::/8) are as well.
+# Linux: all IPv6 addresses of this host; scope 0 is global, and includes unique local ones (fd00::/8).
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _GLOBAL_SCOPE = 0x00
 # Flags of addresses (if_addr.h) that cannot be used, or not for long: deprecated, failed, tentative.
@@ -28,9 +28,9 @@ NAME_TOO_LONG = "a part of it between dots has more than 63 letters"
 
 
 def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]:
-    """Addresses under which this host may be reached, the likeliest first, each once.
+    """Addresses under which this host may be reached, the likeliest first, without duplicates.
 
-    The interfaces are asked, not the host's name: Debian, for one, maps that to 127.0.1.1.
+    They are those of its interfaces, not of its name, which Debian, for one, maps to 127.0.1.1.
     """
     if one_node:
         return [LOOPBACK]
@@ -41,7 +41,7 @@ def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]
 
 
 def check_own_name() -> None:
-    """Refuse a host name with which libraries here cannot be used: they look their own host up by it."""
+    """Refuse a host name that cannot be looked up: libraries look up their own host by its name."""
     name = socket.gethostname()
     try:
         name.encode("idna")
@@ -71,9 +71,9 @@ def reach(addresses: Sequence[str], port: int) -> tuple[str | None, list[str]]:
 
 
 def host_identity() -> str:
-    """What two processes share if and only if they see the same network interfaces of the same kernel.
+    """A text that two processes share if and only if they see the same network interfaces of the same kernel.
 
-    Where there is no /proc to tell, as in some sandboxes: the host's name and its addresses.
+    Without such files in /proc, as in some sandboxes: the host's name and its addresses.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -84,7 +84,7 @@ def host_identity() -> str:
 
 
 def own_address_towards(host: str) -> str | None:
-    """This host's own address on the way to another one; None where there is no way."""
+    """This host's own address on the route to another host; None without a route."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except (socket.gaierror, UnicodeError):
@@ -98,7 +98,7 @@ def own_address_towards(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that has an address of this host's; None where none has it."""
+    """Name of the network interface with one of this host's addresses; None if none has it."""
     wanted = ip_address(address)
     if isinstance(wanted, IPv6Address):
         if wanted.scope_id is not None:
@@ -109,7 +109,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface over which this host reaches another one; None where it does not."""
+    """Name of the network interface over which this host reaches another one; None if it does not."""
     own = own_address_towards(host)
     return None if own is None else interface_of(own)
 
@@ -119,7 +119,7 @@ def _interfaces() -> list[str]:
 
 
 def _address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface; None where it has none."""
+    """The IPv4 address of a network interface; None if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
@@ -136,7 +136,7 @@ def _ipv6_addresses(*, every: bool = False) -> list[tuple[str, str]]:
     found = []
     for line in _IPV6_ADDRESSES.read_text("ascii").splitlines():
         digits, _, _, scope, flags, interface = line.split()
-        # A link-local address (fe80::) means something only together with an interface of the other host's.
+        # A link-local address (fe80::) can be used only with the name of an interface on the other host.
         if every or (int(scope, 16) == _GLOBAL_SCOPE and not int(flags, 16) & _NOT_FOR_USE):
             found.append((str(IPv6Address(int(digits, 16))), interface))
     return found

@@ -15,36 +15,36 @@ from dualeval.world import World
 from dualeval.world.network import LOOPBACK, at, offered_addresses, reach
 from dualeval.world.waiting import not_come
 
-# torch looks up the name of each address that it connects to, and a name server that does not answer takes
-# 10 s to be given up.
+# torch looks up the name of each address that it connects to, and waits 10 s for a name server that does not
+# answer.
 _CONNECT = timedelta(seconds=60)
-# Requests a second that rank 0 answers for each of two purposes: ranks that wait in meetings also send
-# heartbeats. Its store can do several times that, beside an evaluation.
+# Requests a second to rank 0 for each of two purposes: ranks that wait in meetings also send heartbeats. Its
+# store can answer several times as many, beside an evaluation.
 _ANSWERS_A_S = 2500
 _LIMITS_HOLD_FOR = 1000
 # Beside its connections a rank opens data, a journal and its reading processes' pipes.
 _OTHER_FILES = 256
-# Connections to each other rank while they join: in the store, on the rank that serves it; in gloo's mesh.
+# Connections to each other rank while ranks join: on the serving rank, one in the store; one in gloo's mesh.
 JOINING = 2
 
 
 def pause_for(size: int, requests: float, least_s: float) -> float:
-    """How long each rank waits between its requests, so that rank 0 can answer those of all."""
+    """How long each rank waits between its requests, so that rank 0 can answer all ranks."""
     return max(least_s, size * requests / _ANSWERS_A_S)
 
 
 def limit_for(size: int, seconds: float) -> float:
-    """How long to wait at an end for other ranks, where that many seconds are enough for a thousand.
+    """How long to wait for other ranks at an exit, given the seconds that suffice for a thousand ranks.
 
-    All limits that depend on the number of ranks are this one: they grow as ``pause_for`` does.
+    All limits that depend on the number of ranks are computed by it: they grow like ``pause_for``.
     """
     return seconds * max(1.0, size / _LIMITS_HOLD_FOR)
 
 
 def allow_connections(count: int, who: str) -> None:
-    """Let this process open so many files more: raises its soft limit where that is too low."""
+    """Let this process open so many more files: raises its soft limit if that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # None are counted where there is no /proc.
+    # Without /proc, none are counted.
     opened = len(list(Path("/proc/self/fd").glob("*")))
     needed = opened + count + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or needed <= soft:
@@ -83,12 +83,12 @@ def join_store(offer: dict[str, Any], rank: int, purpose: str, timeout: timedelt
 
 
 def names_of_absent(store: Any, keys: Callable[[], list[str]]) -> Callable[[], str]:
-    """Make a function that says which ranks have not come, for another thread than the store's own.
+    """Make a function that says which ranks have not come, to be called in another thread than the store's.
 
-    Only where it is called for: it has a connection of its own.
+    Make it only if it is needed: it opens its own connection.
     """
-    # The store's own client may be in a call that holds it; and made later, this one would take the store's
-    # whole limit, and log pages of C++ frames, where that has gone.
+    # The store's own client may be blocked in a call. If this one were made later, after the store is gone,
+    # it would wait for the whole timeout, and log pages of C++ frames.
     client = store.clone()
 
     def names() -> str:

@@ -1,7 +1,7 @@
-"""Waits that speak: one that takes long says what it waits for, and what to check.
+"""Waits with messages: a long wait says what it waits for, and what to check.
 
-Before the control plane is open nobody watches the ranks, and most waits are calls of libraries that say
-nothing by themselves. ``waiting`` is put around each of them; docs/waits.md lists them.
+Before the control plane is open, nothing watches the ranks, and most waits are calls of libraries that print
+nothing. ``waiting`` is put around each of them; docs/waits.md lists them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dualeval.world import World
 
-# What to look at where ranks are missing, and where they do not reach each other.
+# What to check if ranks are missing, and if they do not reach each other.
 STARTED = "Check that every rank has been started, and what the launcher and the ranks that are missing say."
 CONNECTED = (
     "Check that the nodes reach each other on the ports that the kernel picks: no firewall between them, and "
     "the interface that 'dualeval doctor' shows for each rank."
 )
-# Seconds until a wait speaks first and for the second time; from then on after twice as long each time.
+# Seconds until a wait's first and second message; from then on, the time doubles with each message.
 FIRST_WORD_S = 10.0
 SECOND_WORD_S = 60.0
-# A thread that is just now asking somebody who does not answer is not waited for any longer.
+# Seconds to wait for the thread's end: it may be waiting for an answer itself.
 _LEAVE_S = 1.0
 _MOST_RANGES = 8
 
@@ -44,9 +44,9 @@ def waiting(
 ) -> Iterator[None]:
     """Say on standard error what the block waits for: after ten seconds, a minute, two, four and so on.
 
-    Not every rank speaks: a thousand would say the same. Where rank 0 knows most, it and the last rank do,
-    which speaks in case rank 0 itself is what is missing. Where it is a matter of each node, its first rank
-    does (on rank 0's node, that may be rank 1).
+    Not every rank prints: a thousand would print the same. By default rank 0, which knows most, and the last
+    rank do, in case rank 0 itself is missing. With ``each_node``, each node's first rank does (on rank 0's
+    node, that may be rank 1).
     """
     of_node = world.local_rank == 0 or world.rank == 1
     if world.size == 1 or not (of_node if each_node else world.rank in (0, world.size - 1)):
@@ -82,19 +82,19 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def not_come(ranks: Iterable[int]) -> str:
-    """Say which ranks have not come; empty where there are none."""
+    """A sentence about the ranks that have not come; empty if there are none."""
     missing = list(ranks)
     return f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not come" if missing else ""
 
 
 def _sentence(world: World, what: str, check: str) -> tuple[str, str]:
-    """What is said, before the number of seconds and after it."""
+    """The message's text before the number of seconds, and after it."""
     who = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
     return f"dualeval: {who} has waited ", f" s for {what}. {check}"
 
 
 def _times() -> Iterator[float]:
-    """Seconds from the start of a wait to each of its words."""
+    """Seconds from the start of a wait to each of its messages."""
     yield FIRST_WORD_S
     for number in count():
         yield SECOND_WORD_S * 2**number
@@ -113,7 +113,7 @@ def _spoken_by_a_thread(sentence: Callable[[], tuple[str, str]]) -> Iterator[Non
             before, after = sentence()
             if over.is_set():
                 return
-            # Where nobody reads standard error any more, the wait itself goes on.
+            # If nobody reads standard error any more, the wait itself continues.
             with suppress(OSError, ValueError):
                 sys.stderr.write(f"{before}{time:g}{after}\n")
                 sys.stderr.flush()
@@ -127,7 +127,7 @@ def _spoken_by_a_thread(sentence: Callable[[], tuple[str, str]]) -> Iterator[Non
         speaker.join(_LEAVE_S)
 
 
-# Ends with its standard input, and so with the process that waits, whatever becomes of that.
+# Exits when its standard input closes, and so with the waiting process, however that one ends.
 _SPEAKER = """
 import select, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -147,5 +147,5 @@ def _spoken_by_a_process(sentence: tuple[str, str]) -> Iterator[None]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     ):
-        # Leaving the block closes its standard input, and waits for its end.
+        # Leaving the block closes the process's standard input, and waits for its exit.
         yield
