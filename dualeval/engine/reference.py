@@ -111,7 +111,7 @@ class Reference:
         return {**found, "differs_in": self._differs_in(facts), **compared.to_json()}
 
     def _differs_in(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """The options that differ, each with its value in the reference and in the other run."""
+        """The options that differ, each with its value in the reference and in the run at hand."""
         # A tuple in the job is a list in the file.
         there, here = self.result.job, json.loads(json.dumps(facts["job"]))
         names = there.keys() & here.keys() - {*_NOT_NAMED}
