@@ -52,9 +52,10 @@ def main() -> None:
 
         (folder / "examples").symlink_to(DOCS.parent / "examples")
         run("examples/small_classifier.py")
-        job = ("--model", "examples.small_classifier:net", "--data", "val", "--preprocessing", "none")
+        data = ("--data", "runs/small/val", "--preprocessing", "none")
+        job = ("--model", "examples.small_classifier:net", *data)
         for epoch in ("epoch-1", "epoch-3"):
-            run(*evaluate, *job, "--weights", f"{epoch}.pt", "--out", f"runs/{epoch}")
+            run(*evaluate, *job, "--weights", f"runs/small/{epoch}.pt", "--out", f"runs/{epoch}")
         compared = dualeval.compare(folder / "runs/epoch-1", folder / "runs/epoch-3")
         compared.a["folder"], compared.b["folder"] = "runs/epoch-1", "runs/epoch-3"
         table = picture(

@@ -1,7 +1,8 @@
-"""Train a small classifier; writes its checkpoints, and val/ with 2,000 pictures, a folder for each class.
+"""Train a small classifier; runs/small gets its checkpoints, and pictures in a folder for each class, val/.
 
-python examples/small_classifier.py
-dualeval run --model examples.small_classifier:net --weights epoch-3.pt --data val --preprocessing none
+    python examples/small_classifier.py
+    dualeval run --model examples.small_classifier:net --weights runs/small/epoch-3.pt \\
+        --data runs/small/val --preprocessing none
 """
 
 from pathlib import Path
@@ -15,6 +16,9 @@ from dualeval.tasks.image_data import ASSETS
 
 # As Fashion-MNIST numbers them. The network's classes are in the order of the folders' names.
 KINDS = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot"]
+
+# Below runs/, which git ignores.
+OUT = Path("runs/small")
 
 
 def net() -> nn.Module:
@@ -30,7 +34,7 @@ if __name__ == "__main__":
     pictures = read_idx(ASSETS / "t10k-images-idx3-ubyte.gz")
     kinds = [KINDS[number] for number in read_idx(ASSETS / "t10k-labels-idx1-ubyte.gz")]
     for number in range(8000, 10_000):
-        folder = Path("val") / kinds[number]
+        folder = OUT / "val" / kinds[number]
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pictures[number]).save(folder / f"{number}.png")
     inputs = torch.from_numpy(pictures[:8000]).div(255)[:, None].expand(-1, 3, -1, -1)
@@ -44,4 +48,4 @@ if __name__ == "__main__":
             loss = nn.functional.cross_entropy(model(inputs[places]), targets[places])
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        torch.save(model.state_dict(), f"epoch-{epoch}.pt")
+        torch.save(model.state_dict(), OUT / f"epoch-{epoch}.pt")

@@ -19,7 +19,8 @@ def make(clone: Path, pictures: Path) -> None:
     for number, name in enumerate(("ant", "bee", "cat", "dog")):
         (pictures / name).mkdir(parents=True)
         Image.new("RGB", (260, 240), (60 * number, 200, 90)).save(pictures / name / "one.png")
-    (clone / "mine.py").write_text(first_example())
+    (clone / "runs").mkdir()
+    (clone / "runs/mine.py").write_text(first_example())
     network = torchvision().models.resnet18(num_classes=4)
     torch.save(network.state_dict(), clone / "checkpoint.pt")
     masked_pictures.write_pictures(clone, 1)

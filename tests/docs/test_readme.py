@@ -139,6 +139,10 @@ def test_a_checkpoint_and_pictures(launch: Launch, tmp_path: Path) -> None:
     labels = [line.split("  ")[0] for line in README.partition("The second prints:")[2].splitlines()[3:9]]
     assert all(label in printed[1] for label in labels)
     assert {"data", "samples", "metrics_digest"} <= {*labels}
+    # Nothing that git shows, or that 'make clean' leaves.
+    assert {path.name for path in tmp_path.iterdir()} == {"examples", "runs"}
+    # The table of tasks begins with a line that needs nothing but these files.
+    assert lines[1].startswith(f"dualeval run {options()[0]} ")
     assert "no difference shown" in printed[3] or "B is better" in printed[3]
 
 
@@ -206,12 +210,15 @@ def lines() -> list[str]:
         for line in (block or code).splitlines():
             if line.split(" ")[0] in PROGRAMS and " " in line:
                 found.append(line)
-    # The table of tasks has the options alone; texts need what the line behind it installs.
-    options = re.findall(r"^\| \[[^|]+\| `(--[^`]+)` \|", README, re.MULTILINE)
+    # Texts need what the line behind the table of tasks installs.
     place = found.index("pip install -e '.[qa]'") + 1
-    return list(
-        dict.fromkeys([*found[:place], *(f"dualeval run {each}" for each in options), *found[place:]])
-    )
+    typed = [f"dualeval run {each}" for each in options()]
+    return list(dict.fromkeys([*found[:place], *typed, *found[place:]]))
+
+
+def options() -> list[str]:
+    """What the table of tasks has behind ``dualeval run``."""
+    return re.findall(r"^\| \[[^|]+\| `(--[^`]+)` \|", README, re.MULTILINE)
 
 
 def test_the_lines_were_found() -> None:
