@@ -41,7 +41,7 @@ class MeanDifference:
     skewness: float
     # Number of independent samples or clusters, at least 2.
     units: int
-    # Whether they are clusters, whose skewness is not corrected.
+    # Whether they are clusters.
     clustered: bool = False
 
     @property
@@ -51,11 +51,11 @@ class MeanDifference:
     @property
     def _slants(self) -> tuple[float, float]:
         """The coefficient of Hall's transformation, without and with the skewness."""
-        return 0.0, 0.0 if self.clustered else self.skewness / math.sqrt(self.units)
+        return 0.0, self.skewness / math.sqrt(self.units)
 
     @property
     def test(self) -> str:
-        return "paired t by cluster" if self.clustered else "paired t and Hall's"
+        return "paired t and Hall's" + (" by cluster" if self.clustered else "")
 
     @property
     def rough(self) -> str | None:
@@ -185,6 +185,10 @@ class ProportionDifference:
         return self.factor * float(optimize.brentq(missing, 0.0, differing, xtol=1e-14))
 
 
+# Times the variance of as many flips of independent samples.
+_FLIP_TOGETHER_FROM = 1.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusteredProportionDifference:
     """The difference of two paired proportions over samples in clusters.
@@ -212,8 +216,13 @@ class ClusteredProportionDifference:
 
     @property
     def rough(self) -> str | None:
-        # Where few of many differ, the bounds of samples hold.
-        return few_decide(self.by_cluster.units, 0.0, "clusters")
+        # The bounds of independent samples hold however few flip, unless samples of a cluster flip together.
+        pairs = self.independent
+        alone = pairs.factor**2 * (pairs.lost + pairs.gained) / pairs.samples**2
+        together = self.by_cluster.error**2 > _FLIP_TOGETHER_FROM * alone
+        return few_decide(
+            self.by_cluster.units, self.by_cluster.skewness if together else 0.0, "clusters"
+        )
 
     def p_value(self) -> float:
         return max(self.by_cluster.p_value(), self.independent.p_value())
@@ -259,7 +268,7 @@ def mean_difference(
 
     Standard error: sqrt(n / (n - 1) sum(u**2)), the delta method (W. G. Cochran, *Sampling Techniques*, 1977,
     section 6.4). With clusters each u is a cluster's sum, and n their number (S.-Y. Liang and S. L. Zeger,
-    Biometrika 73, 1986); skewness is then left out, because few clusters say little of it.
+    Biometrika 73, 1986).
     """
     u = influences if clusters is None else np.bincount(clusters, weights=influences)
     n = len(u)

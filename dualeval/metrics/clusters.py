@@ -178,7 +178,7 @@ class _Sums:
             degrees=degrees,
         )
         low, high = skewed_ends(spread)
-        self.rough = few_decide(self.count, 0.0, "clusters")
+        self.rough = few_decide(self.count, spread.skewness, "clusters")
         return self._ratio + low, self._ratio + high
 
     def _bounded_interval(self, variance: float, degrees: float) -> Ends:
