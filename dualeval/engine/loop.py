@@ -31,6 +31,7 @@ from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.options.choices import DYNAMIC
 from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
+from dualeval.status_line import LINE
 from dualeval.tasks import Dataset
 
 _Columns = TypeVar("_Columns")
@@ -205,6 +206,8 @@ class Loop:
 
         No collective, no wait but for data. A stop ends it where a chunk ends.
         """
+        self._run.watch.has_begun = True
+        LINE.show(None)
         handed: deque[Work] = deque()  # to the feed, until it comes out
         options = self._run.options
         feed = self._feed = Feed(

@@ -191,7 +191,9 @@ class Conclusion:
             return EXIT_FAILED
         self._write_down(stop)
         where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        done = f"{self.progress} " if self.progress else ""
+        begun = "Nothing was begun." if folder is None else "No batch was begun."
+        done = self.progress or ("" if self.watch.has_begun else begun)
+        done += " " if done else ""
         again = how_to_resume(None if folder is None else folder.path)
         self._say(f"dualeval: stopped by {stop}. {done}{where} {again}.")
         return EXIT_STOPPED

@@ -73,6 +73,8 @@ class Watch:
         self.since: float | None = None
         # Whether a signal that comes when a result is written is not too late, as more is to be done.
         self.more_follows = False
+        # Whether a batch of any run was begun.
+        self.has_begun = False
         # Whether the last run has come to its end on all ranks: a signal comes too late.
         self.is_done = False
         self._control = control
