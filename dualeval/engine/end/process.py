@@ -125,7 +125,7 @@ def how_to_resume(folder: Path | None) -> str:
     # Without --out the next launch would make another folder. A run of several models has one inside its own.
     paths = () if folder is None else (folder.parent, folder)
     out = next((f", with --out {path}," for path in paths if _NAMED_BY_TIME.fullmatch(path.name)), "")
-    return "the same command again" if folder is None else f"the same command again{out} to resume"
+    return f"the same command again{out} to resume"
 
 
 # -- errors that were concluded ----------------------------------------------------------------------------
