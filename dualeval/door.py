@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +16,8 @@ from dualeval.engine.options import RunOptions, SessionOptions, check_session_op
 from dualeval.engine.session import Session
 from dualeval.errors import UsageError
 from dualeval.options.fields import with_keywords
-from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.process_start import DEFAULT_SIGNALS, may_print
+from dualeval.status_line import LINE, doing
 from dualeval.tasks.keywords import ImageClassificationKeywords
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.wording import did_you_mean
@@ -158,7 +160,8 @@ def evaluate(
     # An option of the session and of the run: mixed machines concern the devices and the folder.
     others = {name: options[name] for name in options if name not in names - {"mix_machines"}}
     # Before the ranks meet: a wrong argument fails on all of them alike.
-    with refusing():
+    LINE.speak(speaks=may_print(os.environ) and options.get("note") is None)
+    with refusing(), doing("opening the data"):
         made = task() if inspect.isfunction(task) else cast("Task | None", task)
         what, of_run = _task_of(made, others)
     with Session(**of_session) as session:

@@ -13,6 +13,7 @@ import signal
 import sys
 
 from dualeval.errors import EXIT_STOPPED
+from dualeval.status_line import LINE
 
 TYPE_CHECKING = False  # typing's own would cost as much time as all the rest of this
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
-_STOPPABLE = ("run", "watch", "finish", "score")
+_EVALUATING = ("run", "watch", "finish")
+_STOPPABLE = (*_EVALUATING, "score")
 # By file of launch/launchers, where that launcher says which rank a process is. They are asked in this order,
 # the innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an
 # allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open
@@ -47,6 +49,8 @@ def prepare(words: Sequence[str]) -> None:
     """Open the standard streams and take the first signals, for a command line of these words."""
     take_signals(words)
     open_standard_streams()
+    if _command(words) in _EVALUATING and not {"--no-progress", "--help", "-h"} & set(words):
+        LINE.begin(speaks=may_print(os.environ))
 
 
 # -- signals -------------------------------------------------------------------------------------------
@@ -58,8 +62,8 @@ def take_signals(words: Sequence[str]) -> None:
     ``dualeval run --nproc`` starts its ranks with them blocked: what came before this is heard now. One that
     is ignored stays ignored.
     """
-    global _process
-    _process = os.getpid()
+    global _process, _begun
+    _process, _begun = os.getpid(), "Nothing was begun." if _command(words) in _EVALUATING else ""
     stopping = _stop_signals(words) if _command(words) in _STOPPABLE else set()
     for number in {*stopping, signal.SIGINT}:
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -89,6 +93,7 @@ def end_with(code: int) -> None:
     """Have signals that are taken here end the process with this code: its work is done."""
     global _exit_code
     _exit_code = code
+    LINE.speak(speaks=False)
 
 
 def say_if_ended(sentence: str) -> None:
@@ -104,6 +109,7 @@ def may_print(environ: Mapping[str, str]) -> bool:
 
 _process = 0
 _exit_code: int | None = None
+_begun = ""  # what is said where a signal ends the process before
 _left_out = ""
 
 
@@ -123,7 +129,7 @@ def _stop_signals(words: Sequence[str]) -> set[signal.Signals]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    _end(number, f"stopped by {signal.Signals(number).name}", EXIT_STOPPED)
+    _end(number, f"stopped by {signal.Signals(number).name}. {_begun}".rstrip(". "), EXIT_STOPPED)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -138,6 +144,7 @@ def _end(number: int, said: str, code: int) -> None:
         return
     if _exit_code is not None:
         said = _left_out
+    LINE.speak(speaks=False)
     if said and may_print(os.environ):
         try:
             os.write(2, f"dualeval: {said}.\n".encode())
@@ -161,6 +168,7 @@ class _Output(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         problem = OSError(errno.EBADF, os.strerror(errno.EBADF)) if self.was_closed else None
+        LINE.before_output(data)
         try:
             # None: it would block, which is no failure.
             return super().write(data)

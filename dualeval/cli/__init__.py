@@ -20,6 +20,7 @@ import click
 from dualeval import __version__, errors, process_start
 from dualeval.launch import detect
 from dualeval.own_code import wants_debug
+from dualeval.status_line import LINE
 from dualeval.wording import printable_lines
 from dualeval.world import World
 
@@ -150,6 +151,7 @@ def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
     A launcher ends all ranks as soon as one has failed. Rank 0 must have spoken by then, and each rank must
     still end with its own exit code: srun takes the highest, and that of a signal is above all of ours.
     """
+    LINE.speak(speaks=False)
     try:
         # Any other command is no rank's.
         may_be_a_rank = {"run", "watch", "finish", "doctor", "score", "conformance", "bench"} & set(words)

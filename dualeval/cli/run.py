@@ -31,6 +31,7 @@ from dualeval.options.job import Job, owners_of, start_of
 from dualeval.options.several import is_several
 from dualeval.report.loggers import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
+from dualeval.status_line import LINE, doing
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def _start_ranks(nproc: int, world: World, job: Job, invocation: Invocation, arg
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
     from dualeval.world.local_ranks import last_rank, start_ranks
 
+    LINE.speak(speaks=False)
     last = last_rank(nproc, world, invocation.session.backend)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
@@ -336,7 +338,8 @@ def _evaluate_share(job: Job, invocation: Invocation, share: str, session: Sessi
 def _progress(invocation: Invocation, session: Session, name: str = "") -> Iterator[Show | None]:
     """What shows the progress of an evaluation, on rank 0 where it is wanted."""
     from dualeval.engine.end.process import show_until_end
-    from dualeval.report.progress import Progress, on_screen
+    from dualeval.report.progress import Progress
+    from dualeval.status_line import on_screen
 
     if not (invocation.progress and session.world.is_main):
         yield None
@@ -369,4 +372,5 @@ def task_of(job: Job, invocation: Invocation, session: Session, cache: DataCache
         if session.world.local_rank == 0:
             fetch()
         session.control.meet()
-    return job.make_task(cache)
+    with doing("opening the data"):
+        return job.make_task(cache)

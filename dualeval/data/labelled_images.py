@@ -18,6 +18,7 @@ from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
+from dualeval.status_line import doing
 
 
 class ImageFolder(ImageFiles):
@@ -83,7 +84,11 @@ def _listed(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
     """The images of each class folder, as paths below the root, and what lies there beside them."""
     passed_over = PassedOver()
     folders = {shown_name(name): name for name in class_folders(root, passed_over)}
-    found = {name: FileNames(images_in(root, folder, passed_over)) for name, folder in folders.items()}
+    found = {}
+    with doing(f"listing the files of {root}") as listing:
+        for name, folder in folders.items():
+            found[name] = FileNames(images_in(root, folder, passed_over))
+            listing.count += len(found[name])
     return found, passed_over
 
 
@@ -113,10 +118,11 @@ class ManifestImages(WithColumns, ImageFiles):
         cache = cache or DataCache()
         if image_root is not None and not image_root.is_dir():
             raise UsageError(f"--image-root {image_root} is no folder")
-        read = cache.once(
-            ("manifest", path.absolute(), path_column, label_column, options),
-            lambda: _read(_opened(path, path_column, label_column, options)),
-        )
+        with doing(f"reading {path}"):
+            read = cache.once(
+                ("manifest", path.absolute(), path_column, label_column, options),
+                lambda: _read(_opened(path, path_column, label_column, options)),
+            )
         labels, classes = read.labels.decide(label)
         targets = np.array(classes, np.int64)[np.frombuffer(read.codes, np.int32)]
         refuse_other_names(path, labels, label.known, targets, read.kept)

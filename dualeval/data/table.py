@@ -15,6 +15,7 @@ from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 from dualeval.further_columns import NO_COLUMNS, FurtherColumns, KeptColumns
 from dualeval.options.choices import STANDARD_QUOTES
+from dualeval.status_line import doing
 from dualeval.wording import first_of, is_unicode
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -400,7 +401,8 @@ def read_rows(
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")
     table = open_table(path, lambda found: _with_id(found, choose), example, options=options)
-    return _rows(str(data), str(path.absolute()), table)
+    with doing(f"reading {data}"):
+        return _rows(str(data), str(path.absolute()), table)
 
 
 def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> Rows:

@@ -36,6 +36,7 @@ from dualeval.engine.parts import identity_of, ids_of, name_of
 from dualeval.engine.preparation import identity_of as identity_of_preparation
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
+from dualeval.status_line import doing
 from dualeval.tasks import Dataset
 from dualeval.world import World
 
@@ -50,6 +51,7 @@ _WHOLE = (
 _AT_ONCE = 1 << 23  # hashes of ids that rank 0 compares: 64 MB
 
 
+@doing("identifying the job and its data")
 def agree(
     evaluation: Evaluation,
     identity: ModelIdentity | None = None,

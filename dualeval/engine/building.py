@@ -25,6 +25,7 @@ from dualeval.engine.sharding.fsdp import check_torch
 from dualeval.engine.sharding.model import ShardedModel, release, return_large_blocks
 from dualeval.engine.sharding.parameters import check_device, check_owned, has_late, read_all
 from dualeval.errors import UsageError
+from dualeval.status_line import doing
 from dualeval.tasks import Dataset, Task
 
 _MOST_AUTOMATIC_WORKERS = 8
@@ -79,6 +80,7 @@ def mesh_of(run: Run) -> Iterator[DeviceMesh | None]:
             release()
 
 
+@doing("building the model")
 def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
     """The task's model on the device. A caller's model loses its wrapper and gets rank 0's buffers.
 
@@ -98,6 +100,7 @@ def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
     return model
 
 
+@doing("opening the data")
 def samples_of(task: Task, run: Run) -> Dataset:
     """The task's samples, or those that the options select; decides how many processes read them."""
     step = partial(run.control.progress.step, "setup")

@@ -23,6 +23,7 @@ from dualeval.engine.options import SessionOptions
 from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
 from dualeval.own_code import wants_debug
 from dualeval.process_start import may_print
+from dualeval.status_line import LINE
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -134,6 +135,7 @@ class Joined:
         take_device(
             self.backend, device, allow_shared_gpu=options.allow_shared_gpu, mix_machines=options.mix_machines
         )
+        LINE.show(None)  # the command has started
 
     def say_failure(self, error: DualevalError) -> None:
         """Say what is wrong, where there is no way yet to tell the other ranks; an owner calls it."""
@@ -147,6 +149,7 @@ class Joined:
         else:
             speaks = self._is_joining or world is None or world.is_main
             where = where if self._is_joining else ""
+        LINE.speak(speaks=False)
         if speaks:
             say(f"dualeval: error: {text_of(error)}{where}")
         if not alone:

@@ -28,6 +28,7 @@ from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.fsdp import is_sharded
 from dualeval.errors import DualevalError, with_type
 from dualeval.options.choices import COMPILE
+from dualeval.status_line import doing
 from dualeval.tasks import Task
 from dualeval.wording import listed
 
@@ -70,6 +71,7 @@ class Looked:
     of_reading: Sequence[str] = ()
 
 
+@doing("checking the first samples")
 def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[..., Compute]) -> Looked:
     """Compute this rank's first samples several times, and leave model and random numbers as they were."""
     world, plan = evaluation.run.backend.world, evaluation.plan

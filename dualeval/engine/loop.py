@@ -31,6 +31,7 @@ from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.options.choices import DYNAMIC
 from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
+from dualeval.status_line import LINE
 from dualeval.tasks import Dataset
 
 _Columns = TypeVar("_Columns")
@@ -206,6 +207,8 @@ class Loop:
 
         Without a collective; waits only for data. A stop takes effect at the end of a chunk.
         """
+        self._run.watch.has_begun = True
+        LINE.show(None)
         handed: deque[Work] = deque()  # to the feed, which has not yet returned them
         options = self._run.options
         feed = self._feed = Feed(

@@ -35,6 +35,7 @@ from dualeval.engine.stored_rows import StoredRows, Window
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
+from dualeval.status_line import doing
 
 SAME_BITS = "same bits"
 WITHIN_TOLERANCE = "within tolerance"
@@ -167,6 +168,7 @@ def prove(
     return Proven(replay=found, earlier=_with_what_is_asked(evaluation, opened, result))
 
 
+@doing("comparing two finished batches")
 def _compare(
     evaluation: Evaluation, opened: Opened, stored: Sequence[StoredBatch], evaluate: EvaluatesBatch
 ) -> str:

@@ -28,6 +28,7 @@ from dualeval.engine.rounds import evaluate_in_rounds, evaluated_together
 from dualeval.engine.run_state import Run
 from dualeval.options.choices import LOCKSTEP
 from dualeval.result import Result
+from dualeval.status_line import doing
 from dualeval.tasks import Dataset, Task
 
 
@@ -59,6 +60,7 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
     # A step that changes something for as long as the run lasts enters the stack. One that has something for
     # people to read calls ``note_all``; what the result has to say, too, is joined to the warnings as well.
     with ExitStack() as stack:
+        stack.enter_context(doing("preparing the evaluation"))  # ends with the first batch
         # The process: what the caller's script has, and torch's numeric settings, are put back at the end.
         caller = stack.enter_context(as_it_was(task)) if run.guest else None
         stack.enter_context(numerics.without_autocast(run.device))

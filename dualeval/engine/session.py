@@ -19,6 +19,7 @@ from dualeval.engine.options import RunOptions, SessionOptions, run_options_of
 from dualeval.errors import EXIT_DONE, BackendError, DualevalError, PeerError, Stopped, UsageError, text_of
 from dualeval.options.fields import with_keywords
 from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.status_line import LINE
 
 if TYPE_CHECKING:
     import torch
@@ -320,6 +321,8 @@ class Session:
     ) -> Run:
         from dualeval.engine.run_state import Run
 
+        # A script that takes notes itself reads no standard error.
+        LINE.speak(speaks=self.world.is_main and (self._options.note is None or LINE.is_of_command))
         return Run(
             backend=self.backend,
             control=self.control,
@@ -485,6 +488,7 @@ class Session:
         run = self._run(run_options_of(options), job, show, guest=True)
         self._loop = OwnLoop(dataset, run, collate=collate, metrics=metrics, model=model)
         self._watch.begin()
+        self._watch.has_begun = True
         return self._handed_out(self._loop.batches())
 
     def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:

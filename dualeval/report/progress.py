@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
+from dualeval.status_line import LINE
 from dualeval.wording import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 _LINE_EVERY_S = 3.0
-_STANDARD_STREAMS = (0, 1, 2)
 
 
 class Progress:
@@ -34,7 +33,8 @@ class Progress:
 
     def __call__(self, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` samples are finished."""
-        if self._is_closed:
+        # Before the first batch the status line says more.
+        if self._is_closed or LINE.name:
             return
         now = self._clock()
         if self._start is None:
@@ -96,15 +96,3 @@ def progress_line(done: int, total: int, seconds: float) -> str:
     rate = done / seconds if seconds > 0 else 0.0
     left = f"{(total - done) / rate:,.0f} s left" if rate > 0 else "time left unknown"
     return f"{done:,}/{total:,} samples, {rate:,.0f} samples/s, {left}"
-
-
-def on_screen(stream: TextIO) -> bool:
-    """Tell whether a stream of this process is the terminal that a person looks at.
-
-    Open MPI gives the standard output of each rank a terminal of its own, whose lines mpirun then puts where
-    its own go, horovodrun with the rank before each. A person's terminal has the standard input or error of
-    the process as well, unless both are redirected: then nothing but colours and the moving bar is lost.
-    """
-    if not stream.isatty():
-        return False
-    return any(os.isatty(number) for number in _STANDARD_STREAMS if number != stream.fileno())

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "dualeval"
 # its own.
 GROUND = {
     *("errors", "wording", "whole_files", "own_code", "process_start", "vision_library", "further_columns"),
+    "status_line",
     *("options.choices", "options.evaluation", "options.fields"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
     *("models.model_errors", "models.weights_name"),
@@ -65,6 +66,7 @@ ALLOWED = {
     "vision_library": set(),
     "own_code": set(),
     "process_start": set(),
+    "status_line": set(),
     "whole_files": set(),
     "wording": set(),
     "assets": set(),

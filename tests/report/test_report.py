@@ -242,7 +242,8 @@ import os, sys
 ranks = {os.environ.get(name, "0") for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "HOROVOD_RANK")}
 if ranks != {"0"}:
     sys.exit()
-from dualeval.report.progress import Progress, on_screen
+from dualeval.report.progress import Progress
+from dualeval.status_line import on_screen
 from dualeval.report.table import make_console
 progress = Progress(sys.stdout, as_bar=on_screen(sys.stdout), name="epoch[3].pt")
 for done in (1, 2):

@@ -191,7 +191,11 @@ class Conclusion:
             return EXIT_FAILED
         self._write_down(stop)
         where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        done = f"{self.progress} " if self.progress else ""
+        done = self.progress or ("" if self.watch.has_begun else "No batch was begun.")
+        done += " " if done else ""
+        if folder is None and not (self.progress or self.watch.has_begun):
+            self._say(f"dualeval: stopped by {stop}. Nothing was begun.")
+            return EXIT_STOPPED
         again = how_to_resume(None if folder is None else folder.path)
         self._say(f"dualeval: stopped by {stop}. {done}{where} {again}.")
         return EXIT_STOPPED

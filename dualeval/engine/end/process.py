@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from dualeval.errors import EXIT_STOPPED, DualevalError, PeerError, UsageError, text_of
 from dualeval.own_code import own_code
 from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.status_line import LINE
 from dualeval.wording import printable_lines
 
 _WITHIN_S = 0.5
@@ -57,6 +58,7 @@ def show_until_end(close: Callable[[], None]) -> None:
 
 def close_displays() -> None:
     """Close the displays of the run."""
+    LINE.speak(speaks=False)
     while _displays:
         try_for(_WITHIN_S, _displays.pop())
 
@@ -269,8 +271,9 @@ class Signals:
             if self._first is None:
                 self._first = name, monotonic()
                 if self._stop is None:
-                    # Nothing has begun: there is nothing to save, and nobody knows yet whom to tell.
-                    say(f"dualeval: stopped by {name}.")
+                    # There is nothing to save, and nobody knows yet whom to tell.
+                    close_displays()
+                    say(f"dualeval: stopped by {name}. Nothing was begun.")
                     end_process(EXIT_STOPPED)
                 self._stop(name)
             elif number == signal.SIGINT and monotonic() - self._first[1] > _SECOND_AFTER_S:

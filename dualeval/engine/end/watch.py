@@ -73,6 +73,8 @@ class Watch:
         self.since: float | None = None
         # Whether more work follows the result being written, so that a signal then is not too late.
         self.more_follows = False
+        # Whether a batch of any run was begun.
+        self.has_begun = False
         # Whether the last run is complete on all ranks, so that a signal is too late.
         self.is_done = False
         self._control = control

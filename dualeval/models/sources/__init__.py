@@ -20,6 +20,7 @@ from dualeval.models.checkpoints import StateDict, read_state_dict
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
 from dualeval.models.weights_name import check_weights_file, is_published_name
+from dualeval.status_line import doing
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -145,7 +146,8 @@ class ModelSource(ABC):
                 torch.manual_seed(weights.seed)
                 model = self.create(num_classes)
             else:
-                model = self.load(weights, num_classes, loading or Loading())
+                with doing(f"reading {weights.path}"):
+                    model = self.load(weights, num_classes, loading or Loading())
         model.eval()  # a train() of the user's may return nothing
         return model
 
