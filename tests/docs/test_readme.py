@@ -208,7 +208,7 @@ def lines() -> list[str]:
                 found.append(line)
     # The table of tasks has the options alone; texts need what the line behind it installs.
     options = re.findall(r"^\| \[[^|]+\| `(--[^`]+)` \|", README, re.MULTILINE)
-    place = found.index("pip install -e '.[qa]'") + 1
+    place = found.index("pip install 'dualeval[hf]'") + 1
     return list(
         dict.fromkeys([*found[:place], *(f"dualeval run {each}" for each in options), *found[place:]])
     )
@@ -217,7 +217,7 @@ def lines() -> list[str]:
 def test_the_lines_were_found() -> None:
     found = lines()
     assert set(ELSEWHERE) < set(found)
-    for line in ("make run", ". .venv/bin/activate", "make horovod", "pip install -e '.[qa]'"):
+    for line in ("make run", ". .venv/bin/activate", "make horovod", "pip install 'dualeval[hf]'"):
         assert line in found
     assert sum(" --task " in line for line in found) == 4
     # What installs stands before what needs it.
