@@ -230,6 +230,7 @@ def work_in_session(
     """Do something in a session of its own; returns the exit code, and what came of it if anything did."""
     from dualeval.engine.end.process import end_process
 
+    session.is_command = True
     try:
         with session:
             try:

@@ -220,9 +220,7 @@ class ClusteredProportionDifference:
         pairs = self.independent
         alone = pairs.factor**2 * (pairs.lost + pairs.gained) / pairs.samples**2
         together = self.by_cluster.error**2 > _FLIP_TOGETHER_FROM * alone
-        return few_decide(
-            self.by_cluster.units, self.by_cluster.skewness if together else 0.0, "clusters"
-        )
+        return few_decide(self.by_cluster.units, self.by_cluster.skewness if together else 0.0, "clusters")
 
     def p_value(self) -> float:
         return max(self.by_cluster.p_value(), self.independent.p_value())

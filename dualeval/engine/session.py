@@ -103,6 +103,8 @@ class Session:
         self._options = SessionOptions(**given)
         self.exit_code = EXIT_DONE
         self.is_concluded = False
+        # Of a command, whose errors nobody catches.
+        self.is_command = False
         # From `open` on.
         self._joined: Joined | None = None
         self._is_closed = False
@@ -581,6 +583,7 @@ class Session:
         shown once. A second call returns the same code.
         """
         if not self.is_concluded:
+            self._conclusion.is_command = self.is_command
             self.exit_code = self._conclusion.conclude(error)
             self.is_concluded = True
             if self.is_owner:

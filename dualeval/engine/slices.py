@@ -107,7 +107,10 @@ def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[st
     if not bins or any(kinds[name] in _NUMBERS for name in names):
         return None
     held = ", ".join(f"{name} holds {'true and false' if kinds[name] == 'b' else 'texts'}" for name in names)
-    return f"--bins {shown_bins(bins)} cuts columns of numbers, and none is named: {held}. Leave --bins out."
+    return (
+        f"--bins {shown_bins(bins)} cuts columns of numbers, and none is named: {held}. Leave --bins out. "
+        "Where a word such as n/a stands for a missing number, leave its cell empty and evaluate again."
+    )
 
 
 def _distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -68,7 +68,7 @@ def check_library(what: str) -> None:
     """Check that transformers, which ``what`` needs, is installed."""
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(
-            f"{what} needs the transformers library, which is not installed. Type: pip install transformers"
+            f"{what} needs the transformers library, which is not installed. Type: pip install 'dualeval[hf]'"
         )
 
 

@@ -13,10 +13,10 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice, check_count, check_kind
@@ -152,11 +152,12 @@ class OptionField:
 
     def of_toml(self, value: Any, where: str, folder: Path) -> Any:
         """The value that one of a job file stands for; paths count from ``folder``."""
-        return self._resolved(_typed(value, self.kind, where), folder)
+        return self.resolved(_typed(value, self.kind, where), folder)
 
-    def _resolved(self, value: Any, folder: Path) -> Any:
+    def resolved(self, value: Any, folder: Path) -> Any:
+        """A value whose paths count from ``folder``."""
         if isinstance(value, tuple | list):
-            return type(value)(self._resolved(item, folder) for item in value)
+            return type(value)(self.resolved(item, folder) for item in value)
         if isinstance(value, Path):
             return folder / value
         if isinstance(value, str) and self.resolve is not None:
@@ -216,6 +217,24 @@ def check_fields(options: Any) -> None:
     """Check the values of a dataclass of options for their bounds and choices."""
     for field in fields_of(type(options)):
         field.check(getattr(options, field.name))
+
+
+class _Paths(list[Path]):
+    """Stands for a job file's folder, and keeps the paths that count from it."""
+
+    def __truediv__(self, path: str | Path) -> Path:
+        self.append(Path(path))
+        return Path(path)
+
+
+def paths_in(options: Any) -> Iterator[tuple[str, Path]]:
+    """The paths in the values of a dataclass of options, with their flags."""
+    for field in fields_of(type(options)):
+        value, paths = getattr(options, field.name), _Paths()
+        # A name may stand before a path.
+        is_text = field.resolve is not None and value is not None
+        field.resolved(str(value) if is_text else value, cast("Path", paths))
+        yield from ((field.flag, path) for path in paths)
 
 
 def of_python(

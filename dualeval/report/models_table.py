@@ -34,7 +34,7 @@ class ModelRow:
     # `DONE`, `FAILED` or `NOT_DONE`.
     status: str = NOT_DONE
     result: Result | None = None
-    # Why it has failed.
+    # Why it has failed, or is not compared with the others.
     reason: str | None = None
     # What a run of it alone would end with; None where it is not done.
     exit_code: int | None = None
@@ -71,7 +71,9 @@ class ModelsTable:
 
     def _best(self, metric: str) -> list[str]:
         values = {
-            row.name: value for row in self.rows if (value := number_of(row.result, metric)) is not None
+            row.name: value
+            for row in self.rows
+            if row.reason is None and (value := number_of(row.result, metric)) is not None
         }
         directions = {
             row.result.directions.get(metric)
@@ -187,7 +189,7 @@ class ModelsTable:
             print_line(console, line)
 
     def _notes(self, shown: int) -> list[str]:
-        lines = [f"{row.name}: {row.said}" for row in self.rows if row.status == FAILED]
+        lines = [f"{row.name}: {row.said}" for row in self.rows if row.reason is not None]
         if len(self.metrics) > shown:
             lines.append(f"{len(self.metrics) - shown} more metrics are in the files.")
         if any(name in self.best for name in self.metrics[:shown]):

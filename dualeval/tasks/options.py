@@ -106,16 +106,17 @@ class PictureOptions(ModelOptions):
         if self.weights and is_path_of_weights(self.weights) and Path(self.weights).suffix:
             check_weights_file(self.weights)
 
-    def _source(self) -> ModelSource:
-        from dualeval.models.classifiers import source_of
+    def source(self) -> ModelSource:
+        """Where the model comes from, by its name."""
+        from dualeval.models.classifiers import arguments_of, source_of
 
-        return source_of(self.model or "")
+        return source_of(self.model or "", arguments_of(self.model_arg), trust=self.trust_checkpoint)
 
     def fetch(self) -> None:
         """Fetch the weights, where that is wanted; one process a node does."""
         # Without data the task is refused: nothing is fetched for that.
         if self.download and self.model and self.weights and getattr(self, "data", None):
-            self._source().download(self.weights)
+            self.source().download(self.weights)
 
     def _given(self) -> dict[str, Any]:
         from dualeval.models.classifiers import arguments_of
@@ -307,10 +308,11 @@ class SegmentationOptions(PictureOptions):
     mean: tuple[float, ...] | None = _same("mean")
     std: tuple[float, ...] | None = _same("std")
 
-    def _source(self) -> ModelSource:
+    def source(self) -> ModelSource:
+        from dualeval.models.classifiers import arguments_of
         from dualeval.models.segmenters import segmenter_of
 
-        return segmenter_of(self.model)
+        return segmenter_of(self.model, arguments_of(self.model_arg), trust=self.trust_checkpoint)
 
 
 # -- texts ---------------------------------------------------------------------------------------------

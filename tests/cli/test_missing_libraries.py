@@ -81,7 +81,7 @@ def test_transformers_is_missing(launch: Launch, tmp_path: Path) -> None:
     """The files are looked at later: what is missing is said first."""
     command: list[str | Path] = [BIN / "dualeval", "run", "--task", "question-answering"]
     command += ["--model", tmp_path / "model", "--data", tmp_path / "data.json"]
-    words = ("needs the transformers library", "pip install transformers")
+    words = ("needs the transformers library", "pip install 'dualeval[hf]'")
     check_error(launch, command, without(tmp_path, "transformers"), *words)
 
 

@@ -211,7 +211,7 @@ def lines() -> list[str]:
             if line.split(" ")[0] in PROGRAMS and " " in line:
                 found.append(line)
     # Texts need what the line behind the table of tasks installs.
-    place = found.index("pip install -e '.[qa]'") + 1
+    place = found.index("pip install 'dualeval[hf]'") + 1
     typed = [f"dualeval run {each}" for each in options()]
     return list(dict.fromkeys([*found[:place], *typed, *found[place:]]))
 
@@ -224,7 +224,7 @@ def options() -> list[str]:
 def test_the_lines_were_found() -> None:
     found = lines()
     assert set(ELSEWHERE) < set(found)
-    for line in ("make run", ". .venv/bin/activate", "make horovod", "pip install -e '.[qa]'"):
+    for line in ("make run", ". .venv/bin/activate", "make horovod", "pip install 'dualeval[hf]'"):
         assert line in found
     assert sum(" --task " in line for line in found) == 4
     # What installs stands before what needs it.

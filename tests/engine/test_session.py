@@ -125,6 +125,14 @@ def test_what_is_caught_does_not_end_the_script(launch: Launch, tmp_path: Path) 
     assert lines(done)[0]["raised"] == "Stopped" and "went on" in done.stdout
 
 
+def test_an_error_that_is_caught_is_not_printed(launch: Launch, tmp_path: Path) -> None:
+    done = launch([*ALONE, WORKER, tmp_path / "out", "error", "catches"], variables={"BAD": "0"}).ok()
+    assert lines(done)[0]["raised"] == "ValueError" and "dualeval: " not in done.stderr
+    done = launch([*ALONE, WORKER, tmp_path / "other", "error"], variables={"BAD": "0"})
+    assert done.returncode == 1 and done.stderr.count("dualeval: error: ") == 1
+    assert done.stderr.count("dualeval: in your code") == 1
+
+
 @pytest.mark.parametrize("mode", ["error", "hang"])
 @pytest.mark.parametrize(
     "group", ["torch", pytest.param("horovod", marks=[*needs("horovodrun", ""), pytest.mark.long])]

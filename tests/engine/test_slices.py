@@ -513,6 +513,10 @@ def test_the_command_slices_by_columns(
         (("--by", "top"), "--by top: it has several values a sample"),
         (("--by", "scanner", "--bins", "3,1"), "--bins 3,1: expected numbers that ascend"),
         (("--by", "scanner", "--bins", "40,60"), "--bins 40,60 cuts columns of numbers, and none is named: "),
+        (
+            ("--by", "scanner", "--bins", "40,60"),
+            "such as n/a stands for a missing number, leave its cell empty",
+        ),
     ],
 )
 def test_wrong_usage_of_the_command(

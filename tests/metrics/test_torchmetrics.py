@@ -643,7 +643,7 @@ def test_objects_that_are_refused(package: ModuleType) -> None:
 
 def test_without_torchmetrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"not installed\. Type: pip install torchmetrics"):
+    with pytest.raises(UsageError, match=r"not installed\. Type: pip install 'dualeval.torchmetrics.'"):
         from_text("torchmetrics:MeanMetric()")
 
 

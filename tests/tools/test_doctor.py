@@ -105,6 +105,7 @@ def test_half_set_variables_are_shown(launch: Launch, tmp_path: Path) -> None:
     finished = launch(DOCTOR, variables={"RANK": "3", "WORLD_SIZE": "8"}, cwd=tmp_path)
     assert finished.returncode == 2
     assert "torchrun    not taken  RANK=3  (rank)" in finished.stdout
+    assert finished.stdout.count("RANK=3") == 2, "once in the list, once in the problem"
     assert "torchrun's variables are half set" in finished.stdout
     finished = launch([*DOCTOR, "--launcher", "none"], variables={"RANK": "3"}, cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout
@@ -185,6 +186,14 @@ def report(*changed: dict[str, Any], without: tuple[int, ...] = ()) -> dict[str,
         "ranks": ranks,
     }
     return {**found, "problems": list(problems(found))}
+
+
+def test_a_variable_that_a_launcher_takes_is_in_no_other_list() -> None:
+    rank, world = ({"name": name, "value": "0", "meaning": ""} for name in ("RANK", "WORLD_SIZE"))
+    found = {"torchrun": [rank], "env": [rank, world]}
+    changed = [facts(each, launcher="env", variables=found) for each in range(4)]
+    lines = [line.split() for line in diagnosis(report(*changed)).splitlines() if "=0" in line]
+    assert lines == [["env", "taken", "RANK=0"], ["env", "taken", "WORLD_SIZE=0"]]
 
 
 def test_all_is_well() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
 from dualeval.tools.submit import SlurmJob, directives, sbatch_text, submit
-from tests.conftest import BIN, Launch
+from tests.conftest import BIN, Finished, Launch
 from tests.environments import read_variables
 
 STUB = """\
@@ -50,15 +51,22 @@ class Sbatch:
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sbatch]:
     folder, working = tmp_path / "stub", tmp_path / "work"
     folder.mkdir()
     working.mkdir()
     monkeypatch.chdir(working)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    Path("nets.py").write_text("def net(num_classes=2): raise SystemExit('not called')\n", "utf-8")
+    for name in ("ckpt_1.pt", "rows.csv", "bert/config.json"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("{}", "utf-8")
     stub = Sbatch(folder=folder)
     stub.answers("echo 4711")
-    return stub
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield stub
+    for name in ("nets", "broken"):
+        sys.modules.pop(name, None)
 
 
 def call(*arguments: str) -> None:
@@ -152,6 +160,67 @@ REFUSED = {
     "a wrong value": (["--", "--batch-size", "x"], UsageError, ["--batch-size", "'x'"]),
     "a value out of range": (["--", "--limit", "0"], UsageError, ["--limit 0", "at least 1"]),
     "a missing job file": (["--", "--config", "none.toml"], UsageError, ["none.toml", "cannot be read"]),
+    "a misspelt model and a missing folder": (
+        ["--", "--model", "resnet81", "--data", "nowhere"],
+        UsageError,
+        ["--data nowhere does not exist here", "no model 'resnet81'. Nearest: resnet18", "type --no-check"],
+    ),
+    "a missing file beside others": (
+        ["--", "--weights", "ckpt_2.pt", "--model", "resnet18", "--data", "."],
+        UsageError,
+        ["--weights ckpt_2.pt does not exist here. Nearest: ckpt_1.pt"],
+    ),
+    "no such weights": (
+        ["--", "--model", "resnet18", "--weights", "IMAGENET1K_V7", "--data", "."],
+        UsageError,
+        ["--weights IMAGENET1K_V7", "IMAGENET1K_V1"],
+    ),
+    "no such function": (
+        ["--", "--model", "nets:nett", "--weights", "random:0", "--data", "."],
+        UsageError,
+        ["--model nets:nett: module nets has no callable 'nett'. Nearest: net"],
+    ),
+    "no such preprocessing": (
+        ["--", "--model", "nets:net", "--data", ".", "--preprocessing", "nets.py:prepare"],
+        UsageError,
+        ["--preprocessing nets.py:prepare: nets.py has no 'prepare'"],
+    ),
+    "no such metric": (["--", "--metric", "acuracy"], UsageError, ["no metric 'acuracy'", "accuracy"]),
+    "no such metric of texts": (
+        [
+            "--",
+            "--task",
+            "text-classification",
+            "--model",
+            "bert",
+            "--data",
+            "rows.csv",
+            "--metric",
+            "pearsn",
+        ],
+        UsageError,
+        ["no metric 'pearsn'"],
+    ),
+    "no model in the folder": (
+        ["--", "--task", "language-modeling", "--model", ".", "--data", "rows.csv"],
+        UsageError,
+        ["--model . holds no config.json"],
+    ),
+    "a pattern that fits none": (
+        ["--", "--model", "resnet18", "--data", ".", "--weights", "epoch-*.pt"],
+        UsageError,
+        ["--weights epoch-*.pt: no file or folder fits", "ckpt_1.pt"],
+    ),
+    "the first file of an array": (
+        ["--array", "3-4", "--", "--model", "resnet18", "--data", ".", "--weights", "ckpt_%a.pt"],
+        UsageError,
+        ["--weights ckpt_3.pt does not exist here"],
+    ),
+    "no run to compare with": (
+        ["--", "--reference", "runs/a"],
+        UsageError,
+        ["--reference runs/a does not exist here"],
+    ),
     "--nproc": (["--", "--nproc", "2"], LaunchError, ["--nproc 2", "--ntasks-per-node before the --"]),
     "--launcher": (["--", "--launcher=none"], LaunchError, ["--launcher none", "srun"]),
     "--backend": (["--", "--backend", "torch"], LaunchError, ["--backend torch", "before the --"]),
@@ -168,6 +237,66 @@ def test_bad_input_is_refused_before_sbatch(sbatch: Sbatch, name: str) -> None:
     for word in words:
         assert word in str(caught.value)
     assert not sbatch.was_called
+
+
+MISSING = "-- --model resnet18 --data /local/of/a/node --weights ckpt_1.pt"
+ONLY_THERE = {
+    "a disk that is only there": MISSING,
+    "a data set on it": MISSING.replace("/local", "CIFAR10:/local"),
+    "a model on it": "-- --model hf:/local/of/a/node --data .",
+    "a file that the job makes first": "--setup make -- --model resnet18 --data . --weights best.pt",
+    "a file that an earlier job writes": (
+        "--sbatch-option dependency=afterok:1 -- --model resnet18 --data . --weights best.pt"
+    ),
+    "another folder to start in": "--sbatch-option chdir=/tmp -- --model other:net --data val",
+    "a model's name in an image": "--container-image i -- --model resnet999 --data .",
+    "code that breaks here": "-- --model broken:net --data .",
+}
+
+
+@pytest.mark.parametrize("name", ONLY_THERE)
+def test_what_only_the_job_may_have_is_a_note(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    Path("broken.py").write_text("raise OSError('libcuda.so.1: no such file')", "utf-8")
+    call(*ONLY_THERE[name].split())
+    assert sbatch.was_called
+    printed = capsys.readouterr()
+    assert printed.out.startswith("job 4711")
+    assert printed.err.startswith("dualeval: note: ")
+    assert printed.err.endswith("The job may see more.\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--no-check -- --model resnet999 --data nowhere",
+        "--array 1-9%2 -- --model resnet18 --data . --weights ckpt_%a.pt --seed %a --sample 5",
+        "-- --model nets:net --data . --weights ckpt_1.pt --metric top5 --metric torchmetrics:Accuracy",
+        "-- --model resnet18 --data . --weights ckpt_*.pt",
+        "-- --task text-classification --model bert --data rows.csv --metric spearman --metric binary_f1",
+        "-- --task language-modeling --model bert --data rows.csv --metric acc_norm",
+    ],
+)
+def test_what_the_job_takes_is_queued_without_a_word(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    call(*words.split())
+    assert sbatch.was_called
+    assert capsys.readouterr().err == ""
+
+
+def test_check_does_what_a_dry_run_does(sbatch: Sbatch, launch: Launch) -> None:
+    def submitted(*words: str) -> Finished:
+        command = [sys.executable, "-m", "dualeval", "submit", "--check", "--dry-run", "--", *words]
+        return launch(command, variables={"PATH": f"{sbatch.folder}:/usr/bin:/bin"})
+
+    done = submitted("--limit", "5")
+    assert (done.returncode, done.stdout) == (0, sbatch_text(SlurmJob()))
+    assert '"limit": 5' in done.stderr
+    done = submitted("--model", "nets:net", "--weights", "ckpt_1.pt", "--data", ".")
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    assert "data folder . holds no sample" in done.stderr
 
 
 def test_without_sbatch_it_says_where_to_type(sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,7 +333,11 @@ def test_a_task_of_ones_own_whose_code_changes_meanwhile(pictures: Path, launch:
     # A checkpoint that is gone keeps its row.
     (pictures / "ckpts/epoch1.pt").unlink()
     (pictures / "scale.py").write_text("SCALE = 0.001\n")
-    said = launch([*command, "--until-step", "10"], cwd=pictures).ok().stderr
+    done = launch([*command, "--until-step", "10"], cwd=pictures).ok()
+    said = done.stderr
+    # What is not ranked is not marked as the best, and says why.
+    assert "*" not in done.stdout
+    assert "epoch2.pt: done: not ranked: another" in done.stdout
     rows = {row["model"]: row["reason"] for row in leaderboard(pictures)}
     assert rows["epoch10.pt"] == "" and len(rows) == 3
     assert all("not ranked: another" in rows[name] for name in ("epoch1.pt", "epoch2.pt")), said
@@ -341,7 +345,8 @@ def test_a_task_of_ones_own_whose_code_changes_meanwhile(pictures: Path, launch:
     assert (pictures / "best.pt").resolve().name == "epoch10.pt"
     # It has come: nothing is waited for, though it is gone.
     (pictures / "ckpts/epoch10.pt").unlink()
-    launch([*command, "--until-step", "10"], cwd=pictures).ok()
+    done = launch([*command, "--until-step", "10"], cwd=pictures).ok()
+    assert done.stderr.count("no new checkpoint came, and nothing was evaluated") == 1
 
 
 def test_what_is_waited_for_is_said(

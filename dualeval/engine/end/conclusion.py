@@ -16,7 +16,16 @@ from functools import partial
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.end.process import close_displays, how_to_resume, say, say_traceback, spoken, try_for
+from dualeval.engine.end.process import (
+    close_displays,
+    how_to_resume,
+    say,
+    say_if_uncaught,
+    say_traceback,
+    spoken,
+    traceback_of,
+    try_for,
+)
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.errors import (
@@ -62,6 +71,8 @@ class Conclusion:
         self._concluding = threading.Lock()
         # How many of several attempts are done; printed if the run is stopped.
         self.progress = ""
+        # Of a command: nobody catches its errors.
+        self.is_command = False
         # Concludes the run if the main thread does not; holds what is to be saved.
         self.watch = Watch(control, self.conclude, ends_process=ends_process, stop=stop)
 
@@ -220,7 +231,8 @@ class Conclusion:
             do(partial(self._write_down, error))
         if self._is_owner and not isinstance(error, PeerError):
             with _surviving("print the traceback"):
-                say_traceback(error, whole=self._debug, is_first=first.rank == rank)
+                if text := traceback_of(error, whole=self._debug, is_first=first.rank == rank):
+                    self._speak(error, text)
         line, is_usage = spoken(first, rank), first.exit_code == EXIT_USAGE
         if is_usage and not by_watch:
             # One rank reports wrong usage, and names no rank if rank 0 met the same error.
@@ -230,12 +242,12 @@ class Conclusion:
         # Do not wait for rank 0 if it is the rank that is lost: it prints nothing any more.
         waits = not (asks or by_watch or (first.rank == 0 and first.where is None))
         if not asks:
-            self._say(line, by_watch=by_watch)
+            self._say(line, by_watch=by_watch, error=error)
         answers: list[bool] = []
         if asks or waits:
             do(lambda: answers.append(control.may_speak()))
         if asks and answers != [False]:
-            self._say(line, by_watch=by_watch)
+            self._say(line, by_watch=by_watch, error=error)
         if asks or waits or by_watch:
             # Before this process ends: other ranks can no longer ask rank 0 then.
             do(control.has_spoken)
@@ -243,10 +255,17 @@ class Conclusion:
             control.leave(self._leave_within_s)
         return first.exit_code
 
-    def _say(self, line: str, *, by_watch: bool = False) -> None:
+    def _say(self, line: str, *, by_watch: bool = False, error: BaseException | None = None) -> None:
         """Print how the run ended; a guest, whose process goes on, raises the error instead."""
         if self._is_owner or by_watch:
-            say(line)
+            self._speak(None if by_watch else error, line)
+
+    def _speak(self, error: BaseException | None, text: str) -> None:
+        """Say an error that is raised; of a script's one process, only where the script does not catch it."""
+        if self.is_command or self._control.size > 1 or not isinstance(error, Exception):
+            say(text)
+        else:
+            say_if_uncaught(error, text)
 
     def _write_down(self, error: BaseException) -> None:
         """Write the end into status.json."""

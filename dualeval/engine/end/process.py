@@ -68,19 +68,25 @@ _displays: list[Callable[[], None]] = []
 
 def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -> None:
     """Write on standard error where an error was raised."""
+    if text := traceback_of(error, whole=whole, is_first=is_first):
+        say(text)
+
+
+def traceback_of(error: BaseException, *, whole: bool, is_first: bool = True) -> str:
+    """Where an error was raised, for people; "" where its text says it."""
     if whole:
         text = "".join(traceback.format_exception(error))
     elif not is_first:
-        return
+        return ""
     elif isinstance(error, DualevalError) and _FRAME in text_of(error):
-        return  # its text shows the frames
+        return ""  # its text shows the frames
     elif lines := own_code(error):
         text = f"dualeval: in your code (--debug or DUALEVAL_DEBUG=1 shows the whole traceback):\n{lines}"
     elif isinstance(error, DualevalError):
-        return
+        return ""
     else:
         text = "".join(traceback.format_exception(error))
-    say(text.rstrip("\n"))
+    return text.rstrip("\n")
 
 
 def end_process(code: int) -> NoReturn:
@@ -145,6 +151,8 @@ class _QuietHook:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         code = getattr(error, "_dualeval_exit_code", None)
+        for text in getattr(error, "_dualeval_unsaid", ()):
+            say(text)
         if code is None:
             self.previous(kind, error, traceback)
         elif not (hasattr(sys, "ps1") or sys.flags.interactive):
@@ -181,6 +189,14 @@ def conclude_quietly(error: BaseException, code: int) -> None:
     """Mark an error as reported; if nobody catches it, it ends a script with this exit code."""
     with suppress(AttributeError):  # a class with slots; then its traceback follows
         error._dualeval_exit_code = code  # type: ignore[attr-defined]
+
+
+def say_if_uncaught(error: Exception, text: str) -> None:
+    """Say an error where it ends the script: who catches it has its text, and may go on."""
+    try:
+        error.__dict__.setdefault("_dualeval_unsaid", []).append(text)
+    except AttributeError:  # as above
+        say(text)
 
 
 # -- signals -----------------------------------------------------------------------------------------------

@@ -196,7 +196,8 @@ def torchmetrics() -> ModuleType:
     """The library, imported at the first call (seconds)."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise UsageError(
-            "this metric is one of TorchMetrics, which is not installed. Type: pip install torchmetrics"
+            "this metric is one of TorchMetrics, which is not installed. Type: pip install "
+            "'dualeval[torchmetrics]'"
         )
     torchvision()  # TorchMetrics imports it, and beside CPU torch only this way does that work
     return importlib.import_module("torchmetrics")

@@ -165,7 +165,8 @@ class TimmModel(ModelSource):
 def _timm() -> Any:
     if importlib.util.find_spec("timm") is None:
         raise UsageError(
-            "--model timm:NAME needs the timm library, which is not installed. Type: pip install timm"
+            "--model timm:NAME needs the timm library, which is not installed. Type: pip install "
+            "'dualeval[timm]'"
         )
     # It imports torchvision, which does not always load by itself.
     torchvision()

@@ -114,9 +114,13 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     nodes = len({facts["host"] for facts in ranks.values()})
     yield f"{counted(report['size'], 'rank')} on {counted(nodes, 'node')}, started by {speaker['launcher']}\n"
     yield f"Variables (rank {min(ranks)})"
+    # Launchers share names: each is shown once, first of all as the one that takes it has it.
+    shown = {each["name"] for each in speaker["variables"].get(speaker["launcher"], ())}
     for launcher, variables in speaker["variables"].items():
-        taken = "taken" if launcher == speaker["launcher"] else "not taken"
-        for variable in variables:
+        is_taken = launcher == speaker["launcher"]
+        for variable in [each for each in variables if is_taken or each["name"] not in shown]:
+            shown.add(variable["name"])
+            taken = "taken" if is_taken else "not taken"
             meaning = f"  ({variable['meaning']})" if variable["meaning"] else ""
             yield f"  {launcher:<11} {taken:<10} {variable['name']}={variable['value']}{meaning}"
     if not any(speaker["variables"].values()):

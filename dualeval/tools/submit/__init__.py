@@ -20,6 +20,7 @@ from dualeval.cli.run import is_flag, run
 from dualeval.cli.task_flags import flags_of, jobs_of
 from dualeval.errors import DualevalError, LaunchError, UsageError
 from dualeval.options.fields import check_fields, option
+from dualeval.tools.submit.look import findings
 
 # The file in slurm/, to which the folder beside this file is a link, for each backend.
 SHIPPED = {"torch": "eval.sbatch", "horovod": "eval_horovod.sbatch"}
@@ -35,6 +36,9 @@ _OWN_OPTIONS = (
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--mem", "--time"),
     *("--partition", "--account", "--qos", "--array", "--job-name"),
 )
+
+# With these of sbatch a job may find other files than there are here and now.
+_MOVE_FILES = ("--chdir", "--dependency", "--begin")
 
 # Of a job's own variables, those by which the next job's sbatch still has to find the cluster.
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
@@ -129,8 +133,13 @@ class _Submit(click.Command):
 @click.command(cls=_Submit)
 @flags_of(SlurmJob, *SlurmJob.__dataclass_fields__)
 @click.option("--dry-run", is_flag=True, help="Print the batch script and how to submit it; submit nothing.")
+@click.option(
+    "--check/--no-check",
+    default=None,
+    help="Do all that 'dualeval run --dry-run' does, here and first; or not even look for paths and names.",
+)
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
-def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
+def submit(dry_run: bool, check: bool | None, arguments: tuple[str, ...], **asked: Any) -> None:
     """Submit a job to Slurm; ARGS are the options of 'dualeval run'.
 
     \b
@@ -138,7 +147,7 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
     dualeval submit --nodes 2 --gpus-per-node 8 -- --model resnet18 --weights ckpt.pt --data /data/val
     """
     job = SlurmJob(**{name: value for name, value in asked.items() if value is not None})
-    flags = _flags_of_run(arguments)
+    flags = _look(job, arguments, check)
     if job.shares is not None:
         if "%a" in str(flags["out"]):
             raise UsageError(f"--out {flags['out']}: all shares have one folder, and %a is another for each")
@@ -156,8 +165,11 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
         click.echo(f"at the end: dualeval finish {shlex.quote(str(out))}")
 
 
-def _flags_of_run(arguments: Sequence[str]) -> dict[str, Any]:
+def _look(job: SlurmJob, arguments: Sequence[str], check: bool | None) -> dict[str, Any]:
     """Read and check the options of ``dualeval run`` now: the queue may be an hour long."""
+    if job.array is not None and job.shares is None:
+        # The array's first task stands for all.
+        arguments = [word.replace("%a", re.findall(r"\d+|$", job.array)[0]) for word in arguments]
     try:
         flags = run.make_context("dualeval run", list(arguments)).params
     except click.UsageError as error:
@@ -165,7 +177,24 @@ def _flags_of_run(arguments: Sequence[str]) -> dict[str, Any]:
     for name, remedy in _SCRIPTS_OWN.items():
         if flags[name] is not None:
             raise LaunchError(f"--{name} {flags[name]} does not go with 'dualeval submit': {remedy}.")
-    jobs_of(flags)
+    jobs = jobs_of(flags)
+    if check:
+        command = [sys.executable, "-m", "dualeval", "run", *arguments, "--launcher", "none", "--dry-run"]
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2).returncode  # the script's is 1
+        if code:
+            click.get_current_context().exit(code)
+    elif check is None:
+        others = [_long(word).partition("=")[0] for word in job.sbatch_option]
+        moves = any(option.startswith(name) for option in _MOVE_FILES for name in others)
+        wrong = []
+        for said, is_seen in findings(jobs, flags["reference"]):
+            if is_seen and not (job.setup or job.container_image or moves):
+                wrong.append(said)
+            else:
+                click.echo(f"dualeval: note: {said} The job may see more.", err=True)
+        if wrong:
+            wrong.append("If only the job's nodes have it, type --no-check before the --.")
+            raise UsageError("\n".join(wrong))
     return flags
 
 

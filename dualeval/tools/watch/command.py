@@ -108,6 +108,10 @@ class Watching:
                 self._took = self._busy_at - start
                 if session.world.is_main:
                     self._finish(checkpoint, result, failure)
+            if session.world.is_main and self.board.rows and not self._took:
+                session.note(
+                    "no new checkpoint came, and nothing was evaluated: the results are those of before"
+                )
         except OSError as error:
             # Of a link and of a file that is put in its place, it is the second.
             path = error.filename2 or error.filename or self.board.folder
