@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
-_INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED = 128 + signal.SIGINT
+# In the environment of ranks that `--nproc` has started: its process id.
+STARTED_BY = "DUALEVAL_STARTED_BY"
 _PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
 _EVALUATING = ("run", "watch", "finish")
@@ -48,6 +50,7 @@ RANK_VARIABLES = {
 def prepare(words: Sequence[str]) -> None:
     """Open the standard streams and take the first signals, for a command line of these words."""
     take_signals(words)
+    end_with_launcher()
     open_standard_streams()
     if _command(words) in _EVALUATING and not {"--no-progress", "--help", "-h"} & set(words):
         LINE.begin(speaks=may_print(os.environ))
@@ -87,6 +90,12 @@ def end_with_parent(number: signal.Signals) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_with_launcher() -> None:
+    """Stop this rank if the `--nproc` that has started it is killed: nobody else would end the ranks."""
+    if os.environ.get(STARTED_BY) == str(os.getppid()):
+        end_with_parent(signal.SIGTERM)
 
 
 def end_with(code: int) -> None:
@@ -133,7 +142,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _end(number, "interrupted", _INTERRUPTED)
+    _end(number, "interrupted", INTERRUPTED)
 
 
 def _end(number: int, said: str, code: int) -> None:

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = errors.EXIT_USAGE
     except click.Abort:
         _say("interrupted", words)
-        code = errors.EXIT_FAILED
+        code = process_start.INTERRUPTED
     except errors.DualevalError as error:
         _show_code(error, words)
         _say(errors.text_of(error), words, of_node=isinstance(error, errors.LibraryError))

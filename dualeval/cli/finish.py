@@ -11,7 +11,7 @@ from dualeval.cli.options import PATH
 from dualeval.cli.run import evaluate, prepared, run, without_start
 from dualeval.engine.folder.layout import COMMAND, COUNT, to_mend_job
 from dualeval.errors import UsageError
-from dualeval.result import read_job
+from dualeval.result import JOB, read_job
 
 _REFUSED = ("--fresh", "--share", "--out", "--dry-run")
 # Of the shares' command, what is of the place where they were evaluated.
@@ -39,11 +39,12 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
             f"{refused[0]} does not go with 'dualeval finish'. To start all shares over, remove {out}."
         )
     start_over = f"Remove {out} to start over"
+    remedy = to_mend_job(out, start_over)
     try:
-        job = read_job(out, to_mend_job(out, start_over))
+        job = read_job(out, remedy)
     except FileNotFoundError:
         job = {}
-    if job.get(COUNT) is None:
+    if (job.get(COUNT) or 0) < 1:
         raise UsageError(f"{out} holds no shares. 'dualeval run --share I/N --out {out} ...' evaluates one.")
     command = job.get(COMMAND)
     if command is None:
@@ -51,14 +52,19 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
             f"the shares in {out} were evaluated from Python: call session.evaluate with the same task and "
             "out."
         )
-    if Path.cwd() != Path(command["folder"]):
+    folder, words = command.get("folder"), command.get("words")
+    if type(folder) is not str or type(words) is not list:
+        raise UsageError(
+            f"{out / JOB} is damaged: its field {COMMAND} lacks the folder or the words. {remedy}"
+        )
+    if Path.cwd() != Path(folder):
         # Relative paths in the command begin there.
         raise UsageError(
-            f"the shares in {out} were started in {command['folder']}. Type 'cd {command['folder']}', and "
+            f"the shares in {out} were started in {folder}. Type 'cd {folder}', and "
             f"there 'dualeval finish {out.resolve()}'. Where that folder is not there, type their command "
             "without --share."
         )
-    words = [*without_start(command["words"], _OF_A_SHARE), *options, "--out", str(out)]
+    words = [*without_start(words, _OF_A_SHARE), *options, "--out", str(out)]
     with run.make_context("dualeval finish", words, parent=context) as of_run:
         of_run.params["fresh"] = False
         jobs, invocation = prepared(of_run, of_run.params)

@@ -178,7 +178,8 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
     else:
         influences = _influences(other, score)
         influences -= _influences(one, score)
-        difference = mean_difference(values[1] - values[0], influences[chosen], clusters)
+        weights = np.maximum(np.abs(one.x), np.abs(other.x))[chosen]
+        difference = mean_difference(values[1] - values[0], influences[chosen], clusters, weights)
         if not math.isfinite(difference.error):
             raise _NotCompared(f"the {score.transform} of its mean has no finite standard error")
         same = all(np.array_equal(*both) for both in ((one.y, other.y), (one.x, other.x)))

@@ -43,6 +43,8 @@ class MeanDifference:
     units: int
     # Whether they are clusters.
     clustered: bool = False
+    # How many of them have nearly all the weight, where they are weighted; see `Spread.effective`.
+    effective: int | None = None
 
     @property
     def is_zero(self) -> bool:
@@ -59,7 +61,8 @@ class MeanDifference:
 
     @property
     def rough(self) -> str | None:
-        return few_decide(self.units, self.skewness, "clusters" if self.clustered else "samples")
+        units = "clusters" if self.clustered else "samples"
+        return few_decide(self.units, self.skewness, units, most=self.effective)
 
     def p_value(self) -> float:
         from scipy import stats
@@ -260,9 +263,12 @@ def normal_quantile(probability: float) -> float:
 
 
 def mean_difference(
-    value: float, influences: npt.NDArray[np.float64], clusters: npt.NDArray[np.int64] | None = None
+    value: float,
+    influences: npt.NDArray[np.float64],
+    clusters: npt.NDArray[np.int64] | None = None,
+    weights: npt.NDArray[np.float64] | None = None,
 ) -> MeanDifference:
-    """Make a difference of what each pair contributes to it.
+    """Make a difference of what each pair contributes to it, and of the weights of pairs that have any.
 
     Standard error: sqrt(n / (n - 1) sum(u**2)), the delta method (W. G. Cochran, *Sampling Techniques*, 1977,
     section 6.4). With clusters each u is a cluster's sum, and n their number (S.-Y. Liang and S. L. Zeger,
@@ -276,9 +282,27 @@ def mean_difference(
     total = math.fsum(squares)
     error = scale * math.sqrt(n / (n - 1) * total)
     skewness = math.fsum(squares * (u / scale)) / n / (total / n) ** 1.5 if total else 0.0
+    effective = None
+    if weights is not None:
+        effective = effective_number(weights if clusters is None else np.bincount(clusters, weights=weights))
     return MeanDifference(
-        value=value, error=error, skewness=skewness, units=n, clustered=clusters is not None
+        value=value,
+        error=error,
+        skewness=skewness,
+        units=n,
+        clustered=clusters is not None,
+        effective=effective,
     )
+
+
+def effective_number(weights: npt.NDArray[Any]) -> int:
+    """As `Spread.effective`, of the weights; all of them if they are equal, or add up to 0."""
+    sizes = np.abs(weights) / (np.abs(weights).max() or 1.0)
+    square, cube = math.fsum(sizes**2), math.fsum(sizes**3)
+    if not cube:
+        return len(weights)
+    # Rounding must take none of equal weights away.
+    return math.floor(min(math.fsum(sizes) ** 2 / square, square**3 / cube**2) * (1 + 1e-9))
 
 
 def holm(p_values: Mapping[_Key, float]) -> dict[_Key, float]:

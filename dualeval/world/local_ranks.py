@@ -26,6 +26,7 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, L
 from dualeval.launch import detect
 from dualeval.launch.cores import usable_cores
 from dualeval.launch.launchers import may_start_ranks
+from dualeval.process_start import STARTED_BY, end_with_launcher
 from dualeval.world import World
 from dualeval.world.devices import device_here
 from dualeval.world.network import LOOPBACK, check_own_name
@@ -98,6 +99,7 @@ def start_this_script(
     launcher, group, world = os.environ.get(_STARTED), group_of_caller(), rank_of_script()
     if launcher is not None or group is not None or not may_start_ranks(world):
         if world.size == nproc:
+            end_with_launcher()
             return launcher
         raise LaunchError(
             f"nproc={nproc}: this process is rank {world.rank} of {world.size} already (started by "
@@ -173,9 +175,9 @@ def run_local(
 
     They share this process's standard output and error. They get torchrun's variables beside ``environ``
     (but not its OMP_NUM_THREADS=1: the ranks divide the cores themselves). When a rank fails, the others get
-    SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are passed to
-    the ranks in the same way, but after ``stop_signals`` they have time to end by themselves; ranks that
-    handle these are started with them blocked.
+    SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM and SIGQUIT sent to this process are passed to the ranks
+    in the same way, SIGHUP as SIGTERM; after ``stop_signals`` they have time to end by themselves, and ranks
+    that handle these are started with them blocked. If this process is killed, they get SIGTERM.
     """
     cores = usable_cores()
     limit = process_limit(cores)
@@ -190,7 +192,7 @@ def run_local(
     allow_connections(JOINING * processes, "the process that starts the ranks")
     # Port 0: the kernel picks a free one, so that two runs on one machine cannot collide.
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    shared = {**environ, **_variables_of_torchrun(processes, store.port)}
+    shared = {**environ, **_variables_of_torchrun(processes, store.port), STARTED_BY: str(os.getpid())}
     ranks: list[subprocess.Popen[bytes]] = []
     with _SignalWatch(stop_signals) as watch:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals if takes_signals else ())
@@ -203,7 +205,8 @@ def run_local(
             codes = _codes_of(ranks, watch)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _end(ranks, watch.ending or signal.SIGTERM)
+            # SIGHUP would end the ranks before they have said so.
+            _end(ranks, watch.ending if watch.ending not in (None, signal.SIGHUP) else signal.SIGTERM)
     if codes is None:
         assert watch.received is not None
         return 128 + watch.received

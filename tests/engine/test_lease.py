@@ -160,7 +160,10 @@ def test_a_stopped_run_gives_way_in_time_and_learns_of_it(
     lease.close()
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"pid": 1}', b"\xff" * 1200])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b'{"pid": 1}', b'{"host": "", "pid": "1", "space": "", "start": ""}', b"\xff" * 1200],
+)
 def test_what_nothing_is_known_of_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:

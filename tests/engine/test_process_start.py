@@ -108,7 +108,7 @@ def test_the_first_signals_are_those_that_were_named(launch: Launch, tmp_path: P
     ("number", "module", "code", "said"),
     [
         (INT, "click", 130, "dualeval: interrupted.\n"),
-        (INT, "torch", 1, "dualeval: error: interrupted\n"),
+        (INT, "torch", 130, "dualeval: error: interrupted\n"),
         pytest.param(TERM, "click", -TERM, "", marks=pytest.mark.long),
     ],
 )

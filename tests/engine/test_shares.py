@@ -487,7 +487,13 @@ def test_finish_of_no_shares_is_refused(tmp_path: Path, out: Path) -> None:
     for command, said in (
         (None, "evaluated from Python"),
         ({"words": [], "folder": str(tmp_path / "gone")}, "type their command without --share"),
+        ({"words": []}, "its field command lacks the folder or the words. Remove it and start a share again"),
+        ({"folder": "/", "words": "run"}, "its field command lacks the folder or the words"),
     ):
         (out / "job.json").write_text(json.dumps({**job, "command": command}))
         with pytest.raises(UsageError, match=said):
+            dualeval.main(words, standalone_mode=False, obj=words)
+    for count in (0, -1):
+        (out / "job.json").write_text(json.dumps({**job, "shares": count}))
+        with pytest.raises(UsageError, match="holds no shares"):
             dualeval.main(words, standalone_mode=False, obj=words)

@@ -101,8 +101,9 @@ def test_exit_code_of(codes: list[int], expected: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals, launch: Launch) -> None:
-    """The ranks get the same signal, and time to act on it; ``launch`` sees to it that none is left."""
-    code = f"signal.signal({number:d}, lambda *_: sys.exit(say('saved'))); {WAIT}"
+    """The ranks get it, or SIGTERM for SIGHUP, and time to act on it; ``launch`` checks that none is left."""
+    taken = signal.SIGTERM if number == signal.SIGHUP else number
+    code = f"signal.signal({taken:d}, lambda *_: sys.exit(say('saved'))); {WAIT}"
     # Where these tests run under nohup or in a shell's background, some signals come to them ignored.
     heard = ["env", "--default-signal=HUP,INT,QUIT,TERM"]
     with launch.started([*heard, *parent(2, code)]) as process:
@@ -113,6 +114,16 @@ def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals, launch: L
         assert stdout == "saved\nsaved\n"
         assert stderr == ""
         assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_ranks_end_with_a_parent_that_is_killed(launch: Launch) -> None:
+    leave = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(say('saved')))"
+    code = f"{leave}; __import__('dualeval.process_start').process_start.end_with_launcher(); {WAIT}"
+    with launch.started(parent(2, code)) as process:
+        wait_for_ranks(process, 2)
+        process.kill()
+        # To its end: both ranks have closed it.
+        assert process.communicate(timeout=60)[0] == "saved\nsaved\n"
 
 
 def test_a_signal_while_the_ranks_are_started(launch: Launch, tmp_path: Path) -> None:

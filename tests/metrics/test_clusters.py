@@ -19,7 +19,7 @@ from dualeval.engine.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Measured, Metric, Ratio, RowMetric, Score, TopK
 from dualeval.metrics.clusters import ClusterIntervals, Clusters, cluster_intervals, degrees_of_freedom
-from dualeval.metrics.intervals import student_95, wilson_interval
+from dualeval.metrics.intervals import few_decide, student_95, wilson_interval
 from tests.measuring import ledger_of
 from tests.squad_files import question
 
@@ -61,7 +61,9 @@ def test_unbounded_values(score: Score) -> None:
     for quantile in (student_95(degrees), -student_95(degrees)):
         ends.append(ratio - error * (np.cbrt(1 + skew * (quantile - skew / 6)) - 1) * 3 / skew)
     assert found.intervals["x"] == pytest.approx([score.factor * end for end in ends])
-    assert (found.rough, found.warnings) == ({}, ())
+    # Few clusters are far larger than the others.
+    assert (found.rough, found.warnings) == ({"x": few_decide(40, skewness, "clusters")}, ())
+    assert found.rough["x"] is not None
 
 
 def test_values_of_0_to_1() -> None:
@@ -267,7 +269,9 @@ def test_other_clusters_leave_no_warning_of_the_runs_own(tmp_path: Path) -> None
     result = evaluate(metrics=[Mean("loss"), Bare()], cluster="site", out=tmp_path)
     assert len(result.warnings) == 2
     found = dualeval.rescore(tmp_path, metrics=[Mean("loss")], cluster="patient")
-    assert found.warnings == []
+    # 40 patients, of which few decide; nothing of the 12 sites, nor of the other metric.
+    [warning] = found.warnings
+    assert warning.startswith("the interval of loss is of 40 clusters")
 
 
 def test_an_interval_that_knows_no_clusters_is_a_naive_one() -> None:

@@ -210,7 +210,7 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
     [
         (["--weights", "x.pt"], "each checkpoint takes its place"),
         (["--as", "checkpoint"], "--as checkpoint: the task has no option of this name"),
-        (["--best", "val"], "--best val: there is something that is no link"),
+        (["--best", "val"], "--best val: this exists and is no symbolic link"),
         (["--best-by", "los", "--until-step", "1"], "--best-by los: the results have .*Did you mean loss"),
         (["--data", "nowhere"], "nowhere"),
         (["--settle", "nan"], "--settle nan: expected seconds"),

@@ -73,9 +73,11 @@ class Process:
     def read(cls, content: Mapping[str, Any]) -> Process | None:
         """Read the fields of a mapping; None if it does not describe a process."""
         try:
-            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
+            fields = {name: content[name] for name in cls.__dataclass_fields__}
         except (KeyError, TypeError):
             return None
+        is_whole = all(type(value) is (int if name == "pid" else str) for name, value in fields.items())
+        return cls(**fields) if is_whole else None
 
     @property
     def has_ended(self) -> bool:

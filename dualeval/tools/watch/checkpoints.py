@@ -153,12 +153,15 @@ class Board:
         self.rows: dict[str, Outcome] = {}
         self._is_written = True
         self._lease: Lease | None = None
-        if link is not None and os.path.lexists(link) and not link.is_symlink():
-            raise UsageError(f"--best {link}: there is something that is no link. Give a name that is free.")
+        self._check_link()
         if link is not None and not link.parent.is_dir():
             raise UsageError(
                 f"--best {link}: there is no folder {link.parent}. Make it, or give another name."
             )
+
+    def _check_link(self) -> None:
+        if self._link is not None and os.path.lexists(self._link) and not self._link.is_symlink():
+            raise UsageError(f"--best {self._link}: this exists and is no symbolic link. Give another name.")
 
     # -- one checkpoint ----------------------------------------------------------------------------
 
@@ -284,6 +287,8 @@ class Board:
         there = (row for row in rows if row.name in paths and row.reason is None)
         best = next((row for row in there if number_of(row.result, metric or "") is not None), None)
         if self._link is not None and best is not None:
+            # Something may have been put there since.
+            self._check_link()
             # Never without one: made beside it and put in its place.
             beside = self._link.with_name(f"{self._link.name}.{secrets.token_hex(4)}")
             try:
