@@ -131,8 +131,8 @@ def agree(
 
 
 def _named_options(asked: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that people know a job by, for messages: on the command line all that it has as flags."""
-    known = {name: value for name, value in used.items() if name in (asked or _KNOWN_BY)}
+    """The options that people know a job by, for messages: all that were asked for, and some in any case."""
+    known = {name: value for name, value in used.items() if name in {*asked, *_KNOWN_BY}}
     return dict(json.loads(json.dumps(known, default=str)))
 
 

@@ -251,9 +251,10 @@ class ModuleModel(ModelSource):
 
     def find_weights(self, weights: str | None) -> WeightsSource:
         if weights is not None:
-            raise UsageError(
-                f"weights={weights!r}: the module {self.name} has its weights. Leave weights out."
-            )
+            load = "Leave weights out."
+            if not isinstance(self._model, nn.Module):
+                load = f"Load them in {self.name}, as model.load_state_dict(...), and leave weights out."
+            raise UsageError(f"weights={weights!r}: the module {self.name} has its weights. {load}")
         return WeightsSource(text="as the module has them")
 
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
