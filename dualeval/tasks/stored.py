@@ -23,6 +23,9 @@ from dualeval.tasks import Task
 from dualeval.tasks.options import TASKS
 
 
+_OF_OWN_MODELS = f"{tasks.__name__}.own_model.ModelTask"
+
+
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
     """Make metrics for the rows of a run."""
     try:
@@ -42,14 +45,14 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     if others and len(others) == len(names):
         return _of_no_task(others, content)
     make = _stored_metrics(task_class)
-    if make is None and (found := _of_own_model(content, names)):
+    if task_class == _OF_OWN_MODELS and (found := _of_own_model(content, names)):
         return found
     if make is None:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
             f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes "
-            "metrics, which are objects, from the run's rows; given the run's own, its metrics_digest is that "
-            "in result.json. Metrics by group: the run's own command again, with --by."
+            "metrics (objects) from the run's rows; given the run's own, its metrics_digest is that in "
+            "result.json. Metrics by group: the run's own command again, with --by."
         )
     for name, said in content.get("job", {}).get("metric_options", {}).items():
         if not asked and name in names and isinstance(said, dict) and "torchmetrics" in said:
