@@ -22,7 +22,6 @@ from dualeval.result import read_job
 from dualeval.tasks import Task
 from dualeval.tasks.options import TASKS
 
-
 _OF_OWN_MODELS = f"{tasks.__name__}.own_model.ModelTask"
 
 
