@@ -108,7 +108,7 @@ def evaluate(
     DoorKeywords, ImageClassificationOptions, RunOptions, SessionOptions, like=(Session.evaluate, Session)
 )
 def evaluate(
-    task: Task | Callable[[], Task] | None = None, *, nproc: int | None = None, **options: Any
+    task: Task | Callable[[], Task] | None = None, *more: Any, nproc: int | None = None, **options: Any
 ) -> Result:
     """Evaluate once, in a session of its own; every rank calls this and gets the same metrics.
 
@@ -141,6 +141,9 @@ def evaluate(
         PeerError: another rank failed first.
         Stopped: a signal has ended the run; what was finished is saved.
     """
+    if more or hasattr(task, "state_dict"):
+        with refusing():
+            raise UsageError("a model and data are given by name: write evaluate(model=..., data=...)")
     if nproc is not None:
         from dualeval.world.local_ranks import start_this_script
 
@@ -220,7 +223,7 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
     if found := [name for name in options if name in of_images - {*RunKeywords.__annotations__, *names}]:
         raise UsageError(
             f"{found[0]} is for a path as data, of pictures with classes. A data set prepares its samples, "
-            "and a module has its weights: leave it out"
+            "and a module has its weights (model.load_state_dict(...)): leave it out"
         )
     of_task = {name: options[name] for name in options if name in names}
     if task is None:
@@ -259,8 +262,8 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     metrics = options.get("metrics") or ()
     if not isinstance(metrics, list | tuple) or not all(isinstance(each, str) for each in metrics):
         raise UsageError(
-            f"metrics={metrics!r}: for a folder of images expected a list of names, as ['top1', 'loss'] "
-            "('dualeval list metrics'). For metrics of your own give a data set in place of the folder"
+            f"metrics={metrics!r}: for a path as data expected a list of names, as ['top1', 'loss'] "
+            "('dualeval list metrics'). For metrics of your own give a data set in place of the path"
         )
     own = tuple(name for name in metrics if not of_no_task([name]))
     if len(own) < len(metrics):

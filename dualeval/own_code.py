@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from dualeval.errors import LibraryError, UsageError, with_type
+from dualeval.wording import nearest
 
 DEBUG_VARIABLE = "DUALEVAL_DEBUG"
 # Of a recursion without an end the last ones say enough.
@@ -55,11 +56,21 @@ def _module(name: str, said: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise broken(f"{said}: the module {name}", error) from error
         raise LibraryError(
-            f"{said}: there is no module {error.name!r} in {Path.cwd()}, nor is one installed. "
-            "For a file give its path: FILE.py:NAME."
+            f"{said}: there is no module {error.name!r} in {Path.cwd()}, nor is one installed."
+            f"{_file_near(name, said)}"
         ) from error
     except (Exception, SystemExit) as error:
         raise broken(f"{said}: the module {name}", error) from error
+
+
+def _file_near(name: str, said: str) -> str:
+    """What to type in place of a module's name: the path of a file beside the working folder, if one is."""
+    file = Path(*name.split(".")).with_suffix(".py")
+    found = next((path for path in [Path("..") / file, *Path().glob(f"*/{file}")] if path.is_file()), None)
+    if found is None:
+        files = sorted(path.stem for path in Path.cwd().glob("*.py"))
+        return nearest(name, files) or " For a file give its path: FILE.py:NAME."
+    return f" There is a file {found}. Type {said.replace(f' {name}', f' {found}')}."
 
 
 def _module_of_file(path: Path, said: str) -> ModuleType:
@@ -104,7 +115,7 @@ def broken(what: str, error: BaseException) -> LibraryError:
 
 
 def _hint(error: BaseException) -> str:
-    """What to do where PyPI's torchvision stands beside a CPU build of torch: many libraries import it."""
+    """What to do: above all where PyPI's torchvision stands beside a CPU build of torch."""
     cause: BaseException | None = error
     while cause is not None:
         if "torchvision::nms does not exist" in str(cause):
@@ -112,6 +123,8 @@ def _hint(error: BaseException) -> str:
                 " (this torchvision was built for another torch: install both from the same index, or type "
                 "once: python -m dualeval.vision_library)"
             )
+        if "relative import" in str(cause):
+            return " (it belongs to a package: name it as PACKAGE.MODULE:NAME, from the folder above that)"
         cause = cause.__cause__ or cause.__context__
     return ""
 

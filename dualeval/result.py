@@ -279,6 +279,7 @@ _OF_JOB: Mapping[str, Any] = {
     "files": list[str] | None,
     "task_class": str | None,
     "metrics": list[str] | None,
+    "options": dict[str, Any] | None,
     "shares": int | None,
     "command": dict[str, list[str] | str] | None,
 }

@@ -283,6 +283,11 @@ def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, floa
                 f"--gate {typed}={margin}: expected a margin of 0 or more, such as {typed}=0.002"
             )
         for run in runs:
+            if run.result.units.get(name) == "fraction" and margin >= 1:
+                raise UsageError(
+                    f"--gate {typed}={margin:g}: {name} lies between 0 and 1, so that no run would fail. "
+                    f"Of {margin:g} percentage points give {typed}={margin / 100:g}"
+                )
             if name not in run.scores:
                 raise UsageError(
                     f"--gate {typed}: {run.folder} has no such metric that can be compared; it has "

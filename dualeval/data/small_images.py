@@ -10,6 +10,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ class SmallImages:
         self._targets = targets
         self._split = split
         # Indices of classes, and their names.
-        self.labels: Labels = indices_of_classes(classes)
+        largest = int(targets.argmax()) if len(targets) else 0
+        at = f"{self.id(largest)}: the label is {int(targets[largest])}" if len(targets) else ""
+        self.labels: Labels = replace(indices_of_classes(classes), largest_at=at)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -43,7 +46,7 @@ class SmallImages:
     def with_labels(self, labels: Labels) -> SmallImages:
         """The same images with other names of classes."""
         found = copy.copy(self)
-        found.labels = labels
+        found.labels = replace(labels, largest_at=self.labels.largest_at)
         return found
 
     def prepared(self, preprocessing: Normalisation) -> SmallImages:

@@ -8,6 +8,7 @@ then the nodes compare their hashes.
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ _MOST_BLOCKS = 1024
 _LEAST_BLOCK = 64  # samples
 _WORDS = 2  # int64 a block: 128 bits of the hash of its contents
 _NAMED_AT_MOST = 4
+_KNOWN_BY = ("model", "weights", "data", "num_classes", "class_map")
 _WHOLE = (
     "Pass the whole data set on every rank, without a DistributedSampler, a Subset or a share of its own: "
     "dualeval divides the samples among the ranks"
@@ -122,11 +124,18 @@ def agree(
         "start_over": options.start_over if run.share is None else or_remove(options.out),
         "launches": sorted({rank["launch"] for rank in everyone} - {None}),
         "files": sorted(task.exports),
+        "options": _named_options(run.job, task.options()),
         "task_class": f"{type(task).__module__}.{type(task).__qualname__}",
         "metrics": [getattr(metric, "spelled", metric.name) for metric in evaluation.measures],
         "fingerprint": sha256_of_json(job),
         "samples_digest": joined(plan.num_samples, [rank["ids"] for rank in everyone]),
     }
+
+
+def _named_options(asked: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that people know a job by, for messages: all that were asked for, and some in any case."""
+    known = {name: value for name, value in used.items() if name in {*asked, *_KNOWN_BY}}
+    return dict(json.loads(json.dumps(known, default=str)))
 
 
 def _probe(evaluation: Evaluation) -> dict[int, str | None]:

@@ -5,10 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _NAMED = ("structure.", "constants.", "task_attributes.", "metric_options.")
 _HASH = re.compile("[0-9a-f]{6,64}")
+# What hashes are of, by the beginning of their names; {} is the rest of one.
+_OF_HASHES = {
+    "job.source.dualeval": "the code of dualeval itself",
+    "job.source.functions ": "functions {}",
+    "job.source.": "the code of {}",
+    "job.weights.": "the weights' values",
+    "job.data": "the data's labels, sizes or texts",
+    "job.contents": "the data's contents",
+    "job.structure.": "the model's {}",
+    "job.task_options.": "the option {}",
+    "job.options.": "the option {}",
+}
 _SHOWN_OF_HASH = 16
 _MOST_LISTED = 16
 
@@ -70,9 +83,34 @@ def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str
     """Differences in words."""
     # Readable values come before hashes.
     named = sorted(found, key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
-    shown = [f"{name}: {_brief(one)} {there}, {_brief(other)} {here}" for name, one, other in named]
+    shown = [
+        f"{_in_words(name) if _is_hash(one) or _is_hash(other) else name}: {_brief(one)} {there}, "
+        f"{_brief(other)} {here}"
+        for name, one, other in named
+    ]
     more = [f"and {len(shown) - _MOST_LISTED} more"] if len(shown) > _MOST_LISTED else []
     return "; ".join(shown[:_MOST_LISTED] + more)
+
+
+def _in_words(name: str) -> str:
+    begin = next((begin for begin in _OF_HASHES if name.startswith(begin)), None)
+    return name if begin is None else f"{_OF_HASHES[begin].format(name.removeprefix(begin))} ({name})"
+
+
+def typed_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
+    """Where two tasks' ``options()`` differ, in words by name: what people have typed, or left out."""
+    named = [name for name in here if name in there and name != "metric"]
+    return {
+        name: f"--{name.replace('_', '-')} {_as_typed(there[name])} there, {_as_typed(here[name])} now"
+        for name in named
+        if json.dumps(there[name]) != json.dumps(here[name])
+    }
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "not given"
+    return "not given" if value is None else str(value).removeprefix(f"{Path.cwd()}/")
 
 
 def _brief(value: Any) -> Any:

@@ -205,6 +205,6 @@ def run_options_of(options: Mapping[str, Any]) -> RunOptions:
         raise UsageError("'nproc' is an option of dualeval.evaluate, which starts the ranks.")
     # Beside these, what Session.evaluate, ModelTask and evaluate take.
     known += ["loggers", "step", "model", "data", "metrics", "collate", "forward", "observe", "rows"]
-    known += [*of_session, "nproc"]
+    known = sorted({*known, *of_session, "nproc"} - {"evaluate_missing", "start_over"})
     hint = did_you_mean(unknown, known) or f" There are {', '.join(known)}."
     raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")

@@ -80,7 +80,10 @@ def _checked(metric: Any) -> Any:
             "['prediction', 'target']), with the columns that its update reads (docs/torchmetrics.md)"
         )
     elif isinstance(metric, str):
-        said = f"the text {metric!r}: names are for dualeval.evaluate(model=...) and --metric"
+        said = (
+            f"the text {metric!r}: names are for dualeval.evaluate(model=...), and of a finished run for the "
+            f"command line, dualeval score RUN --metric {metric}"
+        )
     elif not all(hasattr(metric, name) for name in ("name", "columns", "compute")):
         said = f"a {kind.__name__}, which is not a metric"
     else:

@@ -230,6 +230,7 @@ def classification_metric(name: str, num_classes: int, others: Sequence[str] = (
     if make := BY_NAME.get(name):
         return make(num_classes)
     known = ["top1", "top5", *BY_NAME, *others]
+    known += ["default", *(f"{over}_{key}" for over in ("macro", "micro") for key in _AVERAGED)]
     raise UsageError(
         f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join([*BY_NAME, *others])}, "
         f"and top<k> for k from 1 to {num_classes}"
@@ -491,6 +492,7 @@ def log_odds(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         return np.where(values == 0, -others, below - np.log1p(-np.exp(below)))
 
 
+_AVERAGED = ("f1", "precision", "recall")
 # Besides top<k>: each is made for a number of classes.
 BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
     "loss": lambda num_classes: Mean("loss", higher_is_better=False),

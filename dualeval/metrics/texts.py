@@ -123,5 +123,5 @@ def regression_metric(name: str, others: Collection[str] = ()) -> Metric | RowMe
     """The metric of a regression of that name; ``others`` are names that the caller knows besides."""
     if make := _OF_NUMBERS.get(name):
         return make()
-    known = [*_OF_NUMBERS, *others]
+    known = [*_OF_NUMBERS, "default", *others]
     raise UsageError(f"there is no metric {name!r} here.{nearest(name, known)} Metrics: {', '.join(known)}")

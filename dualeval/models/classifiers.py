@@ -20,7 +20,7 @@ from dualeval.models.weights import LoadedWeights
 KINDS = {
     "timm:NAME": "a model of timm, with timm's preprocessing",
     "hf:DIR": "an image classifier of transformers in a folder, with its image processor",
-    "package.module:factory": "what your function returns; --model-arg NAME=VALUE gives it arguments",
+    "FILE.py:FUNCTION, MODULE:FUNCTION": "what your function returns, given --model-arg NAME=VALUE",
     "FILE.pt2, FILE.pt": "a torch.export program or a TorchScript archive; needs --trust-checkpoint",
 }
 

@@ -72,8 +72,9 @@ class LoadedWeights:
 class OtherClasses(UsageError):
     """Weights are for another number of classes than the model, and differ in nothing else."""
 
-    def __init__(self, message: str, found: int) -> None:
-        super().__init__(message)
+    def __init__(self, those_are: str, found: int, wanted: int) -> None:
+        self.said = f"{those_are} for {found} classes, but {wanted} were expected"
+        super().__init__(f"{self.said}. Give --num-classes {found}, or weights and data of the same classes.")
         # The number of classes that they are for.
         self.found = found
 
@@ -269,11 +270,7 @@ def _misfit(
         if state[name].shape != own[name].shape
     }
     if not missing and not unexpected and not kinds and (counts := _class_counts(model, own, shapes)):
-        return OtherClasses(
-            f"{source} are for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
-            "folders, or --num-classes). Give data and weights of the same classes.",
-            counts[0],
-        )
+        return OtherClasses(f"{source} are", *counts)
     differing = {
         "missing in the file": missing,
         "not in the model": unexpected,

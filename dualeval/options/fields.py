@@ -277,7 +277,7 @@ def with_keywords(
 
     def decorated(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        own = [each for each in signature.parameters.values() if "VAR_" not in each.kind.name]
         more = [
             inspect.Parameter(
                 name,

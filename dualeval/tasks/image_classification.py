@@ -216,7 +216,14 @@ class ImageClassification(picture_task.PictureTask):
             if labels.are_partial:
                 because = f"the weights {self._source.text} are for {error.found} classes"
                 check_indices(labels.classes, error.found, f"--class-map {self._class_map}", because)
-            raise UsageError(f"{error}{self._folders_as_classes()}{hint_for(labels, error.found)}") from error
+            if labels.num_classes is None:  # then neither have they said how many there are
+                self._check_classes(f"the model of {self._source.text}", error.found, None)
+                asked = "--num-classes" if self._asked_classes else "the model's own number"
+                raise UsageError(f"{error.said} ({asked}). Give --num-classes {error.found}.") from error
+            raise UsageError(
+                f"{error.said}. Give data and weights of the same classes.{self._folders_as_classes()}"
+                f"{hint_for(labels, error.found)}"
+            ) from error
         except OtherShapes as error:
             if (found := error.found.get(self._num_classes or 0)) is None:
                 raise
@@ -256,16 +263,19 @@ class ImageClassification(picture_task.PictureTask):
             raise no_logits(self._model_name, outputs, len(images))
         classes = outputs.shape[1]
         refuse_probabilities(f"the model {self._model_name}", outputs)
+        expected = None if self._may_have_more_classes else self._num_classes
+        self._check_classes(f"the model {self._model_name}", classes, expected)
+        return classes
+
+    def _check_classes(self, model: str, classes: int, expected: int | None) -> None:
         check_classes(
             self._dataset.labels,
-            f"the model {self._model_name}",
+            model,
             classes,
-            expected=None if self._may_have_more_classes else self._num_classes,
+            expected=expected,
             largest=self._dataset.largest_target,
             class_map=self._class_map,
-            source="the data, or --num-classes",
         )
-        return classes
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Normalise uint8 images on their device, float32 ones are ready; return the logits (n, classes)."""

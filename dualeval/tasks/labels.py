@@ -133,20 +133,16 @@ def names_of(labels: Labels, rows: Mapping[str, Any]) -> dict[str, list[str | No
 
 
 def check_classes(
-    labels: Labels,
-    model: str,
-    classes: int,
-    *,
-    expected: int | None,
-    largest: int,
-    class_map: Path | None,
-    source: str = "the data",
+    labels: Labels, model: str, classes: int, *, expected: int | None, largest: int, class_map: Path | None
 ) -> None:
-    """Check that a model has as many classes as are expected from a ``source``, and as the labels need."""
+    """Check that a model has as many classes as are expected, by data or --num-classes, and labels need."""
     if expected is not None and classes != expected:
+        source, give = "the data", "data and model of the same classes"
+        if labels.num_classes is None:
+            source, give = "--num-classes", f"--num-classes {classes}, or a model of {expected} classes"
         raise UsageError(
             f"{model} has {classes} classes, but {expected} were expected (from {source}). Give "
-            f"data and model of the same classes.{hint_for(labels, classes)}"
+            f"{give}.{hint_for(labels, classes)}"
         )
     if largest >= classes:
         if class_map is not None:

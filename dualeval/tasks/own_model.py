@@ -361,6 +361,9 @@ class ModelTask(Task):
         # Model, data, metrics and functions are looked at by themselves; the name is not what it depends on.
         return {}
 
+    def options(self) -> Mapping[str, Any]:
+        return {} if self._classes is None else {"num_classes": self._classes}
+
     def sources(self) -> Sequence[Any]:
         functions = (self._collate, self._forward, self._observe, self._model)
         return [each for each in functions if each is not None and not isinstance(each, nn.Module)]

@@ -112,9 +112,13 @@ def choose_for_files(
             return base
         if isinstance(base.values, Preprocessing):
             own = base.values
-        elif asked.keys() <= {*_names(Normalisation)}:
+        elif not {"resize", "crop", "interpolation"} & asked.keys():
             origin = _origin(Normalisation, asked, base.origin)
-            return ChosenPreprocessing(values=replace(base.values, **asked), origin=origin)
+            # Only grey ones are more than the pictures as they are: those jobs stay what they were.
+            given = {**asdict(base.values), **asked}
+            kind = Uncropped if given.get("channels") == 1 else Normalisation
+            kept = {name: value for name, value in given.items() if name in _names(kind)}
+            return ChosenPreprocessing(values=kind(**kept), origin=origin)
         else:
             given = {**asdict(base.values), **asked}
     if given.get("channels") == 1 and not {"mean", "std"} <= given.keys():
@@ -125,7 +129,7 @@ def choose_for_files(
     missing = [f"--{name}" for name in NEEDED if name not in given]
     if missing and base is not None and own is None:
         raise UsageError(
-            f"--{next(iter(asked))}: {base.origin} leaves pictures in their own size and colours. Give "
+            f"--{next(iter(asked))}: {base.origin} leaves pictures in their own size. Give "
             f"{' and '.join(missing)}, too, as in --resize 64 --crop 64."
         )
     if missing and own is None:
@@ -323,7 +327,8 @@ class PictureTask(Task):
         except (DualevalError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of the model's own code any
-            raise refused_images(error, self._model.name, model, images, size) from error
+            wanted = self._preprocessing.values
+            raise refused_images(error, self._model.name, model, images, size, wanted) from error
 
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, give it its weights, and try it on a few blank images."""

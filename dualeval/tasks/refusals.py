@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.data.preprocessing import Normalisation, OwnPreprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import are_probabilities
 from dualeval.models.model_errors import channels_of, first_line, floating_dtypes
@@ -167,7 +168,9 @@ def refuse_other_shapes(images: Iterable[Tensor], shape: tuple[int, int, int]) -
             )
 
 
-def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor, size: str) -> DualevalError:
+def refused_images(
+    error: Exception, name: str, model: nn.Module, images: Tensor, size: str, wanted: Normalisation
+) -> DualevalError:
     """The error of a model that failed on a few images: they do not fit it, or its own code is wrong."""
     shape = tuple(images.shape[1:])
     said = first_line(error)
@@ -189,14 +192,17 @@ def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor
     if (channels := channels_of(error)) is not None and channels[1] == shape[0]:
         return UsageError(
             f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({said}). "
-            f"{_of_channels(channels[0])}"
+            f"{_of_channels(channels[0], wanted)}"
         )
     return UsageError(f"{begin}: {said}. Set the size with {size}, or give data of the model's size.")
 
 
-def _of_channels(own: int) -> str:
+def _of_channels(own: int, wanted: Normalisation) -> str:
+    if isinstance(wanted, OwnPreprocessing):
+        return f"Let the function {wanted} return {own} channels."
     if own in (1, 3):
-        values = " and the --mean and --std of the model's training" if own == 1 else ""
+        is_of_colours = own == 1 and len(wanted.mean) > 1
+        values = " and the --mean and --std of the model's training" if is_of_colours else ""
         return f"Give --channels {own}{values}."
     return f"Pictures have 3 channels, or 1 with --channels 1: make {own} of them in the model's forward."
 

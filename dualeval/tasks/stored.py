@@ -15,11 +15,14 @@ from dualeval import tasks
 from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
-from dualeval.metrics.classification import SCORES, Auroc
+from dualeval.metrics.classification import SCORES, Auroc, classification_metrics
+from dualeval.metrics.texts import regression_metric
 from dualeval.options.fields import fields_of
 from dualeval.result import read_job
 from dualeval.tasks import Task
 from dualeval.tasks.options import TASKS
+
+_OF_OWN_MODELS = f"{tasks.__name__}.own_model.ModelTask"
 
 
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
@@ -41,12 +44,14 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     if others and len(others) == len(names):
         return _of_no_task(others, content)
     make = _stored_metrics(task_class)
+    if task_class == _OF_OWN_MODELS and (found := _of_own_model(content, names)):
+        return found
     if make is None:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
             f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes "
-            "metrics from the run's rows; given the run's own, its metrics_digest is that in result.json. "
-            "Metrics by group: the run's own command again, with --by."
+            "metrics (objects) from the run's rows; given the run's own, its metrics_digest is that in "
+            "result.json. Metrics by group: the run's own command again, with --by."
         )
     for name, said in content.get("job", {}).get("metric_options", {}).items():
         if not asked and name in names and isinstance(said, dict) and "torchmetrics" in said:
@@ -65,6 +70,20 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
     metrics = [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]
     return [*metrics, *_of_no_task(others, content)]
+
+
+def _of_own_model(content: Mapping[str, Any], names: Sequence[str]) -> list[Metric | RowMetric]:
+    """Metrics of classes or numbers by name; none where one is another, or was an object of the user's."""
+    classes = (content.get("options") or {}).get("num_classes")
+    kept, said = content["job"].get("columns") or (), content["job"].get("metric_options") or {}
+    if classes is None and "squared_error" not in kept:
+        return []
+    try:
+        made = classification_metrics(names, classes) if classes else [*map(regression_metric, names)]
+    except UsageError:
+        return []
+    kinds = {each.name: f"{type(each).__module__}.{type(each).__qualname__}" for each in made}
+    return made if all(said.get(name, {}).get("class", kind) == kind for name, kind in kinds.items()) else []
 
 
 def _stored_metrics(task_class: str) -> Callable[[Any, Sequence[str]], Sequence[Metric | RowMetric]] | None:

@@ -35,6 +35,7 @@ FACTS: dict[str, Any] = {
     "machine": {"device": "cpu", "versions": {}, "libraries": {}},
     "files": [],
     "task_class": "T",
+    "options": {},
     "metrics": [],
     "launches": [],
     "start_over": "Give another --out",

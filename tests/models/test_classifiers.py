@@ -58,12 +58,13 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (tmp_path / "zoo/__init__.py").touch()
     (tmp_path / "zoo/models.py").write_text(FACTORIES)
     (tmp_path / "zoo/needs_more.py").write_text("import not_installed_here\n")
+    (tmp_path / "zoo/relative.py").write_text("from . import models\n")
     (tmp_path / "netze.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "zoo"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("zoo", "models")]:
         del sys.modules[name]
 
 
@@ -125,22 +126,35 @@ def test_a_factory_is_called(factory: str, asked: int | None, got: int) -> None:
 
 
 @pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize("place", ["zoo/models.py", "../{here}/zoo/models.py", "{path}/zoo/models.py"])
+def test_a_factory_in_a_file(place: str) -> None:
+    """By its path from anywhere, under one name for the identity of the job."""
+    source = classifiers.source_of(place.format(path=Path.cwd(), here=Path.cwd().name) + ":with_classes")
+    model: Any = source.create(9)
+    assert model.out_features == 9
+    assert source.identity == "models:with_classes"
+    assert source.sources() == [sys.modules["models"].with_classes, sys.modules["models"]]
+
+
+@pytest.mark.usefixtures("factories")
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("zoo.models:no_module", ["returned a str", "torch.nn.Module"]),
         ("zoo.models:with_clases", ["no callable 'with_clases'", "Nearest: with_classes"]),
         ("zoo.models:CONSTANT", ["no callable 'CONSTANT'"]),
-        ("zoo.modules:with_classes", ["no module named 'zoo.modules'"]),
-        ("netz:make", ["no module named 'netz' can be imported. Nearest: netze."]),
-        ("not_installed_here:make", ["no module named 'not_installed_here'"]),
-        ("zoo.needs_more:make", ["no module named 'not_installed_here'"]),
-        (":make", ["expected package.module:factory"]),
+        ("zoo.modules:with_classes", ["there is no module 'zoo.modules' in /"]),
+        ("netz:make", ["there is no module 'netz' in /", "Nearest: netze."]),
+        ("not_installed_here:make", ["no module 'not_installed_here'", "For a file give its path"]),
+        ("zoo.needs_more:make", ["cannot be imported: ", "No module named 'not_installed_here'"]),
+        (":make", ["expected package.module:NAME or FILE.py:NAME"]),
         ("zoo.models:", ["is a file of code", "--model zoo.models:with_classes. It has with_classes, "]),
-        (".models:make", ["expected package.module:factory"]),
-        ("zoo/models.py:make", ["is a file of code", "Type: --model zoo.models:make. It has"]),
-        ("zoo/models.py", ["is a file of code", "Type: --model zoo.models:with_classes."]),
-        ("zoo/lite.py", ["there is no file zoo/lite.py. Expected MODULE:FUNCTION"]),
+        (".models:make", ["expected package.module:NAME or FILE.py:NAME"]),
+        ("models:make", ["There is a file zoo/models.py. Type --model zoo/models.py:make."]),
+        ("zoo/relative.py:make", ["it belongs to a package: name it as PACKAGE.MODULE:NAME"]),
+        ("zoo/models.py:make", ["zoo/models.py has no callable 'make'. It has with_classes"]),
+        ("zoo/models.py", ["is a file of code", "Type: --model zoo/models.py:with_classes."]),
+        ("zoo/x.py", ["there is no file zoo/x.py. Expected FILE.py:FUNCTION"]),
         ("zoo/model.py", ["there is no file zoo/model.py. Nearest: models.py."]),
         ("zoo.models", ["Type: --model zoo.models:with_classes."]),
     ],

@@ -174,7 +174,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
         model="fashion-cnn", weights=str(EMBEDDED_WEIGHTS), data=idx_folder(tmp_path, [0, 10, 9])
     )
     message = refused(task)
-    assert "the data has a label 10" in message
+    assert "t10k-00001: the label is 10" in message
     assert "has 10 classes (labels 0 to 9)" in message
     # The largest one in range.
     ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path, [0, 9])).build_model(CPU)

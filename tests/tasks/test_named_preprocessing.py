@@ -139,11 +139,10 @@ def test_a_factory_is_refused_and_each_advice_can_be_typed() -> None:
         (["--mean", "0", "--std", "1"], "--resize, --crop"),
         (["--preprocessing", "none", "--resize", "64"], "--crop"),
         (["--preprocessing", "none", "--interpolation", "bicubic"], "--resize and --crop"),
-        (["--preprocessing", "none", "--channels", "1"], "--resize and --crop"),
     ],
 )
 def test_what_is_missing_is_named(words: list[str], missing: str) -> None:
-    of_none = f"--preprocessing none leaves pictures in their own size and colours. Give {missing}, too"
+    of_none = f"--preprocessing none leaves pictures in their own size. Give {missing}, too"
     wanted = of_none if "none" in words else f"(missing: {missing})"
     assert wanted in message_of(invoked(*words))
 

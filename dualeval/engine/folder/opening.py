@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dualeval.engine.differences import job_differences, listing, structure_hint
+from dualeval.engine.differences import job_differences, listing, structure_hint, typed_differences
 from dualeval.engine.folder import layout
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S, Process
@@ -38,7 +39,7 @@ from dualeval.result import (
 from dualeval.whole_files import write_text
 from dualeval.world import World
 
-_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
+_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics", "options")
 # Separates the agents of a launch in status.json.
 _AND = " | "
 
@@ -221,7 +222,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     """Check that a folder holds no run, or one of this job."""
     old = [name for name in (RESULT, PREDICTIONS, STATUS) if (path / name).exists()]
     try:
-        kept = {**read_job(path, layout.to_mend_job(path, facts["start_over"]))["job"]}
+        kept = read_job(path, layout.to_mend_job(path, facts["start_over"]))
     except FileNotFoundError:
         if (path / MODELS).exists():
             raise UsageError(
@@ -242,9 +243,13 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             ) from None
         return
     # As JSON has them: a tuple comes back as a list.
-    differing = job_differences(kept, json.loads(json.dumps(facts["job"])))
+    differing = job_differences(kept["job"], json.loads(json.dumps(facts["job"])))
     if differing:
-        shown = listing(differing, "there", "now")
+        # A folder of an earlier version has no options.
+        typed = typed_differences(kept.get("options") or {}, facts["options"])
+        repeated = re.compile(r"job\.task_options\.(.*\.)?" + f"({'|'.join(typed)})")
+        rest = [each for each in differing if not (typed and repeated.fullmatch(each[0]))]
+        shown = "; ".join(filter(None, [*typed.values(), listing(rest, "there", "now")]))
         raise UsageError(
             f"{path} holds another job ({shown}). {facts['start_over']}.{structure_hint(differing)}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import shlex
@@ -22,7 +21,7 @@ from dualeval.models.late_building import is_building
 from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.models.weights_name import is_published_name
-from dualeval.own_code import importable
+from dualeval.own_code import own_module
 from dualeval.wording import listed, nearest
 
 # What torch keeps in a module, but for buffers: some are in no state_dict.
@@ -47,6 +46,11 @@ class FactoryModel(ModelSource):
 
     def check(self) -> None:
         refuse_file_of_code(self.name)
+
+    @property
+    def identity(self) -> str:
+        """Module and function, wherever the file of the module lies: its text is in the job's source."""
+        return ":".join(_module_and_function(self.name))
 
     def find_weights(self, weights: str | None) -> WeightsSource:
         assert weights is not None, "a model without weights of its own"
@@ -140,7 +144,7 @@ class FactoryModel(ModelSource):
 
     def sources(self) -> list[Any]:
         """The factory and its module."""
-        return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
+        return [_import_factory(self.name), sys.modules[_module_and_function(self.name)[0]]]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -195,46 +199,40 @@ def _carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
 
 
 def refuse_file_of_code(name: str) -> None:
-    """Check that a model's name is no file of code."""
+    """Check that a model's name is not a file of code alone, and not a missing one."""
     file, _, function = name.partition(":")
     path = Path(file if file.endswith(".py") else f"{file.replace('.', '/')}.py")
-    if not file.endswith(".py") and (function or not path.is_file()):
+    if function if path.is_file() else not file.endswith(".py"):
         return
     if not path.is_file():
         hint = nearest(path.name, sorted(each.name for each in path.parent.glob("*.py")))
         raise UsageError(
-            f"--model {name}: there is no file {path}.{hint} Expected MODULE:FUNCTION, a function or class "
+            f"--model {name}: there is no file {path}.{hint} Expected FILE.py:FUNCTION, a function or class "
             "that returns the model."
         )
-    module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
     found = re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text("utf-8", "replace"), re.MULTILINE)
-    example = function or next(iter(found), "FUNCTION")
     inside = f" It has {listed(found)}." if found else ""
-    where = f" in {path.parent}" if path.is_absolute() else ""
     raise UsageError(
-        f"--model {name} is a file of code: expected MODULE:FUNCTION, a function or class that returns the "
-        f"model. Type{where}: --model {module}:{example}.{inside}"
+        f"--model {name} is a file of code: expected {file}:FUNCTION, a function or class that returns the "
+        f"model. Type: --model {file}:{next(iter(found), 'FUNCTION')}.{inside}"
     )
 
 
+def _module_and_function(name: str) -> tuple[str, str]:
+    """The name that a module has once it is imported, and what makes the model in it."""
+    place, _, function = name.rpartition(":")
+    return Path(place).stem if place.endswith(".py") else place, function
+
+
 def _import_factory(name: str) -> Any:
-    module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
-        raise UsageError(f"--model {name}: expected package.module:factory")
-    importable(Path.cwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        files = sorted(path.stem for path in Path.cwd().glob("*.py"))
-        hint = nearest(str(error.name), files) if error.name == module_name else ""
-        raise UsageError(f"--model {name}: no module named {error.name!r} can be imported.{hint}") from error
+    place, _, attribute = name.rpartition(":")
+    module = own_module(place, f"--model {name}")
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        own = [
-            name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name
-        ]
+        made = vars(module).items()
+        own = [key for key, value in made if getattr(value, "__module__", "") == module.__name__]
         hint = nearest(attribute, dir(module), most=5) or f" It has {listed(own)}."
-        raise UsageError(f"--model {name}: module {module_name} has no callable {attribute!r}.{hint}")
+        raise UsageError(f"--model {name}: {place} has no callable {attribute!r}.{hint}")
     return factory
 
 
@@ -253,9 +251,10 @@ class ModuleModel(ModelSource):
 
     def find_weights(self, weights: str | None) -> WeightsSource:
         if weights is not None:
-            raise UsageError(
-                f"weights={weights!r}: the module {self.name} has its weights. Leave weights out."
-            )
+            load = "Leave weights out."
+            if not isinstance(self._model, nn.Module):
+                load = f"Load them in {self.name}, as model.load_state_dict(...), and leave weights out."
+            raise UsageError(f"weights={weights!r}: the module {self.name} has its weights. {load}")
         return WeightsSource(text="as the module has them")
 
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:

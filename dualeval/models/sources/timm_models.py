@@ -127,12 +127,8 @@ class TimmModel(ModelSource):
         assert weights.path is not None, "published weights are in a file"
         own = int(self._config["num_classes"]) - int(self._config.get("label_offset") or 0)
         # Where they differ timm would leave the last layer as it was drawn.
-        if num_classes not in (None, own):
-            raise OtherClasses(
-                f"{weights.entry} are for {own} classes, but {num_classes} were expected (from the data's "
-                "class folders, or --num-classes). Give data and weights of the same classes.",
-                own,
-            )
+        if num_classes is not None and num_classes != own:
+            raise OtherClasses(f"{weights.entry} are", own, num_classes)
         if "in_chans" in self.arguments:
             raise UsageError("--model-arg in_chans: with --weights DEFAULT leave it out.")
         tensors = read_state_dict(weights.path, trust=self.trust).tensors

@@ -117,12 +117,8 @@ class TransformersModel(ModelSource):
         config = self._read_config()
         refuse_problem_type(config, f"--model {self.name}")
         own = int(config.num_labels)
-        if num_classes not in (None, own):
-            raise OtherClasses(
-                f"the model {self.name} is for {own} classes ({CONFIG}), but {num_classes} were expected "
-                "(from the data's class folders, or --num-classes). Give data and model of the same classes.",
-                own,
-            )
+        if num_classes is not None and num_classes != own:
+            raise OtherClasses(f"the model {self.name} is by its {CONFIG}", own, num_classes)
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
         """That of the folder's image processor."""

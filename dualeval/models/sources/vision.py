@@ -35,8 +35,8 @@ class TorchvisionModel(ModelSource):
             hint = nearest(self.name, [*known, EMBEDDED], most=5, cutoff=0.5)
             raise UsageError(
                 f"there is no model {self.name!r}.{hint} Give a torchvision classifier, {EMBEDDED}, "
-                "timm:NAME, hf:DIR, package.module:factory, or the path of a TorchScript archive or .pt2 "
-                "program."
+                "timm:NAME, hf:DIR, package.module:factory, FILE.py:factory, or the path of a TorchScript "
+                "archive or .pt2 program."
             )
         for taken in ("weights", "weights_backbone", "pretrained"):
             if taken in self.arguments:
