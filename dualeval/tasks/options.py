@@ -348,7 +348,7 @@ def _start(library_class: str, data: str) -> Mapping[str, str]:
 class TextClassificationOptions(TextOptions):
     """One class or one number a text or pair of texts, from a table."""
 
-    start: ClassVar = _start("AutoModelForSequenceClassification", "dev.csv")
+    start: ClassVar[Mapping[str, str]] = _start("AutoModelForSequenceClassification", "dev.csv")
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:
@@ -396,7 +396,7 @@ class TextClassificationOptions(TextOptions):
 class QuestionAnsweringOptions(TextOptions):
     """Answers in texts, in the format of SQuAD v1.1 and v2.0."""
 
-    start: ClassVar = _start("AutoModelForQuestionAnswering", "dev-v2.0.json")
+    start: ClassVar[Mapping[str, str]] = _start("AutoModelForQuestionAnswering", "dev-v2.0.json")
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:
@@ -427,7 +427,7 @@ class QuestionAnsweringOptions(TextOptions):
 class LanguageModelingOptions(TextOptions):
     """Perplexity of texts, multiple choice or greedy answers."""
 
-    start: ClassVar = _start("AutoModelForCausalLM", "texts")
+    start: ClassVar[Mapping[str, str]] = _start("AutoModelForCausalLM", "texts")
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:

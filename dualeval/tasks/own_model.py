@@ -73,7 +73,7 @@ class ModelTask(Task):
         *,
         model: nn.Module | Callable[[], nn.Module],
         data: Any,
-        metrics: Sequence[Metric | RowMetric | str] | None = None,
+        metrics: Sequence[Metric | RowMetric | str | Callable[..., Any]] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         observe: Callable[[Any, Any], Mapping[str, Any]] | None = None,

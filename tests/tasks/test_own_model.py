@@ -524,7 +524,7 @@ def test_a_task_and_a_model() -> None:
     task = dualeval.ModelTask(model=linear(5, 7), data=Mapped())
     assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
     with pytest.raises(UsageError, match="model and a task were given"):
-        dualeval.evaluate(task, model=linear(5, 7))  # type: ignore[call-overload]
+        dualeval.evaluate(task, model=linear(5, 7))
 
 
 class Pair(NamedTuple):
