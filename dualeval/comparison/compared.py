@@ -391,4 +391,4 @@ def _notes(pairs: Pairs, estimates: Mapping[str, Estimate]) -> list[str]:
         counts = ", ".join(f"{count:,} {where}" for where, count in failed.items() if count)
         notes.append(f"Failed samples are left out: {counts}.")
     rough = {name: why for name, each in estimates.items() if (why := each.difference.rough) is not None}
-    return [*notes, *(f"Rough: {sentence}." for sentence in rough_warnings(rough))]
+    return [*notes, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in rough_warnings(rough))]

@@ -310,8 +310,10 @@ def test_what_few_samples_decide_is_rough(
     loss, top1 = found.metrics["loss"], found.metrics["top1"]
     effective = COUNT / (1 + stats.skew(np.arange(COUNT) < 20) ** 2)
     assert 20 < effective < 30
-    deciding = f"of which effectively {math.floor(effective)} decide it"
-    why = f"of {COUNT} samples, {deciding}; with fewer than 30 it may be too short"
+    why = (
+        f"the value depends on about {math.floor(effective)} of {COUNT} samples, and with fewer than "
+        "30 it may be too short: evaluate more samples"
+    )
     assert (loss.rough, loss.verdict, loss.shown) == (why, "B is worse", "B is worse (rough)")
     assert (top1.rough, top1.shown) == (None, "the same on every sample")
     assert [(gate.metric, gate.passed, gate.rough) for gate in found.gates] == [
@@ -320,8 +322,8 @@ def test_what_few_samples_decide_is_rough(
     ]
     assert found.passed and all(group.rough for group in found.worst_gates[0].groups)
     assert found.sentence.startswith("B is worse in loss (rough)")
-    [note] = [note for note in found.notes if note.startswith("Rough: ") and "of loss" in note]
-    assert note.endswith(f" is {why}.")
+    [note] = [note for note in found.notes if note.startswith("The interval of loss")]
+    assert note.endswith(f" is rough: {why}.")
     words = ["--gate", "loss=1", "--gate", "worst:loss=9", "--by", "early", "--skip-small"]
     code, out, _ = command(runs[0], other, *words)
     assert code == 0 and "worse (rough)" in out
