@@ -153,6 +153,12 @@ class Comparison:
         found = "; ".join(parts)
         return found if shown else found[:1].upper() + found[1:]
 
+    def __str__(self) -> str:
+        """What ``dualeval compare`` prints."""
+        from dualeval.report.comparison import as_text
+
+        return as_text(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; of flipped samples the counts and the first ids."""
         content = asdict(self)

@@ -187,7 +187,7 @@ def _plain(metric: str, where: str, value: Any, lost: list[str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         lost.append(
             f"metric {metric!r} gave {value} for {where}, which is null in the result: give None "
-            "where there is no finite value, and count such samples in Measured.nonfinite"
+            "where there is no finite value"
         )
         return None
     if isinstance(value, Mapping):

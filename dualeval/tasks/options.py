@@ -85,7 +85,7 @@ class PictureOptions(ModelOptions):
     )
     model_arg: tuple[str, ...] = option(
         (),
-        "Argument of a factory, timm or torchvision model; repeatable.",
+        "Argument of a factory, timm or torchvision model.",
         group=_MODEL,
         metavar="NAME=VALUE",
         is_repeated=True,
@@ -217,7 +217,7 @@ class ImageClassificationOptions(PictureOptions):
         None, "Channels of the images: 3 for RGB, 1 for grey.", group=_IMAGES, shown="3"
     )
     mean: tuple[float, ...] | None = option(
-        None, "Mean of each channel, with commas.", group=_IMAGES, shown="the model's", also=check_mean
+        None, "Mean of each channel.", group=_IMAGES, shown="the model's", also=check_mean
     )
     std: tuple[float, ...] | None = option(
         None, "Standard deviation of each channel.", group=_IMAGES, shown="the model's", also=check_std

@@ -269,6 +269,8 @@ def test_a_ratio_with_a_transform_agrees_with_the_jackknife(
     error = math.sqrt((COUNT - 1) * np.var(without))
     t, z = stats.t.ppf(0.975, COUNT - 1), stats.t.ppf(0.8, COUNT - 1)
     assert found.detectable == pytest.approx((t + z) * error, rel=0.01)
+    plain = dualeval.compare(*runs, metrics=["plain"]).metrics["plain"]
+    assert (found.p, found.verdict) == (plain.p, plain.verdict), "one hypothesis"
 
 
 def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -327,6 +329,9 @@ def test_what_few_samples_decide_is_rough(
     words = ["--gate", "loss=1", "--gate", "worst:loss=9", "--by", "early", "--skip-small"]
     code, out, _ = command(runs[0], other, *words)
     assert code == 0 and "worse (rough)" in out
+    del gates["top1"]
+    same = dualeval.compare(runs[0], other, gates=gates, by=("early",), skip_small=True)
+    assert str(same) == out.rstrip(), "print(dualeval.compare(...))"
     assert " worse; rough: few samples decide)" in " ".join(out.split())
     assert "in each group; rough, as few samples decide: " in " ".join(out.split())
 

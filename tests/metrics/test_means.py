@@ -42,7 +42,8 @@ def total(values: Sequence[float | int | Fraction]) -> Fraction:
 def test_the_interval_of_a_loss_does_not_begin_below_0(cluster: bool) -> None:
     """It ends where the other one does; of the mean's transform it begins at that of 0."""
     columns = {"x": torch.tensor([0.0] * 39 + [9.0]), "one": torch.ones(40), "group": torch.arange(40) % 8}
-    for kind, over in ((Mean, "one"), (Ratio, "one")):
+    kinds: tuple[Any, ...] = (Mean, Ratio)
+    for kind, over in ((each, "one") for each in kinds):
         free, least = kind("x", over), kind("x", over, least=0)
         exp, below = kind("x", over, "exp", least=0), kind("-x", over, name="x", least=0)
         columns["-x"] = -columns["x"]

@@ -32,6 +32,7 @@ def test_the_door_shows_its_options_with_a_sentence_and_their_defaults() -> None
             continue
         assert shown[field.name].default == field.default
         assert f"    {field.name}: " in said or field.name in ("metric", "keep"), field.name
+    assert not [word for word in ("--", "repeatable", "repeat it", "with commas") if word in said]
     for name in (
         *inspect.signature(dualeval.Session).parameters,
         *inspect.signature(dualeval.ModelTask).parameters,
