@@ -79,6 +79,7 @@ setup(
             "build",
             "datasets",
             "hypothesis",
+            "jedi",
             "jinja2",
             "matplotlib",
             "mlflow-skinny",

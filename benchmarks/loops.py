@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from problems import Outcome, Problem
@@ -45,7 +45,7 @@ def bare(problem: Problem) -> Outcome:
     return Outcome(**watch.stop(), samples=count)
 
 
-def dualeval(problem: Problem, layout: str = "auto") -> Outcome:
+def dualeval(problem: Problem, layout: Literal["auto", "contiguous"] = "auto") -> Outcome:
     """The door as a user writes it; without a folder, as the others write none."""
     from dualeval import evaluate
 

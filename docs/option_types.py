@@ -87,8 +87,7 @@ def _type_of(field: dataclasses.Field[Any]) -> str:
     text = re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", str(field.type)).replace("'", '"')
     if choices := field.metadata.get("choices"):
         words = ", ".join(f'"{each}"' for each in choices)
-        # Editors offer the words, and a variable of a caller's that holds one of them is a str.
-        text = text.replace("str", f"Literal[{words}] | str", 1)
+        return text.replace("str", f"Literal[{words}]", 1)
     return re.sub(r"\bPath\b", "str | Path", text) if "str" not in text else text
 
 

@@ -5,7 +5,9 @@ The names below are the public ones. They are imported at their first use: impor
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing's own takes as long to import as Python to start
+# Not typing's own, which takes as long to import as Python to start; bool(0), as of a plain False jedi, which
+# completes in editors, takes all below for never there.
+TYPE_CHECKING = bool(0)
 if TYPE_CHECKING:
     from typing import Any
 

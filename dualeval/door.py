@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from dualeval.engine.end.process import numbers_of
 from dualeval.engine.joining import refusing
@@ -29,23 +29,15 @@ if TYPE_CHECKING:
     from dualeval.metrics import Metric, RowMetric
     from dualeval.result import Result
     from dualeval.tasks import Task
+    from dualeval.tasks.image_classification import ImageClassification
+    from dualeval.tasks.own_model import ModelTask
 
 
-class EvaluateKeywords(RunKeywords, SessionKeywords, total=False):
-    """Keywords of every ``evaluate``."""
+class ModelKeywords(TypedDict, total=False):
+    """Keywords of ``evaluate(model=..., data=...)``."""
 
-    loggers: Sequence[str]
-    step: int | None
-    report: bool
-    job: Mapping[str, Any] | None
-    show: Callable[[int, int], None] | None
-    started: float | None
-    puts_back: bool
-
-
-class TaskKeywords(TypedDict, total=False):
-    """Keywords of ``ModelTask``."""
-
+    model: str | nn.Module | Callable[[], nn.Module]
+    data: Any
     metrics: Sequence[Metric | RowMetric | str | Callable[..., Any]] | None
     collate: Callable[[list[Any]], Any] | None
     forward: Callable[[nn.Module, Any], Any] | None
@@ -55,60 +47,28 @@ class TaskKeywords(TypedDict, total=False):
     name: str | None
 
 
-class ModelKeywords(TaskKeywords, EvaluateKeywords, total=False):
-    """Keywords of ``evaluate(model=..., data=...)``."""
-
-
-class ImagesKeywords(EvaluateKeywords, ImageClassificationKeywords, total=False):
-    """Keywords of ``evaluate(model=..., data="folder")``."""
-
-    metrics: Sequence[str]
-    preprocessing: str | Mapping[str, Any] | Callable[[Any], Any] | None
-    model_arguments: Mapping[str, Any] | None
-
-
-class _Known(TypedDict, total=False):
-    model: str | nn.Module | Callable[[], nn.Module]
-    data: Any
-
-
-class DoorKeywords(_Known, TaskKeywords, ImagesKeywords, total=False):
+class DoorKeywords(ModelKeywords, RunKeywords, SessionKeywords, ImageClassificationKeywords, total=False):
     """All keywords of ``evaluate``."""
 
-    metrics: Any
-
-
-@overload
-def evaluate(
-    task: Task | Callable[[], Task], *, nproc: int | None = None, **options: Unpack[EvaluateKeywords]
-) -> Result: ...
-
-
-@overload
-def evaluate(
-    *,
-    model: str | nn.Module | Callable[[], nn.Module],
-    data: str | Path,
-    nproc: int | None = None,
-    **options: Unpack[ImagesKeywords],
-) -> Result: ...
-
-
-@overload
-def evaluate(
-    *,
-    model: nn.Module | Callable[[], nn.Module],
-    data: Any,
-    nproc: int | None = None,
-    **options: Unpack[ModelKeywords],
-) -> Result: ...
+    loggers: Sequence[str]
+    step: int | None
+    report: bool
+    job: Mapping[str, Any] | None
+    show: Callable[[int, int], None] | None
+    started: float | None
+    puts_back: bool
+    preprocessing: str | Mapping[str, Any] | Callable[[Any], Any] | None
+    model_arguments: Mapping[str, Any] | None
 
 
 @with_keywords(
     DoorKeywords, ImageClassificationOptions, RunOptions, SessionOptions, like=(Session.evaluate, Session)
 )
 def evaluate(
-    task: Task | Callable[[], Task] | None = None, *more: Any, nproc: int | None = None, **options: Any
+    task: Task | Callable[[], Task] | None = None,
+    *more: Any,
+    nproc: int | None = None,
+    **options: Unpack[DoorKeywords],
 ) -> Result:
     """Evaluate once, in a session of its own; every rank calls this and gets the same metrics.
 
@@ -144,26 +104,32 @@ def evaluate(
     if more or hasattr(task, "state_dict"):
         with refusing():
             raise UsageError("a model and data are given by name: write evaluate(model=..., data=...)")
+    if TYPE_CHECKING:  # jedi, which does not read Unpack, offers the keywords of what takes **options
+        ModelTask(**options)  # type: ignore[arg-type, misc]
+        Session().evaluate(task, last=True, **options)  # type: ignore[arg-type, misc]
+        Session(**options)  # type: ignore[misc]
+        ImageClassification(cache=None, **options)  # type: ignore[arg-type, misc]
+    given: dict[str, Any] = {**options}
     if nproc is not None:
         from dualeval.world.local_ranks import start_this_script
 
-        check_session_options(options)
-        device = options.get("device")
+        check_session_options(given)
+        device = given.get("device")
         launcher = start_this_script(
             nproc,
-            backend=options.get("backend"),
+            backend=given.get("backend"),
             device=None if device is None else str(device),
-            allow_shared_gpu=options.get("allow_shared_gpu", False),
-            stop_signals=numbers_of(options.get("stop_signals", DEFAULT_SIGNALS)),
+            allow_shared_gpu=given.get("allow_shared_gpu", False),
+            stop_signals=numbers_of(given.get("stop_signals", DEFAULT_SIGNALS)),
         )
         if launcher is not None:
-            options["launcher"] = launcher
+            given["launcher"] = launcher
     names = set(inspect.signature(Session).parameters)
-    of_session = {name: options[name] for name in options if name in names}
+    of_session = {name: given[name] for name in given if name in names}
     # An option of the session and of the run: mixed machines concern the devices and the folder.
-    others = {name: options[name] for name in options if name not in names - {"mix_machines"}}
+    others = {name: given[name] for name in given if name not in names - {"mix_machines"}}
     # Before the ranks meet: a wrong argument fails on all of them alike.
-    LINE.speak(speaks=may_print(os.environ) and options.get("note") is None)
+    LINE.speak(speaks=may_print(os.environ) and given.get("note") is None)
     with refusing(), doing("opening the data"):
         made = task() if inspect.isfunction(task) else cast("Task | None", task)
         what, of_run = _task_of(made, others)

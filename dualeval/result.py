@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 3
 _READABLE = (2, SCHEMA_VERSION)  # version 2 had no samples_digest
 # By 1 intervals of fractions were Wilson's alone, and `rough` was decided by the number of samples.
-INTERVAL_FORMULAS = 2
+# By 1 and 2 those of losses went below 0, and ``rough`` was said in other words.
+INTERVAL_FORMULAS = 3
 STATUS = "status.json"
 RESULT = "result.json"
 JOB = "job.json"

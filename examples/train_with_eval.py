@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torchvision
@@ -58,7 +58,7 @@ class Precision:
         is_scaled: whether the loss is scaled, so that small gradients do not become 0 in fp16.
     """
 
-    evaluation: str
+    evaluation: Literal["fp32", "amp-fp16", "amp-bf16"]
     autocast: torch.dtype | None = None
     weights: torch.dtype = torch.float32
     has_masters: bool = False

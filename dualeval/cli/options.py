@@ -105,7 +105,8 @@ def flag_for(field: OptionField, *, name: str | None = None) -> GroupedOption:
     """The flag of a field; None where it is not given."""
     default = "" if field.default in (None, (), [], "", False) else _shown(field.default)
     said = "" if "(default)" in field.help else field.shown or default
-    text = f"{field.help}  [default: {said}]" if said else field.help
+    text = field.help.removesuffix(".") + "; repeatable." if field.is_repeated else field.help
+    text = f"{text}  [default: {said}]" if said else text
     declared = [name or field.name, field.flag]
     if field.is_switch:
         if field.default is True:

@@ -153,6 +153,12 @@ class Comparison:
         found = "; ".join(parts)
         return found if shown else found[:1].upper() + found[1:]
 
+    def __str__(self) -> str:
+        """What ``dualeval compare`` prints."""
+        from dualeval.report.comparison import as_text
+
+        return as_text(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; of flipped samples the counts and the first ids."""
         content = asdict(self)
@@ -396,4 +402,4 @@ def _notes(pairs: Pairs, estimates: Mapping[str, Estimate]) -> list[str]:
         counts = ", ".join(f"{count:,} {where}" for where, count in failed.items() if count)
         notes.append(f"Failed samples are left out: {counts}.")
     rough = {name: why for name, each in estimates.items() if (why := each.difference.rough) is not None}
-    return [*notes, *(f"Rough: {sentence}." for sentence in rough_warnings(rough))]
+    return [*notes, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in rough_warnings(rough))]

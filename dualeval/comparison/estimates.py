@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from dualeval.comparison.pairing import ComparedRun, Pairs
 from dualeval.comparison.statistics import (
     ClusteredProportionDifference,
     Difference,
+    MeanDifference,
     ProportionDifference,
     mean_difference,
 )
@@ -176,14 +177,14 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
     if of_samples is not None and clusters is None:
         difference = of_samples
     else:
-        influences = _influences(other, score)
-        influences -= _influences(one, score)
-        weights = np.maximum(np.abs(one.x), np.abs(other.x))[chosen]
-        difference = mean_difference(values[1] - values[0], influences[chosen], clusters, weights)
+        influences, difference = _difference(one, other, score, clusters)
+        if score.transform is not None:
+            _, of_means = _difference(one, other, replace(score, transform=None), clusters)
+            difference = replace(difference, of_means=of_means)
         if not math.isfinite(difference.error):
             raise _NotCompared(f"the {score.transform} of its mean has no finite standard error")
         same = all(np.array_equal(*both) for both in ((one.y, other.y), (one.x, other.x)))
-        size = abs(difference.value) + float(np.abs(influences[chosen]).sum())
+        size = abs(difference.value) + float(np.abs(influences).sum())
         if not same and difference.error * math.sqrt(independent) <= _ROUNDING * size:
             raise _NotCompared(
                 f"the differences of its {units} are all equal ({difference.value:g}), and do not show how "
@@ -199,6 +200,18 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         clusters=None if clusters is None else independent,
         flips=flips,
     )
+
+
+def _difference(
+    one: _Terms, other: _Terms, score: Score, clusters: npt.NDArray[np.int64] | None
+) -> tuple[npt.NDArray[np.float64], MeanDifference]:
+    """What each sample that counts contributes to the difference, and the difference."""
+    influences = _influences(other, score)
+    influences -= _influences(one, score)
+    influences = influences[one.counts]
+    weights = np.maximum(np.abs(one.x), np.abs(other.x))[one.counts]
+    value = _value(other, score) - _value(one, score)
+    return influences, mean_difference(value, influences, clusters, weights)
 
 
 def _check_terms(one: _Terms, other: _Terms) -> None:

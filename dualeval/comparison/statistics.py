@@ -45,6 +45,9 @@ class MeanDifference:
     clustered: bool = False
     # How many of them have nearly all the weight, where they are weighted; see `Spread.effective`.
     effective: int | None = None
+    # Of the means, where the value is a function of each, as rmse is. It never falls, so that "there is no
+    # difference" is one hypothesis, which the means decide.
+    of_means: MeanDifference | None = None
 
     @property
     def is_zero(self) -> bool:
@@ -62,11 +65,14 @@ class MeanDifference:
     @property
     def rough(self) -> str | None:
         units = "clusters" if self.clustered else "samples"
-        return few_decide(self.units, self.skewness, units, most=self.effective)
+        own = few_decide(self.units, self.skewness, units, most=self.effective)
+        return own or (None if self.of_means is None else self.of_means.rough)
 
     def p_value(self) -> float:
         from scipy import stats
 
+        if self.of_means is not None:
+            return self.of_means.p_value()
         if self.error == 0:
             # Of equal runs; where all differences are equal and not 0, nothing is compared.
             return 1.0

@@ -30,16 +30,16 @@ class RunKeywords(TypedDict, total=False):
     by: Sequence[str]
     bins: Sequence[float]
     batch_size: int
-    precision: Literal["fp32", "tf32", "amp-fp16", "amp-bf16", "fp16", "bf16"] | str
+    precision: Literal["fp32", "tf32", "amp-fp16", "amp-bf16", "fp16", "bf16"]
     keep_batchnorm_fp32: bool
-    layout: Literal["auto", "contiguous", "channels-last"] | str
-    optimize: Literal["fold", "compile"] | str | None
-    shard: Literal["fsdp"] | str | None
+    layout: Literal["auto", "contiguous", "channels-last"]
+    optimize: Literal["fold", "compile"] | None
+    shard: Literal["fsdp"] | None
     offload: bool
-    on_error: Literal["stop", "skip"] | str
+    on_error: Literal["stop", "skip"]
     workers: int | None
     out: str | os.PathLike[str] | NewFolder | None
-    schedule: Literal["static", "dynamic", "lockstep"] | str
+    schedule: Literal["static", "dynamic", "lockstep"]
     fresh: bool
     replay: bool
     mix_machines: bool

@@ -296,7 +296,8 @@ class Loop:
         writes = self._world.is_main and self._run.options.out is not None
         notes = trial.try_first_batch(of, columns, work.samples, evaluated, writes=writes)
         self._tried = True
-        self._run.note_all(notes)
+        if len(work.samples) < of.plan.num_samples:  # what is odd about all samples is said at the end
+            self._run.note_all(notes)
 
     def _out_of_memory(self, error: BaseException) -> DualevalError:
         options = self._run.options

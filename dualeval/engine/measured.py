@@ -187,7 +187,7 @@ def _plain(metric: str, where: str, value: Any, lost: list[str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         lost.append(
             f"metric {metric!r} gave {value} for {where}, which is null in the result: give None "
-            "where there is no finite value, and count such samples in Measured.nonfinite"
+            "where there is no finite value"
         )
         return None
     if isinstance(value, Mapping):
@@ -219,7 +219,7 @@ def rough_warnings(rough: Mapping[str, str]) -> list[str]:
     """A sentence for each reason why intervals may cover less than 95 %."""
     reasons = dict.fromkeys(rough.values())
     named = {why: ", ".join(key for key in rough if rough[key] == why) for why in reasons}
-    return [f"the interval of {keys} is {why}" for why, keys in named.items()]
+    return [f"the interval of {keys} is rough: {why}" for why, keys in named.items()]
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -334,5 +334,5 @@ def with_clusters(
 def _without_wrong(fields: Mapping[str, Any], intervals: Mapping[str, Ends]) -> dict[str, str]:
     """Why a loss's interval is rough if no sample is wrong: few wrong samples make up most of a loss."""
     all_right = 1.0 in (fields["metrics"].get(name) for name in ("top1", "accuracy"))
-    why = "of samples that are all right, and says nothing of the loss of wrong ones"
+    why = "all samples are right, and it says nothing of the loss of wrong ones"
     return {"loss": why} if all_right and "loss" in intervals else {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import SCHEDULES, STATIC
@@ -193,12 +193,14 @@ def check_session_options(options: Mapping[str, Any]) -> None:
             field.check(options[field.name], field.name)
 
 
-def run_options_of(options: Mapping[str, Any]) -> RunOptions:
+def run_options_of(**options: Any) -> RunOptions:
     """Make ``RunOptions`` of options by name."""
+    if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+        RunOptions(evaluate_missing=True, start_over="", **options)
     known, of_session = ([each.name for each in fields(kind)] for kind in (RunOptions, SessionOptions))
     unknown = next((name for name in options if name not in known), None)
     if unknown is None:
-        return RunOptions(**options)
+        return RunOptions(**dict(options))
     if unknown in of_session:
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
     if unknown == "nproc":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -292,9 +292,13 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
     if files and not any(check.differences for check in files):
         notes = [sentence for sentence in found.warnings if "formula has changed" in sentence]
         if result.interval_formulas < INTERVAL_FORMULAS:
-            earlier = _with_earlier_intervals(found, result)
+            floored = {key for part in measured for key, of in part.scores.items() if of.least is not None}
+            earlier = _with_earlier_intervals(found, result, floored)
             if earlier != found:
-                notes.append("intervals are by earlier formulas: now some are wider, or other ones rough")
+                notes.append(
+                    "intervals are by earlier formulas: now some are wider, those of losses begin at 0 or "
+                    "above, or other ones are rough"
+                )
             found = earlier
         for key in _changed(folder, metrics, measured):
             if (stated := result.metrics.get(key)) != found.metrics[key]:
@@ -313,14 +317,21 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
     )
 
 
-def _with_earlier_intervals(found: Result, result: Result) -> Result:
-    """The recomputed result, with a stored interval of earlier formulas if it lies within the new one."""
+def _with_earlier_intervals(found: Result, result: Result, floored: Collection[str]) -> Result:
+    """The recomputed result, with stored intervals of earlier formulas that lie within the new ones.
+
+    By formulas 2 only intervals of ``floored`` metrics differ: they may begin below the least value.
+    """
+    is_first = result.interval_formulas == 1
     fields: dict[str, Any] = {}
     for name in ("intervals", "naive_intervals", "whole_set_intervals"):
         then = getattr(result, name)
         fields[name] = {
             key: tuple(then[key])
-            if key in then and low <= then[key][0] <= then[key][1] <= high
+            if key in then
+            and (key in floored or (is_first and low <= then[key][0]))
+            and then[key][0] <= then[key][1]
+            and (then[key][1] == high or (is_first and then[key][1] <= high))
             else (low, high)
             for key, (low, high) in getattr(found, name).items()
         }
@@ -335,7 +346,9 @@ def _changed(
     of_ledger, of_rows = split_by_kind(metrics)
     in_order: list[Metric | RowMetric] = [*of_ledger, *of_rows]
     for metric, part in zip(in_order, measured, strict=True):
-        if then.get(metric.name) not in (None, metric_fingerprint(metric)):
+        was, now = then.get(metric.name), metric_fingerprint(metric)
+        # Intervals alone follow from ``least``.
+        if was is not None and {**now, "least": was.get("least")} != {**was, "least": was.get("least")}:
             yield from part.values
 
 

@@ -226,7 +226,7 @@ class Session:
             from dualeval.report.page import check_report, write_at_end
 
         self._check_usable()
-        run_options = run_options_of(options)
+        run_options = run_options_of(**options)
         targets = targets_of(loggers, step)
         self._watch.begin()
         with self._concluding():
@@ -281,7 +281,7 @@ class Session:
         from dualeval.engine.run import evaluate_share
 
         self._check_usable()
-        run_options = run_options_of(options)
+        run_options = run_options_of(**options)
         if run_options.path is None:
             raise UsageError(f"share {share}: give out, a folder that all shares see")
         more = {"share": Share.of_text(share), "command": command, "guest": puts_back, "cores": self.cores}
@@ -304,7 +304,7 @@ class Session:
         from dualeval.engine.run import try_out
 
         self._check_usable()
-        run_options = run_options_of(options)
+        run_options = run_options_of(**options)
         self._watch.begin()
         with self._concluding():
             run = self._run(run_options, job, None, cores=self.cores)
@@ -487,7 +487,7 @@ class Session:
         from dualeval.engine.own_loop import OwnLoop
 
         self._check_usable()
-        run = self._run(run_options_of(options), job, show, guest=True)
+        run = self._run(run_options_of(**options), job, show, guest=True)
         self._loop = OwnLoop(dataset, run, collate=collate, metrics=metrics, model=model)
         self._watch.begin()
         self._watch.has_begun = True

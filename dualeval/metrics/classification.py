@@ -495,7 +495,7 @@ def log_odds(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 _AVERAGED = ("f1", "precision", "recall")
 # Besides top<k>: each is made for a number of classes.
 BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
-    "loss": lambda num_classes: Mean("loss", higher_is_better=False),
+    "loss": lambda num_classes: Mean("loss", higher_is_better=False, least=0),
     "precision_recall": PrecisionRecall,
     "confusion": Confusion,
     "ece": lambda num_classes: CalibrationError(),

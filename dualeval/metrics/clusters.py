@@ -19,6 +19,7 @@ from dualeval.metrics.intervals import (
     Spread,
     clustered_interval,
     few_decide,
+    from_least,
     rounded,
     skewed_ends,
 )
@@ -97,6 +98,7 @@ def cluster_intervals(
         if isinstance(ends, str):
             without.setdefault(ends, []).append(key)
             continue
+        ends = from_least(ends, score.least, sums.ratio)
         if score.transform is not None:
             found = TRANSFORMS[score.transform].of_ends(ends)
             if found is None:
@@ -136,7 +138,7 @@ class _Sums:
         self.count = int(np.count_nonzero(present))
         self._samples = samples
         # Infinite only for a score that does not fit its metric: that has no value of nothing.
-        self._ratio = ratio = rounded(Fraction(above, below)) if below else math.inf
+        self.ratio = ratio = rounded(Fraction(above, below)) if below else math.inf
         residuals, weights = np.zeros(clusters.count), np.zeros(clusters.count)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for piece, places in clusters.pieces():
@@ -179,11 +181,11 @@ class _Sums:
         )
         low, high = skewed_ends(spread)
         self.rough = few_decide(self.count, spread.skewness, "clusters")
-        return self._ratio + low, self._ratio + high
+        return self.ratio + low, self.ratio + high
 
     def _bounded_interval(self, variance: float, degrees: float) -> Ends:
         """That of values of 0 to 1."""
-        mean, shares, squares = self._ratio, self._shares, _sum(self._shares**2)
+        mean, shares, squares = self.ratio, self._shares, _sum(self._shares**2)
         above = mean * shares + np.ldexp(self._residuals, self._power)
         differing, which = min(
             (_effective(shares - above, 1 - mean), "below 100 %"), (_effective(above, mean), "above 0 %")
@@ -191,8 +193,8 @@ class _Sums:
         if differing < _DIFFERING_SHOWN_FROM:
             tenths = math.floor(10 * differing) / 10
             self.rough = (
-                f"of {self.count} clusters, of which effectively {tenths:g} have values {which}; with fewer "
-                f"than {_DIFFERING_SHOWN_FROM} it may be too short"
+                f"about {tenths:g} of {self.count} clusters have values {which}, and with fewer than "
+                f"{_DIFFERING_SHOWN_FROM} it may be too short: evaluate more clusters"
             )
         return clustered_interval(
             mean,

@@ -113,8 +113,10 @@ def few_decide(count: int, skewness: float, units: str, *, most: int | None = No
     effective = min(count / (1 + skewness * skewness), count if most is None else most)
     if effective >= _SHOWN_FROM:
         return None
-    deciding = "" if count < _SHOWN_FROM else f", of which effectively {math.floor(effective)} decide it"
-    return f"of {count} {units}{deciding}; with fewer than {_SHOWN_FROM} it may be too short"
+    of = f"it is of {count} {units}"
+    if count >= _SHOWN_FROM:
+        of = f"the value depends on about {max(1, math.floor(effective))} of {count} {units}"
+    return f"{of}, and with fewer than {_SHOWN_FROM} it may be too short: evaluate more {units}"
 
 
 def spread_of_mean(samples: int, total: int, squares: int, cubes: int, unit_bits: int) -> Spread | None:
@@ -184,6 +186,14 @@ def skewed_ends(spread: Spread) -> Ends:
     skew = spread.skewness / math.sqrt(spread.samples)
     quantile = student_95(spread.samples - 1 if spread.degrees is None else spread.degrees)
     return -error * from_cubic(quantile, skew), -error * from_cubic(-quantile, skew)
+
+
+def from_least(ends: Ends, least: float | None, value: float) -> Ends:
+    """An interval without what is below the least possible value, 0 of a loss: it covers as often as before.
+
+    Where the data are below that, too, the interval still holds their value.
+    """
+    return ends if least is None else (max(ends[0], min(least, value)), max(ends[1], least))
 
 
 def from_cubic(quantile: float, skew: float) -> float:

@@ -17,6 +17,7 @@ from dualeval.metrics.intervals import (
     Ends,
     PairSums,
     Spread,
+    from_least,
     rounded,
     skewed_ends,
     spread_of_mean,
@@ -34,13 +35,22 @@ _COUNT_LIMBS = 3
 class _Estimate(Described):
     """The value of a mean or ratio and its interval, transformed where that was asked for."""
 
+    least: float | None = None
+
     def __init__(
-        self, name: str, unit: str | None, higher_is_better: bool | None, transform: str | None
+        self,
+        name: str,
+        unit: str | None,
+        higher_is_better: bool | None,
+        transform: str | None,
+        least: float | None,
     ) -> None:
         super().__init__(name, unit, higher_is_better)
         if transform is not None:
             check_choice("transform", transform, tuple(TRANSFORMS))
         self.transform = transform
+        if least is not None:  # a metric without one is the same as before there was any
+            self.least = least
 
     def _estimated(
         self, mean: Fraction, ends: Ends | None, *, value: float | None, rough: str | None
@@ -69,7 +79,7 @@ class _Estimate(Described):
             return self._without_interval(mean, _without_spread(samples), value=value)
         centre = value if value is not None else rounded(mean)
         low, high = skewed_ends(spread)
-        ends = (centre + low, centre + high)
+        ends = from_least((centre + low, centre + high), self.least, centre)
         return self._estimated(mean, ends, value=value, rough=spread.rough())
 
     def _without_interval(self, mean: Fraction, why: str, *, value: float | None = None) -> Measured:
@@ -134,6 +144,7 @@ class Mean(_Estimate):
         name: of metric and value; without one the column's, behind the transform's: ``sqrt_error``.
         unit: as in ``Measured``; without one "fraction" for the mean of bools, none otherwise.
         higher_is_better: None where neither is better.
+        least: what a mean of this kind cannot be below, as 0 of a loss or an error; its interval is not.
 
     Raises:
         UsageError: there is no such transform, or an argument is of another kind.
@@ -148,9 +159,10 @@ class Mean(_Estimate):
         name: str | None = None,
         unit: str | None = None,
         higher_is_better: bool | None = None,
+        least: float | None = None,
     ) -> None:
         own = column if transform is None else f"{transform}_{column}"
-        super().__init__(own if name is None else name, unit, higher_is_better, transform)
+        super().__init__(own if name is None else name, unit, higher_is_better, transform, least)
         self.column = column
         self.weight = weight
         self.columns = (column,) if weight is None else (column, weight)
@@ -164,7 +176,7 @@ class Mean(_Estimate):
     @property
     def score(self) -> Score:
         """The column's entry, and its weight."""
-        return Score(column=self.column, weight=self.weight, transform=self.transform)
+        return Score(column=self.column, weight=self.weight, transform=self.transform, least=self.least)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of the column; a UsageError where it is not one number a sample."""
@@ -241,6 +253,7 @@ class Ratio(_Estimate):
         name: of metric and value; without one as ``loss_per_tokens``, behind the transform's name.
         unit: as in ``Measured``.
         higher_is_better: None where neither is better.
+        least: what a mean of this kind cannot be below, as 0 of a loss or an error; its interval is not.
 
     Raises:
         UsageError: there is no such transform, or an argument is of another kind.
@@ -255,10 +268,11 @@ class Ratio(_Estimate):
         name: str | None = None,
         unit: str | None = None,
         higher_is_better: bool | None = None,
+        least: float | None = None,
     ) -> None:
         own = f"{numerator}_per_{denominator}"
         own = own if transform is None else f"{transform}_{own}"
-        super().__init__(own if name is None else name, unit, higher_is_better, transform)
+        super().__init__(own if name is None else name, unit, higher_is_better, transform, least)
         self.numerator = numerator
         self.denominator = denominator
         self.columns = (numerator, denominator)
@@ -268,7 +282,7 @@ class Ratio(_Estimate):
     @property
     def score(self) -> Score:
         """The numerator's entry over the denominator's."""
-        return Score(column=self.numerator, over=self.denominator, transform=self.transform)
+        return Score(column=self.numerator, over=self.denominator, transform=self.transform, least=self.least)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of the two columns; a UsageError where a column is not one number a sample."""
@@ -299,7 +313,7 @@ class BitsPerByte(Ratio):
     """
 
     def __init__(self, nats: str, size: str) -> None:
-        super().__init__(nats, size, name="bits_per_byte", higher_is_better=False)
+        super().__init__(nats, size, name="bits_per_byte", higher_is_better=False, least=0)
 
     @property
     def score(self) -> Score:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class Score:
         where_is: see ``where``.
         factor: 100 for percent.
         transform: "exp", "sqrt" or "log" of the mean.
+        least: of the mean before its transform, 0 of a loss; no part of what a metric is.
     """
 
     column: str
@@ -40,6 +41,7 @@ class Score:
     where_is: bool = True
     factor: float = 1.0
     transform: str | None = None
+    least: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.transform is not None:
@@ -78,8 +80,8 @@ class Score:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without those at their defaults."""
-        defaults = {field.name: field.default for field in fields(self)}
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        defaults = {each.name: each.default for each in fields(self) if each.compare}
+        return {name: value for name, value in asdict(self).items() if value != defaults.get(name, value)}
 
 
 def score_from(content: Mapping[str, Any]) -> Score:

@@ -110,9 +110,9 @@ def _correlation(one: _Numbers, other: _Numbers) -> float | None:
 
 # Those of a regression, for the columns prediction, target, squared_error and absolute_error.
 _OF_NUMBERS: dict[str, Callable[[], Metric | RowMetric]] = {
-    "mse": lambda: Mean("squared_error", name="mse", higher_is_better=False),
-    "rmse": lambda: Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
-    "mae": lambda: Mean("absolute_error", name="mae", higher_is_better=False),
+    "mse": lambda: Mean("squared_error", name="mse", higher_is_better=False, least=0),
+    "rmse": lambda: Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False, least=0),
+    "mae": lambda: Mean("absolute_error", name="mae", higher_is_better=False, least=0),
     "r2": R2,
     "pearson": Pearson,
     "spearman": Spearman,

@@ -45,7 +45,7 @@ class EvaluationOptions:
     # Names of metrics: of the task's own, or those of installed packages; empty for the task's.
     metric: tuple[str, ...] = option(
         (),
-        "Metric; repeat it for several.",
+        "Metric.",
         group=RUN,
         metavar="NAME",
         shown="all",
@@ -80,7 +80,7 @@ class EvaluationOptions:
     )
     by: tuple[str, ...] = option(
         (),
-        "Metrics by group (A*B: crossed); repeatable.",
+        "Metrics by group (A*B: crossed).",
         group=RUN,
         metavar="COLUMN",
         is_repeated=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -58,6 +59,13 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
         print_line(console, line, style="green" if gate.passed else "red")
     for note in comparison.notes:
         print_line(console, f"note: {note}", style="yellow")
+
+
+def as_text(comparison: Comparison) -> str:
+    """What ``print_comparison`` prints, without colours."""
+    text = io.StringIO()
+    print_comparison(comparison, Console(file=text, width=_WIDTH))
+    return text.getvalue().rstrip()
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -170,17 +178,19 @@ def _tables_of_groups(comparison: Comparison) -> Iterator[tuple[str, list[Sequen
         rows: list[Sequence[str]] = []
         for group in groups:
             label = printable(group.label)
-            few = " (few)" if group.small else ""
+            small = " (small)" if group.small else ""
             for name in dict.fromkeys(names):
                 if name not in group.metrics:
-                    rows.append((label, f"{group.samples:,}{few}", name, group.not_compared[name], *[""] * 3))
+                    rows.append(
+                        (label, f"{group.samples:,}{small}", name, group.not_compared[name], *[""] * 3)
+                    )
                     continue
                 metric = group.metrics[name]
                 a, b = shown_numbers(metric.a, metric.b, unit=metric.unit)
                 low, high = (in_unit(metric, value, signed=True) for value in metric.interval)
                 shown = "" if group.small else metric.shown
                 interval = f"{low} to {high}{_behind(metric)}"
-                rows.append((label, f"{group.samples:,}{few}", name, a, b, interval, shown))
+                rows.append((label, f"{group.samples:,}{small}", name, a, b, interval, shown))
         yield printable(by), rows
 
 

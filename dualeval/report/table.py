@@ -120,12 +120,12 @@ def print_slices(result: Result, console: Console) -> None:
         table = Table(escape(printable(by)), "samples", *names)
         for group in groups:
             shown = [_of_group(result, group, name) for name in names]
-            samples = f"{group['samples']:,}{' (few)' * bool(group['small'])}"
+            samples = f"{group['samples']:,}{' (small)' * bool(group['small'])}"
             table.add_row(escape(printable(group["label"])), samples, *shown)
         console.print(table)
         said = []
         if any(group["small"] for group in groups):
-            said.append("(few): too few samples, or clusters of them, for a statement")
+            said.append("(small): too few samples, or clusters of them, for a statement")
         if any(name in group["rough"] and group["intervals"].get(name) for group in groups for name in names):
             said.append("rough: the interval may cover less than 95 %, the JSON says why")
         if said:

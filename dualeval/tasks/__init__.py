@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dualeval.metrics import Metric, RowMetric
+    from dualeval.tasks.image_classification import ImageClassification as ImageClassification
+    from dualeval.tasks.language_modeling import LanguageModeling as LanguageModeling
+    from dualeval.tasks.question_answering import QuestionAnswering as QuestionAnswering
+    from dualeval.tasks.segmentation import Segmentation as Segmentation
+    from dualeval.tasks.text_classification import TextClassification as TextClassification
 
 
 def __getattr__(name: str) -> Any:

@@ -81,6 +81,8 @@ class ImageClassification(picture_task.PictureTask):
         **options: Unpack[ImageClassificationKeywords],
     ) -> None:
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
+        if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+            ImageClassificationOptions(metric=(), download=False, model_arg=(), **options)  # type: ignore[arg-type]
         given = of_python(ImageClassificationOptions, options, metrics, data=data)
         asked = {name: getattr(given, name) for name in _PIXELS if getattr(given, name) is not None}
         named = {} if preprocessing is None else {"preprocessing": preprocessing}

@@ -21,15 +21,15 @@ class ImageClassificationKeywords(TypedDict, total=False):
     weights_prefix: str | None
     trust_checkpoint: bool
     keep: Sequence[str]
-    split: Literal["test", "train", "val"] | str | None
+    split: Literal["test", "train", "val"] | None
     image_root: str | Path | None
     path_column: str | None
     label_column: str | None
-    quoting: Literal["none", "standard"] | str | None
+    quoting: Literal["none", "standard"] | None
     num_classes: int | None
     class_map: str | Path | None
-    class_order: Literal["name", "number"] | str | None
-    data_fingerprint: Literal["ends", "content"] | str
+    class_order: Literal["name", "number"] | None
+    data_fingerprint: Literal["ends", "content"]
     resize: int | None
     crop: int | None
     interpolation: str | None
@@ -48,11 +48,11 @@ class SegmentationKeywords(TypedDict, total=False):
     keep: Sequence[str]
     path_column: str | None
     mask_column: str | None
-    quoting: Literal["none", "standard"] | str | None
+    quoting: Literal["none", "standard"] | None
     num_classes: int | None
     ignore_index: int | Sequence[int] | Literal["none"] | None
     reduce_labels: Literal["yes", "no"] | None
-    data_fingerprint: Literal["ends", "content"] | str
+    data_fingerprint: Literal["ends", "content"]
     resize: int | None
     interpolation: str | None
     channels: Literal[1, 3] | None
@@ -70,9 +70,9 @@ class TextClassificationKeywords(TypedDict, total=False):
     text: str | None
     text_pair: str | None
     label: str | None
-    quoting: Literal["none", "standard"] | str | None
+    quoting: Literal["none", "standard"] | None
     class_map: str | Path | None
-    class_order: Literal["name", "number"] | str | None
+    class_order: Literal["name", "number"] | None
     max_length: int | None
     keep: Sequence[str]
 
@@ -100,7 +100,7 @@ class LanguageModelingKeywords(TypedDict, total=False):
     weights_prefix: str | None
     trust_checkpoint: bool
     text: str | None
-    quoting: Literal["none", "standard"] | str | None
+    quoting: Literal["none", "standard"] | None
     max_length: int | None
     stride: int | None
     target_delimiter: str

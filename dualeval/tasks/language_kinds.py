@@ -269,6 +269,6 @@ def metrics_of_kind(kind: str) -> list[Metric]:
     assert kind == DOCUMENTS
     sizes = {"perplexity": "tokens", "word_perplexity": "words", "byte_perplexity": "bytes"}
     return [
-        *(Ratio("nll", of, "exp", name=name, higher_is_better=False) for name, of in sizes.items()),
+        *(Ratio("nll", of, "exp", name=name, higher_is_better=False, least=0) for name, of in sizes.items()),
         BitsPerByte("nll", "bytes"),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ class LanguageModeling(TextTask):
         cache: DataCache | None = None,
         **options: Unpack[LanguageModelingKeywords],
     ) -> None:
+        if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+            LanguageModelingOptions(metric=(), **options)  # type: ignore[arg-type]
         given = of_python(LanguageModelingOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
         self._data = _read(data, given, cache or DataCache())

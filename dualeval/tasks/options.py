@@ -85,7 +85,7 @@ class PictureOptions(ModelOptions):
     )
     model_arg: tuple[str, ...] = option(
         (),
-        "Argument of a factory, timm or torchvision model; repeatable.",
+        "Argument of a factory, timm or torchvision model.",
         group=_MODEL,
         metavar="NAME=VALUE",
         is_repeated=True,
@@ -218,7 +218,7 @@ class ImageClassificationOptions(PictureOptions):
         None, "Channels of the images: 3 for RGB, 1 for grey.", group=_IMAGES, shown="3"
     )
     mean: tuple[float, ...] | None = option(
-        None, "Mean of each channel, with commas.", group=_IMAGES, shown="the model's", also=check_mean
+        None, "Mean of each channel.", group=_IMAGES, shown="the model's", also=check_mean
     )
     std: tuple[float, ...] | None = option(
         None, "Standard deviation of each channel.", group=_IMAGES, shown="the model's", also=check_std
@@ -350,7 +350,7 @@ def _start(library_class: str, data: str) -> Mapping[str, str]:
 class TextClassificationOptions(TextOptions):
     """One class or one number a text or pair of texts, from a table."""
 
-    start: ClassVar = _start("AutoModelForSequenceClassification", "dev.csv")
+    start: ClassVar[Mapping[str, str]] = _start("AutoModelForSequenceClassification", "dev.csv")
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:
@@ -398,7 +398,7 @@ class TextClassificationOptions(TextOptions):
 class QuestionAnsweringOptions(TextOptions):
     """Answers in texts, in the format of SQuAD v1.1 and v2.0."""
 
-    start: ClassVar = _start("AutoModelForQuestionAnswering", "dev-v2.0.json")
+    start: ClassVar[Mapping[str, str]] = _start("AutoModelForQuestionAnswering", "dev-v2.0.json")
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:
@@ -429,7 +429,7 @@ class QuestionAnsweringOptions(TextOptions):
 class LanguageModelingOptions(TextOptions):
     """Perplexity of texts, multiple choice or greedy answers."""
 
-    start: ClassVar = _start("AutoModelForCausalLM", "texts")
+    start: ClassVar[Mapping[str, str]] = _start("AutoModelForCausalLM", "texts")
 
     @staticmethod
     def known_metrics() -> Mapping[str, str]:

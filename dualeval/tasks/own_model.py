@@ -25,6 +25,7 @@ from dualeval.metrics.means import Mean
 from dualeval.metrics.metric import DEFAULT, by_names
 from dualeval.metrics.texts import regression_metric
 from dualeval.tasks import Task, refusals
+from dualeval.wording import did_you_mean
 
 _TOP = 5
 _CALLED = {"collate": ("samples",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}
@@ -73,7 +74,7 @@ class ModelTask(Task):
         *,
         model: nn.Module | Callable[[], nn.Module],
         data: Any,
-        metrics: Sequence[Metric | RowMetric | str] | None = None,
+        metrics: Sequence[Metric | RowMetric | str | Callable[..., Any]] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
         observe: Callable[[Any, Any], Mapping[str, Any]] | None = None,
@@ -348,6 +349,13 @@ class ModelTask(Task):
             return classification_metric(name, self._classes)
         if column is None and self._known():
             return regression_metric(name, self._columns)
+        if column is None and self._observe is not None:
+            raise UsageError(
+                f"there is no metric {name!r} here: default metrics read columns that observe replaces by "
+                f"{', '.join(self._columns)}. Name one of these, or leave observe out and write a function "
+                "of prediction and target: metrics=['default', worst], with def worst(prediction, target): "
+                f"... (docs/metrics.md).{did_you_mean(name, self._columns)}"
+            )
         if column is None or not _is_number(column):
             why = "" if self._why_no_logits is None else f" {self._why_no_logits}"
             raise UsageError(

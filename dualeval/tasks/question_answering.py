@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
@@ -67,6 +67,8 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         cache: DataCache | None = None,
         **options: Unpack[QuestionAnsweringKeywords],
     ) -> None:
+        if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+            QuestionAnsweringOptions(metric=(), **options)
         given = of_python(QuestionAnsweringOptions, options, metrics, model=Path(), data=Path())
         max_length, stride, null_threshold = given.max_length, given.stride, given.null_threshold
         TextTask.__init__(self, model, tokenizer, USE, given)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -93,6 +93,8 @@ class Segmentation(PictureTask):
         folder = None if masks is None else Path(masks)
         if isinstance(label := options.get("ignore_index"), int):
             options["ignore_index"] = (label,)
+        if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+            SegmentationOptions(metric=(), download=False, model_arg=(), **options)  # type: ignore[arg-type]
         self._given = asked = of_python(
             SegmentationOptions, options, metrics, model="", data=Path(data), masks=folder
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,8 @@ class TextClassification(TextTask):
         cache: DataCache | None = None,
         **options: Unpack[TextClassificationKeywords],
     ) -> None:
+        if TYPE_CHECKING:  # for jedi, as in dualeval.evaluate
+            TextClassificationOptions(metric=(), **options)  # type: ignore[arg-type]
         given = of_python(TextClassificationOptions, options, metrics, model=Path(), data=Path())
         super().__init__(model, tokenizer, USE, given)
         self._class_map = None if given.class_map is None else Path(given.class_map)

@@ -297,6 +297,8 @@ def test_a_ratio_with_a_transform_agrees_with_the_jackknife(
     error = math.sqrt((COUNT - 1) * np.var(without))
     t, z = stats.t.ppf(0.975, COUNT - 1), stats.t.ppf(0.8, COUNT - 1)
     assert found.detectable == pytest.approx((t + z) * error, rel=0.01)
+    plain = dualeval.compare(*runs, metrics=["plain"]).metrics["plain"]
+    assert (found.p, found.verdict) == (plain.p, plain.verdict), "one hypothesis"
 
 
 def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -338,8 +340,10 @@ def test_what_few_samples_decide_is_rough(
     loss, top1 = found.metrics["loss"], found.metrics["top1"]
     effective = COUNT / (1 + stats.skew(np.arange(COUNT) < 20) ** 2)
     assert 20 < effective < 30
-    deciding = f"of which effectively {math.floor(effective)} decide it"
-    why = f"of {COUNT} samples, {deciding}; with fewer than 30 it may be too short"
+    why = (
+        f"the value depends on about {math.floor(effective)} of {COUNT} samples, and with fewer than "
+        "30 it may be too short: evaluate more samples"
+    )
     assert (loss.rough, loss.verdict, loss.shown) == (why, "B is worse", "B is worse (rough)")
     assert (top1.rough, top1.shown) == (None, "the same on every sample")
     assert [(gate.metric, gate.passed, gate.rough) for gate in found.gates] == [
@@ -348,11 +352,14 @@ def test_what_few_samples_decide_is_rough(
     ]
     assert found.passed and all(group.rough for group in found.worst_gates[0].groups)
     assert found.sentence.startswith("B is worse in loss (rough)")
-    [note] = [note for note in found.notes if note.startswith("Rough: ") and "of loss" in note]
-    assert note.endswith(f" is {why}.")
+    [note] = [note for note in found.notes if note.startswith("The interval of loss")]
+    assert note.endswith(f" is rough: {why}.")
     words = ["--gate", "loss=1", "--gate", "worst:loss=9", "--by", "early", "--skip-small"]
     code, out, _ = command(runs[0], other, *words)
     assert code == 0 and "worse (rough)" in out
+    del gates["top1"]
+    same = dualeval.compare(runs[0], other, gates=gates, by=("early",), skip_small=True)
+    assert str(same) == out.rstrip(), "print(dualeval.compare(...))"
     assert " worse; rough: few samples decide)" in " ".join(out.split())
     assert "in each group; rough, as few samples decide: " in " ".join(out.split())
 

@@ -268,7 +268,7 @@ def test_the_command_gates_the_worst_group(
     assert code == 3 and "not shown for C: only 15 samples: too few for a statement" in out
     code, out, _ = command(*words, "--skip-small")
     assert code == 0 and "gate            top1 by scanner: passed; with 95 % confidence B is at most" in out
-    assert "┃ scanner ┃ samples" in out and "│ C       │ 15 (few)" in out
+    assert "┃ scanner ┃ samples" in out and "│ C       │ 15 (small)" in out
     code, out, _ = command(*words, "--json")
     content = json.loads(out)
     assert (code, content["passed"], content["worst_gates"][0]["passed"]) == (3, False, False)

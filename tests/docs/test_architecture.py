@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dualeval
+from dualeval.tasks import class_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dualeval"
@@ -37,7 +38,15 @@ ALLOWED = {
         *("world.local_ranks", "engine", "tasks", "models", "columns", "metrics.by_name", "report", "result"),
     },
     "columns": set(),
-    "comparison": {"engine", "metrics.scores", "metrics.intervals", "result", "tasks.stored"},
+    # print(compare(a, b)) is its table, as print(result) is.
+    "comparison": {
+        "engine",
+        "metrics.scores",
+        "metrics.intervals",
+        "result",
+        "tasks.stored",
+        "report.comparison",
+    },
     "early_stopping": {"backends", "launch", "result"},
     "engine": {"columns", "metrics", "result", "tasks", "backends.base"},
     "tasks": {"columns", "models", "data", "metrics"},
@@ -153,6 +162,8 @@ def test_no_module_imports_one_that_imports_it() -> None:
         for name, path in modules.items()
     }
     graph["dualeval.result"].remove("dualeval.report.table")  # of ALLOWED
+    graph["dualeval.comparison.compared"].remove("dualeval.report.comparison")  # likewise
+    graph["dualeval.tasks"] -= {*class_names().values()}  # names for editors, as of dualeval itself
     TopologicalSorter(graph).prepare()
 
 

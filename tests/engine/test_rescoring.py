@@ -329,7 +329,8 @@ def test_verify_and_score(runs: Path, name: str) -> None:
         assert now[0] == low and (now[1] > high if few else now[1] == high), key
     said = [check["says"] for check in checks["checks"] if check["name"] == "formulas"]
     formulas = (
-        "no file is damaged; intervals are by earlier formulas: now some are wider, or other ones rough"
+        "no file is damaged; intervals are by earlier formulas: now some are wider, those of losses begin at "
+        "0 or above, or other ones are rough"
     )
     assert said == [formulas]
     assert read_result(runs / "scored/result.json").metrics_digest == digest, "and what it writes is read too"
@@ -352,6 +353,31 @@ def test_an_earlier_interval_that_is_none_of_these_rows_is_found(runs: Path) -> 
     assert done.exit_code != 0 and "intervals.top1[1]" in done.output
 
 
+def test_an_earlier_interval_of_a_loss_may_begin_below_0(tmp_path: Path) -> None:
+    """By formulas 2; another end of it, or any of another metric, is that of the rows."""
+    loss = torch.tensor([0.0] * 30 + [9.0])
+    task = dualeval.ModelTask(
+        model=torch.nn.Identity(),
+        data=[(loss[at].reshape(1), loss.new_zeros(1)) for at in range(len(loss))],
+        metrics=["mae", "mse", "rmse", Mean("absolute_error", name="free")],
+    )
+    dualeval.evaluate(task, launcher="none", device="cpu", out=tmp_path / "run")
+    path = tmp_path / "run/result.json"
+    content = json.loads(path.read_text())
+    low, high = content["intervals"]["free"]
+    assert low < 0 and content["intervals"]["mae"] == [0, high] and content["intervals"]["rmse"][0] == 0
+    metrics = task.metrics()
+
+    def differing(formulas: int, name: str, ends: list[float]) -> list[str]:
+        intervals = {**content["intervals"], name: ends}
+        path.write_text(json.dumps({**content, "intervals": intervals, "interval_formulas": formulas}))
+        return [each for check in rescoring.verify(tmp_path / "run", metrics) for each in check.differences]
+
+    assert not differing(2, "mae", [low, high]) and not differing(1, "mae", [low, high - 0.1])
+    assert differing(3, "mae", [low, high]) and differing(2, "mae", [low, high - 0.1])
+    assert differing(2, "free", [low + 0.01, high]) and not differing(1, "free", [low + 0.01, high])
+
+
 def test_the_loss_of_right_answers_alone_is_rough() -> None:
     """Losses of wrong ones may be a hundred times as large, and none was drawn."""
     losses = torch.tensor(np.random.default_rng(1).exponential(0.02, 1_000))
@@ -365,9 +391,9 @@ def test_the_loss_of_right_answers_alone_is_rough() -> None:
         metrics = Mean("loss"), TopK(1), Mean("loss", name="other")
         measured = [metric.compute(ledger_of(metric, columns)) for metric in metrics]
         fields, said = with_clusters(fields_of_result(measured), None, None)
-        why = "of samples that are all right, and says nothing of the loss of wrong ones"
+        why = "all samples are right, and it says nothing of the loss of wrong ones"
         assert fields["rough"] == ({"loss": why} if not wrong else {})
-        assert said == ([f"the interval of loss is {why}"] if not wrong else [])
+        assert said == ([f"the interval of loss is rough: {why}"] if not wrong else [])
         found = find_clusters("group", measured, {name: column.numpy() for name, column in columns.items()})
         by_group, _ = with_clusters(fields_of_result(measured), "group", found)
         assert by_group["rough"].get("loss") == (None if wrong else why)

@@ -169,7 +169,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
 
 def test_an_unknown_option_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="Did you mean batch_size"):
-        dualeval.evaluate(TinyTask(3), batchsize=3)  # type: ignore[call-overload]
+        dualeval.evaluate(TinyTask(3), batchsize=3)  # type: ignore[call-arg]
 
 
 def test_a_session_that_is_not_open_says_so() -> None:

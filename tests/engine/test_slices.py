@@ -366,8 +366,8 @@ def test_a_group_has_the_numbers_of_a_run_over_it_alone(tmp_path: Path) -> None:
     assert plain.slices == {}
     in_memory = evaluate(ScannedTask(broken=[7]), None, batch_size=32, on_error="skip", by=by)
     assert in_memory.slices == result.slices
-    assert "│ A       │ 190" in str(result) and "│ C       │ 10 (few) │" in str(result)
-    assert "(few): too few samples, or clusters of them, for a statement" in str(result)
+    assert "│ A       │ 190" in str(result) and "│ C       │ 10 (small) │" in str(result)
+    assert "(small): too few samples, or clusters of them, for a statement" in str(result)
     rough = replace(
         result, slices={"scanner": [{**group, "rough": {"loss": "x"}} for group in result.slices["scanner"]]}
     )
@@ -500,7 +500,7 @@ def test_the_command_slices_by_columns(
     code, out, _ = command(run_of_images, "--by", "scanner", "--by", "age", "--json")
     assert code == 0 and json.loads(out)["slices"] == read_result(run_of_images / "result.json").slices
     code, out, _ = command(run_of_images, "--by", "age*scanner", "--bins", "60", "--metric", "top1")
-    assert "│ <60 * A" in out and "│ 60 or more * C │ 20 (few) │" in out and "loss" not in out
+    assert "│ <60 * A" in out and "│ 60 or more * C │ 20 (small) │" in out and "loss" not in out
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -294,11 +294,11 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     return Heard()
 
 
-def evaluated(model: Callable[[], torch.nn.Module], heard: Heard, **options: object) -> None:
+def evaluated(model: Callable[[], torch.nn.Module], heard: Heard, **options: Any) -> None:
     data = [(torch.ones(2) * each, torch.ones(())) for each in range(4)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", heard)
-        dualeval.evaluate(model=model, data=data, **options)  # type: ignore[call-overload]
+        dualeval.evaluate(model=model, data=data, **options)
 
 
 def test_what_takes_long_is_a_line_of_its_own_once(heard: Heard) -> None:

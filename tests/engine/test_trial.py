@@ -207,6 +207,9 @@ def test_what_is_not_finite_is_said_at_once_and_is_null_at_the_end(
     result = evaluate(task, tmp_path, batch_size=BATCH, note=notes.append)
     assert [note for note in notes if note.startswith("on the first batch alone, ") and words in note]
     assert [warning for warning in result.warnings if words in warning]
+    of_all: list[str] = []
+    evaluate(task, tmp_path / "one", batch_size=1000, note=of_all.append)
+    assert not [note for note in of_all if "first batch" in note], "one batch is said of once, at the end"
     assert result.metrics["counted"] == measured
     assert "counted" not in result.intervals
 

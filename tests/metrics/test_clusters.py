@@ -114,8 +114,8 @@ def test_few_clusters_with_a_wrong_answer_are_rough(mirrored: bool) -> None:
         low, high = found.intervals["x"]
         assert low < 0.96 < high or low < 0.04 < high
         which = "above 0 %" if mirrored else "below 100 %"
-        said = f"of 100 clusters, of which effectively 4.1 have values {which}; with fewer than 5 it may be"
-        assert found.rough == ({} if few == 5 else {"x": said + " too short"})
+        said = f"about 4.1 of 100 clusters have values {which}, and with fewer than 5 it may be"
+        assert found.rough == ({} if few == 5 else {"x": said + " too short: evaluate more clusters"})
 
 
 def test_a_transform_is_that_of_the_ends() -> None:
@@ -149,14 +149,15 @@ def test_only_samples_that_count_make_clusters() -> None:
     rows = {**ROWS, "chosen": CLUSTER < 7}
     found = robust(rows, 0.5, Score(column="right", where="chosen", factor=100.0), "percent")
     said = (
-        "of 7 clusters, of which effectively 4.6 have values above 0 %; with fewer than 5 it may be too short"
+        "about 4.6 of 7 clusters have values above 0 %, and with fewer than 5 it may be too short: evaluate "
+        "more clusters"
     )
     assert found.rough == {"x": said}
     within = {name: column[CLUSTER < 7] for name, column in ROWS.items()}
     alone = robust(within, 0.5, Score(column="right"), "fraction").intervals["x"]
     assert found.intervals["x"] == pytest.approx([100 * end for end in alone])
     assert robust(within, 0.5, Score(column="loss")).rough == {
-        "x": "of 7 clusters; with fewer than 30 it may be too short"
+        "x": "it is of 7 clusters, and with fewer than 30 it may be too short: evaluate more clusters"
     }
 
 
@@ -255,7 +256,8 @@ def test_a_run_by_clusters(tmp_path: Path) -> None:
     assert by_site.clusters == {"column": "site", "count": 12}
     assert by_site.intervals != written.intervals
     assert (
-        "the interval of loss is of 12 clusters; with fewer than 30 it may be too short" in by_site.warnings
+        "the interval of loss is rough: it is of 12 clusters, and with fewer than 30 it may be too short: "
+        "evaluate more clusters" in by_site.warnings
     )
     with pytest.raises(
         UsageError, match=r"no such column\. The columns are loss, rows, zero, rank, patient, site"
@@ -329,7 +331,7 @@ def test_questions_on_one_article_go_together(
     low, high = result.naive_intervals["exact_match"]
     assert result.intervals["exact_match"][0] < low < high < result.intervals["exact_match"][1]
     # Those of every third are wrong, and of four articles of the same name some.
-    assert ("effectively 4 have values below 100 %" in result.rough["f1"]) == (count != 4)
+    assert result.rough["f1"].startswith("about 4 of 12 clusters have values below 100 %") == (count != 4)
 
 
 @pytest.mark.parametrize("power", [-600, 600])

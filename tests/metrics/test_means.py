@@ -19,12 +19,14 @@ from torch import Tensor
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Count, Mean, Measured, Ratio
+from dualeval.metrics.clusters import cluster_intervals
 from dualeval.metrics.intervals import student_95, wilson_interval
 from tests.measuring import ledger_of, measure, same_bits
 
 moderate = st.one_of(st.floats(-1e6, 1e6), st.floats(-1.0, 1.0), st.sampled_from([5e-324, 1e-300, 1 / 3]))
 weights = st.integers(0, 2**20)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FEW = "with fewer than 30 it may be too short: evaluate more samples"
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -34,6 +36,30 @@ def doubles(values: Sequence[float] | npt.NDArray[np.float64]) -> Tensor:
 
 def total(values: Sequence[float | int | Fraction]) -> Fraction:
     return sum((Fraction(value) for value in values), Fraction())
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_the_interval_of_a_loss_does_not_begin_below_0(cluster: bool) -> None:
+    """It ends where the other one does; of the mean's transform it begins at that of 0."""
+    columns = {"x": torch.tensor([0.0] * 39 + [9.0]), "one": torch.ones(40), "group": torch.arange(40) % 8}
+    kinds: tuple[Any, ...] = (Mean, Ratio)
+    for kind, over in ((each, "one") for each in kinds):
+        free, least = kind("x", over), kind("x", over, least=0)
+        exp, below = kind("x", over, "exp", least=0), kind("-x", over, name="x", least=0)
+        columns["-x"] = -columns["x"]
+        ends = []
+        for metric in (free, least, exp, below):
+            measured = metric.compute(ledger_of(metric, columns))
+            rows = {name: column.numpy() for name, column in columns.items()}
+            robust = cluster_intervals(
+                "group", rows, measured.values, {metric.name: metric.score}, measured.units
+            ).intervals
+            ends.append((robust if cluster else measured.intervals)[metric.name])
+        (low, high), bounded, of_exp, negative = ends
+        assert low < 0 < high and bounded == (0, high)
+        assert of_exp[0] == 1 and of_exp[1] == pytest.approx(math.exp(high))
+        assert negative[0] <= -9 / 40 <= negative[1], "the value is in it, whatever was said of the data"
+        assert free.score == least.score and "least" not in least.score.to_json()
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -105,7 +131,7 @@ def check_interval(
     if len(above) < 2 or not any(residuals):
         assert found.intervals == {}
         return
-    assert found.rough == {key: f"of {len(above)} samples; with fewer than 30 it may be too short"}
+    assert found.rough == {key: f"it is of {len(above)} samples, and {FEW}"}
     low, high = hall(ratio, residuals, total(below) / len(below))
     if math.isfinite(low) and math.isfinite(high):
         # Among the subnormal numbers a double has fewer digits than that.
@@ -188,9 +214,7 @@ def test_what_shows_no_spread_has_no_interval(metric: Mean | Ratio, columns: dic
 def test_an_interval_of_few_samples_is_rough() -> None:
     values = torch.arange(30.0)
     assert measure(Mean("x"), {"x": values}).rough == {}
-    assert measure(Mean("x"), {"x": values[1:]}).rough == {
-        "x": "of 29 samples; with fewer than 30 it may be too short"
-    }
+    assert measure(Mean("x"), {"x": values[1:]}).rough == {"x": f"it is of 29 samples, and {FEW}"}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +231,7 @@ def test_an_interval_that_few_of_many_samples_decide_is_rough(
     deviations = values - values.mean()
     effective = (deviations**2).sum() ** 2 / (deviations**4).sum()
     assert math.floor(effective) == 29
-    said = "of 10000 samples, of which effectively 29 decide it; with fewer than 30 it may be too short"
+    said = f"the value depends on about 29 of 10000 samples, and {FEW}"
     assert measure(*of(values)).rough == {"x": said}
     # What is mirrored is as rough; heavy tails that are symmetric are not.
     assert measure(*of(-values)).rough == {"x": said}
@@ -222,7 +246,7 @@ def test_the_loss_of_a_model_that_is_hardly_ever_wrong_is_rough() -> None:
     assert measure(Mean("x"), {"x": torch.tensor(losses)}).rough == {}
     losses[:5] = drawn.gamma(2.0, 2.0, 5)
     [said] = measure(Mean("x"), {"x": torch.tensor(losses)}).rough.values()
-    assert re.fullmatch("of 1000 samples, of which effectively [2-5] decide it; with .*", said)
+    assert re.fullmatch("the value depends on about [2-5] of 1000 samples, .*", said)
 
 
 @pytest.mark.parametrize("metric", [Ratio("y", "x", name="m"), Mean("y", "x", name="m")])
@@ -233,11 +257,11 @@ def test_samples_of_unequal_weight_count_for_fewer(metric: Mean | Ratio) -> None
     columns = {"y": torch.arange(300.0), "x": weights}
     assert measure(metric, columns).rough == {}
     assert measure(metric, {name: column[:100] for name, column in columns.items()}).rough == {
-        "m": "of 100 samples, of which effectively 13 decide it; with fewer than 30 it may be too short"
+        "m": f"the value depends on about 13 of 100 samples, and {FEW}"
     }
     # Weights that cancel in their cubes: (10 - 9)**2 / 19 samples by Kish.
     columns = {"y": torch.arange(19.0), "x": torch.tensor([1] * 10 + [-1] * 9)}
-    assert "effectively" not in measure(metric, columns).rough["m"]
+    assert "depends" not in measure(metric, columns).rough["m"]
 
 
 @pytest.mark.parametrize("column", ["y", "x"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pathlib import Path
 
+import jedi
 import pytest
 
 import dualeval
@@ -30,6 +32,7 @@ def test_the_door_shows_its_options_with_a_sentence_and_their_defaults() -> None
             continue
         assert shown[field.name].default == field.default
         assert f"    {field.name}: " in said or field.name in ("metric", "keep"), field.name
+    assert not [word for word in ("--", "repeatable", "repeat it", "with commas") if word in said]
     for name in (
         *inspect.signature(dualeval.Session).parameters,
         *inspect.signature(dualeval.ModelTask).parameters,
@@ -42,6 +45,37 @@ def test_the_door_shows_its_options_with_a_sentence_and_their_defaults() -> None
         assert "weights" in inspect.signature(getattr(tasks, name)).parameters
 
 
+TYPED = "from torch import nn\nimport dualeval\nnet, data = nn.Linear(3, 2), [1]\ndualeval."
+CALLED = {
+    "evaluate": dualeval.evaluate,
+    "Session": dualeval.Session,
+    "Session().evaluate": dualeval.Session.evaluate,
+    "ModelTask": dualeval.ModelTask,
+    **{f"tasks.{name}": getattr(tasks, name) for name in tasks.class_names()},
+}
+
+
+def test_editors_complete_the_keywords() -> None:
+    """jedi completes in editors and reads no ``Unpack``; mypy and pyright read it."""
+    project = jedi.Project(Path(dualeval.__file__).parent.parent)
+    here = jedi.InterpreterEnvironment()  # in this process, and none of its own
+
+    def script(typed: str) -> jedi.Script:
+        return jedi.Script(TYPED + typed, project=project, environment=here)
+
+    for typed, found in (
+        ("evaluate(model=net, data=data, bat", "batch_size="),
+        ("evaluate(model=net, data=data, obs", "observe="),
+        ("tasks.Segm", "Segmentation"),
+        ("metrics.Conf", "Confusion"),
+    ):
+        assert found in [each.name for each in script(typed).complete()]
+    for name, called in CALLED.items():
+        [shown] = script(f"{name}(").get_signatures()
+        expected = {*inspect.signature(called).parameters} - {"self"}
+        assert {each.name for each in shown.params} == expected, name
+
+
 def test_a_wrong_keyword_names_the_right_one() -> None:
     with pytest.raises(UsageError, match=r"no data\. 'dataset' is no option\. Did you mean data\?"):
-        dualeval.evaluate(model=None, dataset=[1])  # type: ignore[call-overload]
+        dualeval.evaluate(model=None, dataset=[1])  # type: ignore[arg-type, call-arg]

@@ -477,6 +477,13 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(collate=1), "collate is a int"),
     (lambda: wrong(metrics=["top8"]), "needs at least 8 classes, found 7"),
     (lambda: wrong(metrics=["nothing"]), "there is no metric 'nothing'"),
+    *(
+        (
+            lambda name=name: wrong(metrics=[name], observe=lambda outputs, batch: {"score": outputs.sum(1)}),
+            rf"no metric '{name}' here: .* observe replaces by score.*metrics=\['default', worst\]{hint}",
+        )
+        for name, hint in (("default", ""), ("mae", ""), ("scor", r".*Did you mean score\?"))
+    ),
     (lambda: wrong(data=DataLoader(Mapped())), r"Give the loader's data set \(loader\.dataset\)"),
     (
         lambda: wrong(data=DataLoader(Mapped(), sampler=SubsetRandomSampler([4, 2]))),
@@ -524,7 +531,7 @@ def test_a_task_and_a_model() -> None:
     task = dualeval.ModelTask(model=linear(5, 7), data=Mapped())
     assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
     with pytest.raises(UsageError, match="model and a task were given"):
-        dualeval.evaluate(task, model=linear(5, 7))  # type: ignore[call-overload]
+        dualeval.evaluate(task, model=linear(5, 7))
 
 
 class Pair(NamedTuple):

@@ -204,7 +204,9 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
             for each in groups
         ]
         columns = ("group", "samples", *(each.name for each in shown))
-        caption = "Values with 95 % intervals; dashed: all samples. Grey: too few for a statement."
+        caption = (
+            "Values with 95 % intervals; dashed: all samples. Grey: small, too few samples for a statement."
+        )
         if any(group.get("rough") for group in groups):
             caption += " Rough: an interval that may cover less than 95 %."
         if len(groups) > charts.MOST_GROUPS or len(shown) > most:

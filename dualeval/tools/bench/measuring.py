@@ -225,7 +225,7 @@ def measure_training(
 
 def _batches(session: Session, task: Task, options: Mapping[str, Any], start: CellStart) -> list[Any]:
     """This rank's batches, whole ones alone, on its device."""
-    dataset = drawn(as_dataset(task.dataset()), run_options_of(options), lambda sentence: None)
+    dataset = drawn(as_dataset(task.dataset()), run_options_of(**options), lambda sentence: None)
     count = min(len(dataset), options.get("limit") or len(dataset))
     whole = count // start.batch_size
     if whole < session.world.size:

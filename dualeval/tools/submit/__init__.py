@@ -83,7 +83,7 @@ class SlurmJob:
         None, "Folders for the container, besides this one.", metavar="DIR:DIR"
     )
     sbatch_option: tuple[str, ...] = option(
-        (), "Any other option of sbatch; repeatable.", metavar="NAME=VALUE", is_repeated=True
+        (), "Any other option of sbatch.", metavar="NAME=VALUE", is_repeated=True
     )
 
     def __post_init__(self) -> None:
