@@ -147,9 +147,24 @@ def populations(losses: Floats) -> Iterator[Population]:
         yield Population(
             name=f"skewed losses of skewed means, clusters of {_sizes_said(size)}",
             group=CLUSTERS,
-            draw=_clustered_losses(size),
+            draw=_clustered_losses(size, 0.6),
             metric=Mean("x"),
             truth=math.exp(0.18),
+        )
+    yield Population(
+        name="skewed losses of very skewed means, clusters of 50",
+        group=CLUSTERS,
+        draw=_clustered_losses(50, 1.5),
+        metric=Mean("x"),
+        truth=math.exp(1.125),
+    )
+    for bad in (0.02, 0.05):
+        yield Population(
+            name=f"large losses in {bad:.0%} of all clusters of 4",
+            group=CLUSTERS,
+            draw=_bad_clusters(bad),
+            metric=Mean("x"),
+            truth=4 * bad + 0.01 * (1 - bad),
         )
 
 
@@ -238,10 +253,19 @@ def _answers(right: float, within: float, size: int | None) -> Draw:
     return draw
 
 
-def _clustered_losses(size: int | None) -> Draw:
+def _bad_clusters(bad: float) -> Draw:
+    def draw(generator: np.random.Generator, clusters: int) -> Columns:
+        cluster = _members(generator, clusters, 4)
+        is_bad = (generator.random(clusters) < bad)[cluster]
+        return {"cluster": cluster, "x": generator.exponential(np.where(is_bad, 4.0, 0.01))}
+
+    return draw
+
+
+def _clustered_losses(size: int | None, spread: float) -> Draw:
     def draw(generator: np.random.Generator, clusters: int) -> Columns:
         cluster = _members(generator, clusters, size)
-        means = generator.lognormal(0.0, 0.6, clusters)
+        means = generator.lognormal(0.0, spread, clusters)
         return {"cluster": cluster, "x": means[cluster] * generator.exponential(1.0, len(cluster))}
 
     return draw
