@@ -227,6 +227,41 @@ def of_clusters(rounds: int, cases: Sequence[int]) -> Iterator[Rate]:
         )
 
 
+def of_whole_clusters(rounds: int, cases: Sequence[tuple[int, float, float]]) -> Iterator[Rate]:
+    """Gates where all ten answers of a cluster become wrong, or right, together, in a part of them."""
+    size = 10
+    for clusters, lost, gained in cases:
+        drawn = np.random.default_rng(clusters)
+        found = list[ClusteredProportionDifference]()
+        for _ in range(rounds):
+            part = drawn.random(clusters)
+            change = np.where(part < lost, -1.0, np.where(part < lost + gained, 1.0, 0.0))
+            value = float(change.mean())
+            found.append(
+                ClusteredProportionDifference(
+                    by_cluster=mean_difference(value, (change - value) / clusters, np.arange(clusters)),
+                    independent=ProportionDifference(
+                        lost=size * int((change < 0).sum()),
+                        gained=size * int((change > 0).sum()),
+                        samples=size * clusters,
+                    ),
+                )
+            )
+        passed = [passes(lost - gained)(one) for one in found]
+        rough = [one.rough is not None for one in found]
+        yield Rate(
+            case=(f"{clusters:,}", f"{lost:.1%}", f"{gained:.1%}"),
+            rates={
+                "gate": rate(bool, passed),
+                "rough": rate(bool, rough),
+                "gate, not rough": rate(
+                    lambda both: both[0] and not both[1], list(zip(passed, rough, strict=True))
+                ),
+                "none lost was drawn": (1 - lost) ** clusters,
+            },
+        )
+
+
 def populations() -> dict[str, Floats]:
     """Differences of losses: the embedded job against itself in bfloat16, and others that are harder."""
     with tempfile.TemporaryDirectory() as folder:
@@ -272,6 +307,13 @@ def as_table(names: Sequence[str], rates: Sequence[Rate]) -> str:
     return table(head, [[*one.case, *(f"{100 * x:.1f} %" for x in one.rates.values())] for one in rates])
 
 
+_WHOLE = (
+    *((30, 0.2, 0.0), (30, 0.2, 0.1), (50, 0.1, 0.05), (50, 0.1, 0.1), (100, 0.05, 0.0), (100, 0.05, 0.02)),
+    *((100, 0.1, 0.05), (300, 0.01, 0.0), (300, 0.1, 0.03), (1000, 0.005, 0.0), (1000, 0.01, 0.002)),
+    (1000, 0.03, 0.01),
+)
+
+
 def main() -> None:
     """Simulate, print the tables, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -294,6 +336,10 @@ def main() -> None:
             list(of_gates(gates, of_job | drawn_populations(), (30, 100, 300, 500, 1000, 3000, 10_000))),
         ),
         "Clusters": (("clusters",), list(of_clusters(rounds, (5, 10, 20, 48, 100)))),
+        "Clusters that change as a whole": (
+            ("clusters", "lost", "gained"),
+            list(of_whole_clusters(rounds, _WHOLE)),
+        ),
     }
     body = "\n".join(f"## {title}\n\n{as_table(names, rates)}" for title, (names, rates) in found.items())
     figures = {
