@@ -468,7 +468,7 @@ DOOR: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 
 
 @pytest.mark.usefixtures("runs", "here")
-@pytest.mark.parametrize(("call", "advice", "following"), DOOR, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("call", "advice", "following"), DOOR, ids=[advice for _, advice, _ in DOOR])
 def test_advice_of_the_door(call: dict[str, Any], advice: str, following: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         classified(**call)
