@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 from dualeval.engine.end.process import numbers_of
 from dualeval.engine.joining import refusing
@@ -66,7 +66,7 @@ class DoorKeywords(ModelKeywords, RunKeywords, SessionKeywords, ImageClassificat
 )
 def evaluate(
     task: Task | Callable[[], Task] | None = None,
-    *more: Any,
+    *more: NoReturn,
     nproc: int | None = None,
     **options: Unpack[DoorKeywords],
 ) -> Result:

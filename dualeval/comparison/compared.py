@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dualeval.comparison import statistics
-from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
+from dualeval.comparison.estimates import NO_AVERAGE, Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.engine.measured import rough_warnings
@@ -295,8 +295,10 @@ def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, floa
                     f"Of {margin:g} percentage points give {typed}={margin / 100:g}"
                 )
             if name not in run.scores:
+                known = name in run.result.metrics
+                reason = f"{name} is {NO_AVERAGE}" if known else f"{run.folder} has no such metric"
                 raise UsageError(
-                    f"--gate {typed}: {run.folder} has no such metric that can be compared; it has "
+                    f"--gate {typed}: {reason}, and cannot be compared; {run.folder} has "
                     f"{', '.join(run.scores)}."
                 )
             if name not in run.result.directions:

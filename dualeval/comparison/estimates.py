@@ -24,6 +24,8 @@ from dualeval.wording import counted, did_you_mean
 
 # Differences that vary by a smaller part of their size do so because float32 rounds.
 _ROUNDING = 2.0**-20
+# Why a metric has no difference with an interval.
+NO_AVERAGE = "not an average of per-sample values"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ def differences_of(
     for name in dict.fromkeys(names):
         if name not in a.scores and name not in b.scores:
             if chosen is not None or name in numbers[0] | numbers[1]:
-                not_compared[name] = "not an average of per-sample values"
+                not_compared[name] = NO_AVERAGE
         elif name not in a.scores or name not in b.scores:
             not_compared[name] = f"only {'A' if name in a.scores else 'B'} has it"
         else:

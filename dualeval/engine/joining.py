@@ -18,6 +18,7 @@ from dualeval.engine.end.process import (
     note_outer_hook,
     remove_hook,
     say,
+    say_if_uncaught,
 )
 from dualeval.engine.options import SessionOptions
 from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
@@ -53,7 +54,7 @@ def refusing() -> Iterator[None]:
         if group_of_caller() is None:
             install_hook()
             if may_print(os.environ):
-                say(f"dualeval: error: {text_of(error)}")
+                say_if_uncaught(error, f"dualeval: error: {text_of(error)}")
             conclude_quietly(error, error.exit_code)
         raise
 

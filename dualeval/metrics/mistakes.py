@@ -96,6 +96,11 @@ def _of_classes(
     if fits:
         part, said, check = max(fits, key=lambda each: each[0])
         yield f"{part:.1%} of the predictions are {said}, {right:.1%} are right: {check}"
+    elif not guessed and len(only) and samples >= least:
+        yield (
+            f"no prediction is a {noun} that any sample has: check first that a label is the same {noun} in "
+            "data and model (names, order, and from where they count)"
+        )
     elif right < 0.9 * guessed and _evidence(right, guessed, samples) > _EVIDENCE:
         yield (
             f"{right:.1%} are right, fewer than the {guessed:.1%} of guessing: check first that a label is "

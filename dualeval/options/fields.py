@@ -291,7 +291,7 @@ def with_keywords(
         function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         said = _documented(function.__doc__)
         lines = [
-            f"    {each.name}: {helps[each.name]} ({each.default!r})"
+            f"    {each.name}: {helps[each.name].removesuffix('.')}; default: {each.default!r}"
             for each in more
             if each.name in helps and each.name not in said
         ]

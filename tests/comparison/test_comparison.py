@@ -403,7 +403,10 @@ def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
     [
         ({"gates": {"top1": -0.1}}, "--gate top1=-0.1: expected a margin of 0 or more"),
         ({"gates": {"top1": math.nan}}, "expected a margin of 0 or more"),
-        ({"gates": {"ece": 0.1}}, "--gate ece: .* has no such metric .*; it has loss, top1, top5"),
+        (
+            {"gates": {"ece": 0.1}},
+            "--gate ece: ece is not an average of .*, and cannot be compared; .* has loss, top1, top5",
+        ),
         ({"gates": {"no_direction": 0.1}}, "does not say whether higher or lower is better"),
         ({"cluster": "nothing"}, r"--cluster nothing: the rows of .* have no such column"),
         ({"cluster": "top"}, "--cluster top: it has several values a sample"),

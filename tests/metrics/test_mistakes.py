@@ -50,6 +50,13 @@ WARNED: dict[str, tuple[str, Rows, Rows]] = {
     "sorted by name": (f"{ORDER} (2 as 10, 3 as 100, 4 as 101), ", MANY[0], BY_NAME[MANY[1]]),
     "one of the targets' classes alone": ("every prediction is class 3, the target of 1", T, 0 * P + 3),
     "one class that no target has": ("every prediction is class 12, the target of 0.0%", T, 0 * P + 12),
+    "classes that no sample has": (
+        *(
+            "no prediction is a class that any sample has",
+            T,
+            20 + np.random.default_rng(3).integers(0, 3, 200),
+        ),
+    ),
     "fewer than by guessing": ("0.0% are right, fewer than the 9.", T, (T + 1 + np.arange(200) % 9) % 10),
     "one number": ("every prediction is 0.25, and", T / 7, 0 * P + 0.25),
     "normalised targets": ("the predictions explain ", T * 20 + 300.0, (P - 4.5) / 3),
