@@ -159,7 +159,7 @@ class _Sums:
         """The ends of the interval of the ratio of sums; or why there is none."""
         bounded = bounded and self._lies_between
         if self.count < 2:
-            return "all samples are of one cluster"
+            return "all samples are in one cluster"
         if not self._is_known:
             return "a sum of a cluster is beyond what a float64 holds"
         shares = self._shares

@@ -128,7 +128,7 @@ class Choices(RowKind):
             count = len(after) if is_known else 0
             if not 0 < count <= self.max_length:
                 raise UsageError(
-                    f"{self.of.where(index)}: choice {place} is {count} tokens behind its context, expected "
+                    f"{self.of.where(index)}: choice {place} is {count} tokens after its context, expected "
                     f"1 to {self.max_length} (--max-length)" + "; the tokenizer leaves it out" * (not count)
                 )
             whole = torch.tensor([*before, *after], dtype=torch.int32)

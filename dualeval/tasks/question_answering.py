@@ -84,7 +84,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         if null_threshold is not None and not self._unanswerable:
             raise UsageError(
                 f"--null-threshold {null_threshold:g}: every question of {data} has an answer (SQuAD v1.1), "
-                "so none is ever left without one. Leave it out."
+                "so it does not apply. Leave it out."
             )
         if null_threshold is not None and not math.isfinite(null_threshold):
             raise UsageError(
@@ -145,8 +145,8 @@ class QuestionAnswering(TextTask, ScoredAnswers):
             if found is None or tuple(found.shape) != shape:
                 gave = "no" if found is None else tuple(found.shape)
                 raise UsageError(
-                    f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one a "
-                    "token."
+                    f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one "
+                    "per token."
                 )
 
     def _windows_on(self, context: str) -> Mapping[str, Tensor]:

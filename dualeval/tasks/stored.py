@@ -49,9 +49,9 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     if make is None:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
-            f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes "
-            "metrics (objects) from the run's rows; given the run's own, its metrics_digest is that in "
-            "result.json. Metrics by group: the run's own command again, with --by."
+            f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes metrics (objects) "
+            "from the run's rows; given the run's own metrics, it gives the metrics_digest in result.json. "
+            "For metrics by group type the run's own command again, with --by."
         )
     for name, said in content.get("job", {}).get("metric_options", {}).items():
         if not asked and name in names and isinstance(said, dict) and "torchmetrics" in said:
