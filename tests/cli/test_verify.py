@@ -231,7 +231,7 @@ def test_a_status_that_is_gone_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "run/status.json").unlink()
     found = refusal("verify", tmp_path / "run")
     assert f"{tmp_path / 'run'} has no readable status.json" in found
-    assert f"--out {tmp_path / 'run'}: it writes status.json anew" in found
+    assert f"--out {tmp_path / 'run'}: it rewrites status.json" in found
     evaluate(TinyTask(8), tmp_path / "run")
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "done"
 

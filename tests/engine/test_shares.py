@@ -264,7 +264,7 @@ def at_work(folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("where", "call", "said"),
     [
-        ("shares/2-of-4", finish, "1 of 4 shares; at work: 2. Wait for their end."),
+        ("shares/2-of-4", finish, "1 of 4 shares; at work: 2. Wait for them to end."),
         ("shares/2-of-4", lambda out: finish(out, evaluate_missing=True), "at work: 2"),
         ("shares/2-of-4", lambda out: finish(out, evaluate_missing=True, fresh=True), "at work: 2"),
         ("shares/2-of-4", lambda out: share(out, 2), "is in use by another run"),

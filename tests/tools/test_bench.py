@@ -376,7 +376,7 @@ def test_one_and_two_processes(launch: Launch, tmp_path: Path, train: bool) -> N
             assert one["metrics_digest"] == alone["metrics_digest"]
     assert "GPUs" in cells["dataparallel", 2, precision]["reason"]
     assert "1000 processes" in cells["torch", 1000, precision]["reason"]
-    assert "TF32 is a format of some GPUs" in cells["torch", 2, "tf32"]["reason"]
+    assert "TF32 is a format that only some GPUs have" in cells["torch", 2, "tf32"]["reason"]
     assert not (tmp_path / "out/logs").exists()
 
 

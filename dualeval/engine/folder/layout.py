@@ -228,7 +228,7 @@ def check_idle(out: Path, step: Callable[[], None]) -> None:
     """Check, while holding ``out``, that no share is at work: its chunks would be evaluated twice."""
     if working := at_work(folders_of(out), step):
         raise UsageError(
-            f"{unfinished(out)}; at work: {listed(map(_number_of, working))}. Wait for their end."
+            f"{unfinished(out)}; at work: {listed(map(_number_of, working))}. Wait for them to end."
         )
 
 
