@@ -84,7 +84,7 @@ def list_metrics() -> None:
     if rows:
         click.echo("of packages, for any task that has their columns:")
         _show(rows, indent="  ")
-    click.echo("A task of your own has the metrics that its metrics() returns, under their names.")
+    click.echo("A task of your own has the metrics that its metrics() returns, by name.")
 
 
 @list_names.command("models")

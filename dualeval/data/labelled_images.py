@@ -151,7 +151,7 @@ class ManifestImages(WithColumns, ImageFiles):
             return
         root = "that of --image-root" if given_root else "the manifest's; give --image-root DIR for another"
         raise UsageError(
-            f"{path}: none of {len(places):,} files is there that its rows name; the first was looked for at "
+            f"{path}: its rows name {len(places):,} files, and none exists; the first was looked for at "
             f"{self.path(0)}. Paths are relative to the folder {root}."
         )
 

@@ -380,7 +380,7 @@ def open_masked(
 
 def _folder(flag: str, folder: Path | None) -> Path:
     if folder is None or not folder.is_dir():
-        there = "is no folder" if folder is not None and folder.exists() else "does not exist"
+        there = "is not a folder" if folder is not None and folder.exists() else "does not exist"
         found = "is not given" if folder is None else f"{folder} {there}"
         raise UsageError(
             f"{flag} {found}. Give --data the folder of the pictures and --masks the folder of their masks, "

@@ -396,7 +396,7 @@ def read_rows(
         return _of_python(data, choose, example, options.keep)
     path = Path(data)
     if not path.is_file() or not is_table(path):
-        found = "does not exist" if not path.exists() else "is no table"
+        found = "does not exist" if not path.exists() else "is not a table"
         raise UsageError(f"--data {data} {found}. Expected a file {', '.join(SUFFIXES)}.")
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")

@@ -171,8 +171,8 @@ def _warning(source: str, beside: list[str], fitting: list[str]) -> str | None:
 def _advice(fitting: list[str]) -> str:
     if len(fitting) == 1:
         return (
-            f"The names that begin with {fitting[0]!r} are those of the model: "
-            f"--weights-prefix {fitting[0]} takes them alone."
+            f"The names that begin with {fitting[0]!r} are those of the model: --weights-prefix {fitting[0]} "
+            "takes only these."
         )
     return (
         f"The names that begin with one of {len(fitting)} prefixes are those of the model: "

@@ -130,7 +130,7 @@ def task_of_run(job_file: Path) -> tuple[Task | None, str]:
         # Of images the labels are in it, and may be the model's; ``place_of`` compares the ids.
         is_known = job["task"] != _IMAGES and "sample" not in job
         if is_known and dataset.fingerprint(job["samples"]) != job["data"]:
-            return None, f"the data of {job_file.parent} have changed since: nothing of them is shown."
+            return None, f"the data of {job_file.parent} have changed since: none of them is shown."
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DualevalError) as error:
         return None, f"the data of {job_file.parent} cannot be opened again: {text_of(error)}"
     return task, ""

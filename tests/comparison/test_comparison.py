@@ -361,7 +361,7 @@ def test_what_few_samples_decide_is_rough(
     same = dualeval.compare(runs[0], other, gates=gates, by=("early",), skip_small=True)
     assert str(same) == out.rstrip(), "print(dualeval.compare(...))"
     assert " worse; rough: few samples decide)" in " ".join(out.split())
-    assert "in each group; rough, as few samples decide: " in " ".join(out.split())
+    assert "in each group; rough, because few samples decide: " in " ".join(out.split())
 
 
 def _flipped(rows: Any, places: range) -> Any:

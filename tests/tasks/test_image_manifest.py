@@ -152,7 +152,7 @@ def test_a_librarys_own_lines_are_not_shown_as_the_users(home: Path) -> None:
 def test_paths_count_from_the_manifest_or_the_root(home: Path) -> None:
     (home / "lists").mkdir()
     path = write(home / "lists/m.csv", rows_of())
-    assert "none of 3 files is there" in refused(path)
+    assert "its rows name 3 files, and none exists" in refused(path)
     assert str(home / "lists/val/ant/0.png") in refused(path)
     assert len(opened(path, image_root=home).__getitems__([2])) == 1
     assert "is not a folder" in refused(path, image_root=home / "none")
@@ -234,7 +234,7 @@ WRONG = {
     "empty label": ("path,label\na,1\nb,\n", "line 3: the label (column 'label') is empty"),
     "empty path": ("path,label\na,1\n,2\n", "line 3: the path is empty"),
     "zero byte": ("path,label\na\0b,1\n", "line 2: the path is 'a\\x00b'"),
-    "address": ("path,label\ns3://bucket/a.jpg,1\n", "none of 1 files is there"),
+    "address": ("path,label\ns3://bucket/a.jpg,1\n", "its rows name 1 files, and none exists"),
     "a path twice": ("path,label\na,1\nb,1\na,2\n", "lists 'a' more than once"),
     "negative": (
         "path,label\na,1\nb,-1\n",

@@ -304,7 +304,7 @@ def _value(node: ast.expr, text: str) -> Any:
         return ast.literal_eval(node)
     except ValueError as error:
         raise UsageError(
-            f"{text!r}: {ast.unparse(node)!r} is no literal; expected a number, a text in quotes, True, "
+            f"{text!r}: {ast.unparse(node)!r} is not a literal; expected a number, a text in quotes, True, "
             "False, None, or lists, tuples, sets and dicts of these. A metric with another one inside is "
             "made in Python: dualeval.metrics.from_torchmetrics"
         ) from error
