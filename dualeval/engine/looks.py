@@ -317,7 +317,7 @@ _KEPT = (
 )
 _DRAWS = (
     "forward or observe draws random numbers. The first samples gave the same values twice, but others may "
-    "not: another run, or another number of processes, may give a different result. Turn that off, such as "
+    "not: another run, or another number of processes, may give a different result. Turn this off: call "
     "dropout with training=self.training"
 )
 _BY_BATCH = (

@@ -139,7 +139,7 @@ class OwnLoop:
                 count = self._samples_of_rank or self._plan.num_samples
                 raise UsageError(
                     f"the loop was left before its end: {count - self._done} of the {count} samples of this "
-                    "rank are missing. Let the loop come to its end (no break) before you call result()."
+                    "rank are missing. Let the loop finish (no break) before you call result()."
                 )
             with numerics.settings(self._run.options.precision, self._run.backend.device):
                 self._result = self._finish()

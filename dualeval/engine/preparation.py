@@ -120,7 +120,7 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
     if (part := fixed_part(model)) is not None:
         raise UsageError(
             f"{said}: {part}, and its dtypes were fixed when it was made. Leave it out, or make that program "
-            "anew from a model of this dtype."
+            "again from a model of this dtype."
         )
     if not is_changeable(model):
         raise UsageError(

@@ -118,7 +118,7 @@ def check_finished(folder: Path) -> None:
         raise UsageError(f"there is no folder {folder}. {wanted}")
     for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
         if file.exists() and not file.is_file():
-            raise UsageError(f"{file} is no regular file. {wanted}")
+            raise UsageError(f"{file} is not a regular file. {wanted}")
     refuse_unfinished(folder)
     status, has_result = read_status(folder), (folder / RESULT).is_file()
     if status is not None and status.state == "done" and has_result:

@@ -371,7 +371,7 @@ def test_a_group_has_the_numbers_of_a_run_over_it_alone(tmp_path: Path) -> None:
     rough = replace(
         result, slices={"scanner": [{**group, "rough": {"loss": "x"}} for group in result.slices["scanner"]]}
     )
-    assert "for a statement; rough: the interval may cover less than 95 %, the JSON says why" in str(rough)
+    assert "for a statement; rough: the interval may cover less than 95 %; the JSON says why" in str(rough)
     assert rescore(tmp_path / "out", metrics=[Mean("loss")]).slices == {}
 
 

@@ -127,7 +127,7 @@ def job_there(path: Path) -> dict[str, Any]:
 def to_mend_job(path: Path, start_over: str) -> str:
     """What to do about a damaged job.json. No work is lost: journal files name their job themselves."""
     if (path / _SHARES).is_dir():
-        return "Remove it and start a share again, which writes it anew: what was evaluated stays."
+        return "Remove it and start a share again, which rewrites it: what was evaluated stays."
     if (path / RESULT).exists():
         return f"{start_over}."
     return (
