@@ -90,9 +90,9 @@ class HorovodBackend(Backend):
         if found != (world.rank, world.size):
             raise LaunchError(
                 f"{world.launcher} started this process as rank {world.rank} of {world.size}, but Horovod "
-                f"says rank {found[0]} of {found[1]}. Where mpirun or srun started it, Horovod is built with "
-                f"another MPI: type 'dualeval setup-horovod' with that MPI's mpirun first on the PATH, or "
-                f"pass another --backend."
+                f"says rank {found[0]} of {found[1]}. If mpirun or srun started it, Horovod is built with "
+                "another MPI: type 'dualeval setup-horovod' with that MPI's mpirun first on the PATH, or "
+                "pass another --backend."
             )
 
     def _start(self) -> None:
@@ -265,7 +265,7 @@ def _require_ipv4(host: str, rank: int) -> None:
         socket.getaddrinfo(host, None, family=socket.AF_INET)
     except socket.gaierror as error:
         raise BackendError(
-            f"Horovod meets over IPv4 alone, and rank {rank} reaches rank 0 at {host}, which has no IPv4 "
+            f"Horovod meets only over IPv4, and rank {rank} reaches rank 0 at {host}, which has no IPv4 "
             f"address ({error.strerror}). Pass --backend torch, or give that host one that the others reach."
         ) from error
 

@@ -197,7 +197,7 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
         if missing:
             known = DoorKeywords.__annotations__
             unknown = next((name for name in options if name not in known), None)
-            hint = "" if unknown is None else f" {unknown!r} is no option.{did_you_mean(unknown, known)}"
+            hint = "" if unknown is None else f" {unknown!r} is not an option.{did_you_mean(unknown, known)}"
             raise UsageError(
                 f"evaluate was given no {' and no '.join(missing)}.{hint} Give a task, evaluate(task), or "
                 "evaluate(model=..., data=..., metrics=[...])"

@@ -127,7 +127,7 @@ class Environment:
         own = not source.is_shared or source.mark in self.variables
         if own:
             cause = (
-                f"{source.name} started this process, but something between removed a part of its variables"
+                f"{source.name} started this process, but something in between removed some of its variables"
             )
             remedy = start
         else:
