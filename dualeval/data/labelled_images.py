@@ -19,6 +19,7 @@ from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_t
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 from dualeval.status_line import doing
+from dualeval.wording import counted
 
 
 class ImageFolder(ImageFiles):
@@ -151,8 +152,8 @@ class ManifestImages(WithColumns, ImageFiles):
             return
         root = "that of --image-root" if given_root else "the manifest's; give --image-root DIR for another"
         raise UsageError(
-            f"{path}: its rows name {len(places):,} files, and none exists; the first was looked for at "
-            f"{self.path(0)}. Paths are relative to the folder {root}."
+            f"{path}: its rows name {counted(len(places), 'file')}, and none exists; the first was "
+            f"looked for at {self.path(0)}. Paths are relative to the folder {root}."
         )
 
     def select(self, indices: Any) -> ManifestImages:

@@ -234,7 +234,7 @@ WRONG = {
     "empty label": ("path,label\na,1\nb,\n", "line 3: the label (column 'label') is empty"),
     "empty path": ("path,label\na,1\n,2\n", "line 3: the path is empty"),
     "zero byte": ("path,label\na\0b,1\n", "line 2: the path is 'a\\x00b'"),
-    "address": ("path,label\ns3://bucket/a.jpg,1\n", "its rows name 1 files, and none exists"),
+    "address": ("path,label\ns3://bucket/a.jpg,1\n", "its rows name 1 file, and none exists"),
     "a path twice": ("path,label\na,1\nb,1\na,2\n", "lists 'a' more than once"),
     "negative": (
         "path,label\na,1\nb,-1\n",
