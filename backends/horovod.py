@@ -135,7 +135,7 @@ class HorovodBackend(Backend):
                 # For as long as Horovod runs: NCCL reads it with the first collective of GPU memory.
                 self._serving.enter_context(variables_set(nccl_variables(network)))
             # The store is served until the block is left: other ranks may be on their way to it.
-            # The host may have been reached before it was known that there is no other.
+            # The host may have been reached before we knew that it is the only one.
             address = LOOPBACK if world.is_one_node else host
             yield gloo_variables(world, address, rendezvous_port, network)
 

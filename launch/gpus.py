@@ -42,7 +42,7 @@ class Sight:
     host: str
     # What it can compute on.
     gpus: tuple[Gpu, ...] = ()
-    # Why there is none; empty where there is.
+    # Why there is no GPU; empty if there is one.
     reason: str = ""
     # The variable by which its launcher says that there are some, with its value; empty where no launcher
     # does.

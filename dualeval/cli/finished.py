@@ -247,7 +247,7 @@ def _print_samples(rows: JudgedRows, samples: Sequence[Sample]) -> None:
         "confidence": [sample.confidence for sample in samples],
         "" if rows.measure is None else rows.measure.name: [sample.loss for sample in samples],
     }
-    # What no sample has, as the target of a question, is no column.
+    # A value that no sample has, such as a question's target, gets no column.
     there = {name: values for name, values in columns.items() if any(each is not None for each in values)}
     _print([*there], [*zip(*there.values(), strict=True)])
 

@@ -23,7 +23,7 @@ from dualeval.tasks.options import TASKS
 _MOST_OF_LINE = 70
 
 
-# As 'dualeval' alone: without a command the help is shown, which is no error.
+# Like 'dualeval' alone: without a command the help is shown, which is not an error.
 @click.group("list", invoke_without_command=True)
 @click.pass_context
 def list_names(context: click.Context) -> None:

@@ -60,7 +60,7 @@ class Invocation:
     started: float
 
 
-# Options that are none of a job, by what they belong to.
+# Options that are not part of a job, by what they belong to.
 _OF_SESSION = (
     *("backend", "launcher", "allow_shared_gpu", "mix_machines", "debug"),
     *("heartbeat_timeout", "forward_timeout", "stop_signals"),

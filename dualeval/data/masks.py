@@ -49,7 +49,7 @@ class LabelRule:
 
     # The labels of pixels that do not count.
     ignore: tuple[int, ...]
-    # Label 0 is no class, and 1 is class 0.
+    # Label 0 does not count, and label 1 is class 0.
     reduce: bool
     # The class of each label, NO_LABEL for one that does not count; empty where labels are classes.
     values: Mapping[int, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class LabelRule:
             return f"{labels}: write masks anew without resizing or loss, or give --mask-values FILE.json"
         counting = [label for label, number in every.items() if number != NO_LABEL]
         pairs = {label: place if place < self.classes else NO_LABEL for place, label in enumerate(counting)}
-        # Where no label would be left there is no such choice.
+        # Not offered if no label would be left.
         ignored = f"--ignore-index {','.join(map(str, [*self.ignore, *beyond]))}"
         or_ignored = f", or, if these pixels do not count, {ignored}" if beyond != counting else ""
         return (
@@ -148,7 +148,7 @@ class MaskedPictures(WithColumns):
     pictures: ImageFiles
     masks: ImageFiles
     rule: LabelRule
-    # What a row's number stands behind, and these numbers; "" where there are none.
+    # What comes before a row's number, and these numbers; "" if there are none.
     table: str
     numbers: npt.NDArray[np.int64]
     notes: tuple[str, ...] = ()

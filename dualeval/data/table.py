@@ -454,7 +454,7 @@ def _rows(of: str, source: str, table: Table) -> Rows:
     ids = [str(place) for place in range(len(values))]
     if table.columns[-1] in _IDS:
         own = [str(row[-1]) for row in values]
-        # One that rows share, as that of a product, is no row's.
+        # A value that rows share, such as a product's number, does not name a row.
         ids = own if len({*own}) == len(own) and all(own) and all(map(is_unicode, own)) else ids
     return Rows(
         of=of,

@@ -47,7 +47,7 @@ class ClusterIntervals:
     intervals: dict[str, Ends] = field(default_factory=dict)
     # By key, why an interval may cover less.
     rough: dict[str, str] = field(default_factory=dict)
-    # Why there is none, a sentence each.
+    # One sentence for each missing interval: why there is none.
     warnings: tuple[str, ...] = ()
 
 

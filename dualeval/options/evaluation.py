@@ -59,7 +59,7 @@ class EvaluationOptions:
     seed: int | None = option(
         None, "With --sample: another number draws other samples.", group=DATA, least=0, shown="0"
     )
-    # A column of which equal entries mark them, such as questions on one text; the intervals allow for that.
+    # Equal entries of this column mark them, such as questions on one text; the intervals allow for that.
     # None: the task's own, which most have not.
     cluster: str | None = option(
         None,

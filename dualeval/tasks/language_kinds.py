@@ -30,7 +30,7 @@ class Kind:
     """What the task does with the samples of one kind; the methods are those of a Task."""
 
     cluster: str | None = None
-    # Set with the model: which tokens end an answer and are none of it; what its ``generate`` does else.
+    # Set with the model: the tokens that end an answer (no part of it); what ``generate`` does besides.
     stops: Sequence[int] = ()
     other_search: Sequence[str] = ()
 

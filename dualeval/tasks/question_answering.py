@@ -188,7 +188,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         starts, ends = (torch.tensor(places, dtype=torch.int32) for places in zip(*spans, strict=True))
         texts = self._cut(starts.tolist(), ends.tolist(), samples.start)
         found: dict[str, Column] = {**columns, "start": starts, "end": ends, ARTICLE: self._articles(samples)}
-        # Whatever is right: a logit that is NaN is no answer.
+        # Whatever the right answer is: a NaN logit is not an answer.
         failed = columns["nan_logits"].tolist()
         of_spans = self._scored(_without(texts, failed), samples)
         if not self._unanswerable:

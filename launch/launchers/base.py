@@ -174,9 +174,9 @@ class Launcher:
     mark: str = ""
     # Other tools set variables of these names, too.
     is_shared: bool = False
-    # Those of which one shows that it started this process; empty for the four above.
+    # Any one of these shows that it started this process; empty for the four above.
     trace: tuple[str, ...] = ()
-    # Launchers of which each may have started the other, and the variables do not show which.
+    # Launchers that may each have started the other; the variables do not show which.
     contradicts: tuple[str, ...] = ()
     # What to type to start with it.
     start: str

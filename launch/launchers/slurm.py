@@ -16,7 +16,7 @@ from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
 
 _SIZE, _TASKS = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
-# Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
+# From here on Slurm's step numbers mean no tasks: a batch script, an salloc shell on a node.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # How often a job was requeued.
 _REQUEUES = "SLURM_RESTART_COUNT"

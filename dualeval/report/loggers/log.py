@@ -199,7 +199,7 @@ def _answers(file: int) -> dict[str, dict[str, str]]:
 def main() -> None:
     """Write what standard input has into trackers, and a line for each where standard output was."""
     end_with_parent(signal.SIGKILL)
-    # What a tracker prints is no answer.
+    # A tracker's own output is not an answer.
     answered = os.dup(1)
     os.dup2(2, 1)
     for answer in write_all(json.load(sys.stdin)):

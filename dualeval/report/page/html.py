@@ -32,7 +32,7 @@ _TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
 _TEXT_LETTERS = 1200
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
-# Rows of a table; charts of slices, of which each takes 50 ms.
+# Most rows of a table; most charts of slices (each takes 50 ms).
 _ROWS, _CHARTS = 1000, 8
 _LEVELS = 9  # of the matrix's colours
 

@@ -161,7 +161,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         try:
             facts[name] = describe()
         except DualevalError as error:
-            # Missing is no problem, unless it is the backend that is asked for: then choosing it says so.
+            # A missing library matters only for the backend that was asked for: choosing that one says so.
             facts[name] = f"not usable: {error}"
     if detection.world is not None:
         try:
