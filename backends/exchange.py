@@ -96,7 +96,7 @@ def bytes_of(payload: Tensor) -> bytes:
 def _encode(value: Any) -> tuple[bytes, str | None]:
     """Encode a value as JSON; returns the bytes, and the reason where it has no JSON form."""
     try:
-        # surrogatepass: a file name that is no UTF-8 comes from the system as lone surrogates.
+        # surrogatepass: a file name that is not UTF-8 comes from the system as lone surrogates.
         return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"), None
     except (TypeError, ValueError, RecursionError) as error:
         return b"", f"a value that has no JSON form ({error})"

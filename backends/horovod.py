@@ -90,9 +90,9 @@ class HorovodBackend(Backend):
         if found != (world.rank, world.size):
             raise LaunchError(
                 f"{world.launcher} started this process as rank {world.rank} of {world.size}, but Horovod "
-                f"says rank {found[0]} of {found[1]}. Where mpirun or srun started it, Horovod is built with "
-                f"another MPI: type 'dualeval setup-horovod' with that MPI's mpirun first on the PATH, or "
-                f"pass another --backend."
+                f"says rank {found[0]} of {found[1]}. If mpirun or srun started it, Horovod is built with "
+                "another MPI: type 'dualeval setup-horovod' with that MPI's mpirun first on the PATH, or "
+                "pass another --backend."
             )
 
     def _start(self) -> None:
@@ -135,7 +135,7 @@ class HorovodBackend(Backend):
                 # For as long as Horovod runs: NCCL reads it with the first collective of GPU memory.
                 self._serving.enter_context(variables_set(nccl_variables(network)))
             # The store is served until the block is left: other ranks may be on their way to it.
-            # The host may have been reached before it was known that there is no other.
+            # The host may have been reached before we knew that it is the only one.
             address = LOOPBACK if world.is_one_node else host
             yield gloo_variables(world, address, rendezvous_port, network)
 
@@ -265,7 +265,7 @@ def _require_ipv4(host: str, rank: int) -> None:
         socket.getaddrinfo(host, None, family=socket.AF_INET)
     except socket.gaierror as error:
         raise BackendError(
-            f"Horovod meets over IPv4 alone, and rank {rank} reaches rank 0 at {host}, which has no IPv4 "
+            f"Horovod meets only over IPv4, and rank {rank} reaches rank 0 at {host}, which has no IPv4 "
             f"address ({error.strerror}). Pass --backend torch, or give that host one that the others reach."
         ) from error
 

@@ -33,7 +33,7 @@ _HOST_LIBRARIES = ("gloo", "mpi", "ucc", "fake")
 # Each backend beside a script's group looks for its network by itself; all ranks open them in one order.
 _GUESTS = count()
 _ALL_EVALUATE = (
-    "Every rank of the script's group has to call the same: dualeval.evaluate, EarlyStopping.update or "
+    "Every rank of the script's group must make the same call: dualeval.evaluate, EarlyStopping.update or "
     "Session.open."
 )
 

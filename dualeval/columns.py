@@ -1,6 +1,6 @@
 """Columns: plain tensors, those that are made late, numbers (``Ragged``) and text (``Text``) of any length.
 
-The last two are the values of all samples, one behind the other, and how many each sample has. Ledger metrics
+The last two are the values of all samples, one after the other, and how many each sample has. Ledger metrics
 get them in torch, as ``Ragged`` and ``Text``; files and metrics of all rows have the same in numpy, as
 ``RaggedRows`` and ``TextRows``, which may be memory-mapped.
 """
@@ -48,7 +48,7 @@ class Ragged:
             found = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise UsageError(
                 f"the values of a ragged column are {found}, expected a tensor of shape (total, ...): the "
-                "values of all samples, one behind the other"
+                "values of all samples, one after the other"
             )
         whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
         if lengths.ndim != 1 or not (whole or not len(lengths)):
@@ -105,7 +105,7 @@ class Text(Ragged):
         strings: one a sample.
 
     Attributes:
-        values: their UTF-8, one behind the other, uint8 of shape (bytes,), on the CPU.
+        values: their UTF-8, one after the other, uint8 of shape (bytes,), on the CPU.
         lengths: bytes of each of them, int64 of shape (samples,).
 
     Raises:
@@ -391,8 +391,8 @@ def as_column(name: str, entries: Sequence[Any]) -> Column:
     if not entries or not all(isinstance(entry, Tensor) for entry in entries):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in entries})) or "nothing"
         raise UsageError(
-            f"the column {name!r} is a list of {kinds}, expected a tensor with one row a sample, a list of "
-            "tensors or of str with an entry a sample, or dualeval.Ragged(values, lengths)"
+            f"the column {name!r} is a list of {kinds}, expected a tensor with one row per sample, a list of "
+            "tensors or of str with one entry per sample, or dualeval.Ragged(values, lengths)"
         )
     first = entries[0]
     if all(entry.ndim == 0 for entry in entries):
@@ -400,10 +400,10 @@ def as_column(name: str, entries: Sequence[Any]) -> Column:
     for place, entry in enumerate(entries):
         if entry.ndim == 0 or (entry.dtype, entry.shape[1:]) != (first.dtype, first.shape[1:]):
             raise UsageError(
-                f"the column {name!r} is a list of tensors that do not match: entry {place} is "
-                f"{entry.dtype} of shape {tuple(entry.shape)}, and entry 0 {first.dtype} of shape "
-                f"{tuple(first.shape)}. Expected one dtype, and one shape but for the first dimension: where "
-                "a sample has none, torch.zeros((0, 4)) and not torch.zeros(0)"
+                f"the column {name!r} is a list of tensors that do not match: entry {place} is {entry.dtype} "
+                f"of shape {tuple(entry.shape)}, and entry 0 {first.dtype} of shape {tuple(first.shape)}. "
+                "Expected one dtype, and one shape except for the first dimension: where a sample has none, "
+                "torch.zeros((0, 4)) and not torch.zeros(0)"
             )
     return Ragged(torch.cat(list(entries)), torch.tensor([len(entry) for entry in entries]))
 
@@ -438,11 +438,11 @@ def _check_lengths(name: str, column: Ragged, samples: range) -> None:
     where = f"the ragged column {name!r} of samples {samples.start} to {samples.stop - 1}"
     if len(lengths) and int(lengths.min()) < 0:
         place = int(lengths.argmin())
-        raise UsageError(f"{where} has the length {int(lengths[place])} at place {place}")
+        raise UsageError(f"{where} has the length {int(lengths[place])} at position {place}")
     if (total := int(lengths.sum())) != count:
         raise UsageError(
-            f"{where} has lengths that add up to {total}, and {count} values: expected a length a sample, "
-            "and the values of all samples, one behind the other"
+            f"{where} has lengths that add up to {total}, and {count} values: expected one length per "
+            "sample, and the values of all samples, one after the other"
         )
     if count > _MOST_VALUES:
         raise UsageError(

@@ -188,8 +188,8 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
     of_images = {*ImageClassificationKeywords.__annotations__, "preprocessing", "model_arguments"}
     if found := [name for name in options if name in of_images - {*RunKeywords.__annotations__, *names}]:
         raise UsageError(
-            f"{found[0]} is for a path as data, of pictures with classes. A data set prepares its samples, "
-            "and a module has its weights (model.load_state_dict(...)): leave it out"
+            f"{found[0]} is for data given as a path, of pictures with classes. A data set prepares its "
+            "samples, and a module has its weights (model.load_state_dict(...)): leave it out"
         )
     of_task = {name: options[name] for name in options if name in names}
     if task is None:
@@ -197,7 +197,7 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
         if missing:
             known = DoorKeywords.__annotations__
             unknown = next((name for name in options if name not in known), None)
-            hint = "" if unknown is None else f" {unknown!r} is no option.{did_you_mean(unknown, known)}"
+            hint = "" if unknown is None else f" {unknown!r} is not an option.{did_you_mean(unknown, known)}"
             raise UsageError(
                 f"evaluate was given no {' and no '.join(missing)}.{hint} Give a task, evaluate(task), or "
                 "evaluate(model=..., data=..., metrics=[...])"
@@ -206,7 +206,8 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
         return ModelTask(**of_task), rest
     if of_task:
         raise UsageError(
-            f"{', '.join(of_task)} and a task were given: a task says these itself. Leave out one of the two."
+            f"{', '.join(of_task)} and a task were given: a task defines these itself. Leave out one of the "
+            "two."
         )
     return task, options
 
@@ -241,7 +242,7 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
         if path not in str(error) or not Path(path).exists():
             raise
         raise UsageError(
-            f"{error} (A path as data is that of images with classes. For others give a task, as "
+            f"{error} (A path as data means images with classes. For other data give a task, as "
             f"dualeval.evaluate(dualeval.tasks.LanguageModeling(model=..., data={path!r})); there are "
             f"{', '.join(class_names())}.)"
         ) from error

@@ -174,8 +174,8 @@ class EarlyStopping:
         found = state.get("metric") if isinstance(state, Mapping) else None
         if isinstance(found, str) and found != self._metric:
             raise UsageError(
-                f"this state is of EarlyStopping({found!r}, ...), and EarlyStopping({self._metric!r}, ...) "
-                "was asked to load it: values of different metrics cannot be compared. Make "
+                f"this state belongs to EarlyStopping({found!r}, ...), and EarlyStopping({self._metric!r}, "
+                "...) was asked to load it: values of different metrics cannot be compared. Make "
                 f"EarlyStopping({found!r}, ...), or do not load the state"
             )
         self._take_over(state)
@@ -187,7 +187,7 @@ class EarlyStopping:
             is_best = bool(state["is_best"])
         except (TypeError, KeyError, ValueError, DualevalError) as error:
             raise UsageError(
-                f"this is no state of EarlyStopping ({type(error).__name__}: {error}): give "
+                f"this is not a state of EarlyStopping ({type(error).__name__}: {error}): give "
                 "load_state_dict what state_dict() has returned"
             ) from error
         self._progress, self.best, self.is_best = progress, best, is_best

@@ -66,7 +66,7 @@ def take_signals(words: Sequence[str]) -> None:
     is ignored stays ignored.
     """
     global _process, _begun
-    _process, _begun = os.getpid(), "Nothing was begun." if _command(words) in _EVALUATING else ""
+    _process, _begun = os.getpid(), "Nothing was started." if _command(words) in _EVALUATING else ""
     stopping = _stop_signals(words) if _command(words) in _STOPPABLE else set()
     for number in {*stopping, signal.SIGINT}:
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -185,9 +185,7 @@ class Result:
         written = self if self.files else read_result(path.with_name(RESULT))
         known = written.files.get(PREDICTIONS)
         if written.digests != self.digests or (known is not None and checksum_of(path) != known):
-            raise DualevalError(
-                f"{path} is not the file of this result: it has been written anew or is damaged"
-            )
+            raise DualevalError(f"{path} is not the file of this result: it was rewritten or is damaged")
         return pyarrow.parquet.read_table(path)
 
     def to_json(self) -> str:

@@ -92,7 +92,7 @@ def _quota_of(group: Path) -> float | None:
     if not words or words[0] in ("max", "-1"):
         return None
     period = words[1] if len(words) > 1 else _text(group / "cpu.cfs_period_us")
-    # Of what is no pair of numbers, no limit is known.
+    # Anything but a pair of numbers sets no known limit.
     with suppress(ValueError, ZeroDivisionError):
         return int(words[0]) / int(period)
     return None

@@ -207,8 +207,8 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
     if world.launcher == "none" and "SLURM_JOB_ID" in environ and tasks != "1":
         yield (
             f"This shell belongs to Slurm's job {environ['SLURM_JOB_ID']} ({tasks} tasks on "
-            f"{environ.get('SLURM_JOB_NODELIST', 'its nodes')}), but to no step of it, so one process runs "
-            f"here alone. Type 'srun dualeval run' to start the tasks."
+            f"{environ.get('SLURM_JOB_NODELIST', 'its nodes')}), but to no step of it, so only one process "
+            "runs. Type 'srun dualeval run' to start the tasks."
         )
 
 
@@ -238,8 +238,8 @@ def _unread_rank(environ: Mapping[str, str], known: str) -> str | None:
             # Set variables that dualeval reads, from the launcher's own.
             told = f"RANK=${rank} WORLD_SIZE={f'${size}' if size else 'N'}"
             start = (
-                "Type 'export MASTER_ADDR=FIRST_HOST MASTER_PORT=29500', FIRST_HOST being rank 0's, and "
-                f"\"{start} bash -c '{told} exec dualeval run'\""
+                "Type 'export MASTER_ADDR=FIRST_HOST MASTER_PORT=29500', where FIRST_HOST is the host of "
+                f"rank 0, and \"{start} bash -c '{told} exec dualeval run'\""
             )
         return _message(environ, (rank, size), known, start)
     if any(name in environ for name in _PMI) and environ.get("PMI_SIZE") != "1":

@@ -42,7 +42,7 @@ class Sight:
     host: str
     # What it can compute on.
     gpus: tuple[Gpu, ...] = ()
-    # Why there is none; empty where there is.
+    # Why there is no GPU; empty if there is one.
     reason: str = ""
     # The variable by which its launcher says that there are some, with its value; empty where no launcher
     # does.
@@ -112,7 +112,7 @@ def _numbered(number: int, everyone: Sequence[Sight]) -> list[Gpu]:
             shown = f"sees GPU {numbers}" if numbers else f"sees none: {sight.reason}"
             raise UsageError(
                 f"--device cuda:{number}: {sight.where} {shown}. Type a number that every rank sees, or "
-                f"--device cuda for one GPU a rank, or --device cpu."
+                "--device cuda for one GPU per rank, or --device cpu."
             )
         found.append(gpu)
     return found
@@ -207,6 +207,7 @@ def _taken_twice(sights: Sequence[Sight], taken: Mapping[int, Gpu]) -> UsageErro
     count = "1 GPU" if len(ids) == 1 else f"{len(ids)} GPUs"
     return UsageError(
         f"{other.where} and {left.where} would compute on one GPU, {gpu.name} ({gpu.id}): {ranks} ranks see "
-        f"{count}, and each rank takes one of its own. Start as many ranks a node as it has GPUs, let the "
-        f"launcher show each rank others, or type --device cpu, or --allow-shared-gpu to let ranks share."
+        f"{count}, and each rank takes one of its own. Start as many ranks per node as it has GPUs, let the "
+        "launcher show each rank a different GPU, or type --device cpu, or --allow-shared-gpu to let ranks "
+        "share."
     )

@@ -66,7 +66,7 @@ class _Commands(click.Group):
         return command
 
 
-# Without a command it is no error to be told what there is.
+# Without a command the list of commands is shown, which is not an error.
 @click.group(
     cls=_Commands,
     invoke_without_command=True,
@@ -153,7 +153,7 @@ def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
     """
     LINE.speak(speaks=False)
     try:
-        # Any other command is no rank's.
+        # No other command runs as a rank.
         may_be_a_rank = {"run", "watch", "finish", "doctor", "score", "conformance", "bench"} & set(words)
         world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
     except errors.UsageError:

@@ -60,9 +60,8 @@ def finish(context: click.Context, out: Path, evaluate_missing: bool, options: t
     if Path.cwd() != Path(folder):
         # Relative paths in the command begin there.
         raise UsageError(
-            f"the shares in {out} were started in {folder}. Type 'cd {folder}', and "
-            f"there 'dualeval finish {out.resolve()}'. Where that folder is not there, type their command "
-            "without --share."
+            f"the shares in {out} were started in {folder}. Type 'cd {folder}', and there 'dualeval finish "
+            f"{out.resolve()}'. If that folder no longer exists, type their command without --share."
         )
     words = [*without_start(words, _OF_A_SHARE), *options, "--out", str(out)]
     with run.make_context("dualeval finish", words, parent=context) as of_run:

@@ -62,7 +62,7 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
     metavar="RUN",
     help="Another finished run over the same samples, to compare with; give it again for more.",
 )
-@click.option("--out", type=PATH, metavar="FILE", help="Where the page goes.  [default: RUN/report.html]")
+@click.option("--out", type=PATH, metavar="FILE", help="File of the page.  [default: RUN/report.html]")
 def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
     """Write one HTML file that shows a finished run: figures, samples, classes, comparison.
 
@@ -91,7 +91,7 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
         and len(task.dataset()) >= job["samples"]
         and contents_now(task.dataset(), job["samples"]) != job["contents"]
     ):
-        task, problem = None, f"files of the data of {run} have changed since: nothing of them is shown."
+        task, problem = None, f"files of the data of {run} have changed since: none of them is shown."
     page = write_report(run, task, against=against, out=out, problem=problem)
     click.echo(f"the report is in {page}")
 
@@ -153,7 +153,7 @@ def slice_run(
     metavar="KIND:WHERE",
     help="tensorboard:DIR, wandb:PROJECT, mlflow:URI or jsonl:FILE; give it again for more.",
 )
-@click.option("--step", type=int, metavar="N", help="Step of a training that it is, such as the epoch.")
+@click.option("--step", type=int, metavar="N", help="Training step of this result, such as the epoch.")
 def export(run: Path, texts: Sequence[str], step: int | None) -> None:
     """Log a finished run in trackers of experiments.
 
@@ -185,14 +185,14 @@ _LONGEST = 60  # letters of an answer
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.option("--worst", metavar="N", type=click.IntRange(1), help=f"Samples a list.  [default: {_WORST}]")
+@click.option("--worst", metavar="N", type=click.IntRange(1), help=f"Samples per list.  [default: {_WORST}]")
 @click.option("--class", "name", metavar="NAME", help="Only samples of this class, by name or number.")
 @click.option(
     "--flips-against",
     "other",
     type=PATH,
     metavar="RUN",
-    help="Instead: the samples that are right in that run and wrong in this one, and the other way round.",
+    help="Instead: the samples that are right in that run and wrong in this one, and vice versa.",
 )
 @click.option("--per-class", is_flag=True, help="The metrics of each class.")
 def show(run: Path, worst: int | None, name: str | None, other: Path | None, per_class: bool) -> None:
@@ -219,7 +219,7 @@ def show(run: Path, worst: int | None, name: str | None, other: Path | None, per
     lists = rows.lists(comparison)
     if not lists:
         raise UsageError(
-            f"{run} has no metric that says of each sample whether it is right, or how bad it is: there is "
+            f"{run} has no metric that says for each sample whether it is right, or how bad it is: there is "
             "nothing to list. 'dualeval export' writes all rows."
         )
     if comparison is not None:
@@ -247,7 +247,7 @@ def _print_samples(rows: JudgedRows, samples: Sequence[Sample]) -> None:
         "confidence": [sample.confidence for sample in samples],
         "" if rows.measure is None else rows.measure.name: [sample.loss for sample in samples],
     }
-    # What no sample has, as the target of a question, is no column.
+    # A value that no sample has, such as a question's target, gets no column.
     there = {name: values for name, values in columns.items() if any(each is not None for each in values)}
     _print([*there], [*zip(*there.values(), strict=True)])
 

@@ -62,7 +62,7 @@ def init(task: str, file: Path | None) -> None:
         with path.open("x", encoding="utf-8") as new:
             new.write(text)
     except FileExistsError as error:
-        raise UsageError(f"{path} is there, and is not overwritten: give another FILE.") from error
+        raise UsageError(f"{path} exists, and is not overwritten: give another FILE.") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     click.echo(f"wrote {path}. Change it, then type: python {path}")

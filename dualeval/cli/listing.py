@@ -23,7 +23,7 @@ from dualeval.tasks.options import TASKS
 _MOST_OF_LINE = 70
 
 
-# As 'dualeval' alone: without a command the help is shown, which is no error.
+# Like 'dualeval' alone: without a command the help is shown, which is not an error.
 @click.group("list", invoke_without_command=True)
 @click.pass_context
 def list_names(context: click.Context) -> None:
@@ -84,7 +84,7 @@ def list_metrics() -> None:
     if rows:
         click.echo("of packages, for any task that has their columns:")
         _show(rows, indent="  ")
-    click.echo("A task of your own has the metrics that its metrics() returns, under their names.")
+    click.echo("A task of your own has the metrics that its metrics() returns, by name.")
 
 
 @list_names.command("models")

@@ -60,7 +60,7 @@ class Invocation:
     started: float
 
 
-# Options that are none of a job, by what they belong to.
+# Options that are not part of a job, by what they belong to.
 _OF_SESSION = (
     *("backend", "launcher", "allow_shared_gpu", "mix_machines", "debug"),
     *("heartbeat_timeout", "forward_timeout", "stop_signals"),
@@ -193,12 +193,10 @@ def _check_share(invocation: Invocation, jobs: Sequence[tuple[str | None, Job]])
     if invocation.out is None:
         raise UsageError(f"{share}: give --out DIR, a folder that all shares see.")
     if is_several(jobs):
-        raise UsageError(
-            f"{share}: there are several models, and a share is of one. Give each its own --out."
-        )
+        raise UsageError(f"{share}: there are several models, but a share has one. Give each its own --out.")
     if invocation.as_json:
         raise UsageError(
-            f"{share}: a share has no result, and --json nothing to print: give it to 'dualeval finish'."
+            f"{share}: a share has no result, so --json has nothing to print: give it to 'dualeval finish'."
         )
 
 

@@ -161,8 +161,8 @@ class Models:
             check_path(self._out)
             if single := [name for name in (RESULT, JOB, STATUS) if (self._out / name).exists()]:
                 raise UsageError(
-                    f"{self._out} holds a run of one model ({single[0]}), and several need a folder of their "
-                    "own. Give another --out."
+                    f"{self._out} holds a run of one model ({single[0]}), and several models need a folder "
+                    "of their own. Give another --out."
                 )
             return self._out.absolute()
         mark = f"several-{sha256_of_json(fingerprint_of(self._jobs))[:8]}"

@@ -143,9 +143,9 @@ def whole_job_of(flags: Mapping[str, Any], command: str) -> Job:
 
 def _takes_whole_models(command: str, what: str) -> UsageError:
     return UsageError(
-        f"{what} belongs to 'dualeval run', and '{command}' looks at models that each rank has all of. Leave "
-        "it out: a divided model has the numbers of the whole one, and 'dualeval run --shard fsdp' shows its "
-        "speed."
+        f"{what} belongs to 'dualeval run', and '{command}' looks at models that are whole on each rank. "
+        "Leave it out: a divided model has the numbers of the whole one, and 'dualeval run --shard fsdp' "
+        "shows its speed."
     )
 
 

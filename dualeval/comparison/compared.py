@@ -291,8 +291,8 @@ def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, floa
         for run in runs:
             if run.result.units.get(name) == "fraction" and margin >= 1:
                 raise UsageError(
-                    f"--gate {typed}={margin:g}: {name} lies between 0 and 1, so that no run would fail. "
-                    f"Of {margin:g} percentage points give {typed}={margin / 100:g}"
+                    f"--gate {typed}={margin:g}: {name} lies between 0 and 1, so that no run would fail. For "
+                    f"{margin:g} percentage points give {typed}={margin / 100:g}"
                 )
             if name not in run.scores:
                 known = name in run.result.metrics
@@ -394,7 +394,7 @@ def _gate(
 def _notes(pairs: Pairs, estimates: Mapping[str, Estimate]) -> list[str]:
     notes = [
         f"{run.folder} gives other numbers each time it is evaluated (deterministic: false in its result): a "
-        "difference may be of one evaluation alone."
+        "difference may come from one evaluation alone."
         for run in (pairs.a, pairs.b)
         if run.result.deterministic is False
     ]

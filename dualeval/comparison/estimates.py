@@ -46,7 +46,7 @@ def clusters_of(pairs: Pairs, name: str) -> npt.NDArray[np.int64]:
     if found is None:
         raise UsageError(_without_clusters(pairs, name))
     if pyarrow.types.is_nested(found[0].type):
-        raise UsageError(f"--cluster {name}: it has several values a sample; expected one")
+        raise UsageError(f"--cluster {name}: it has several values per sample; expected one")
     if not found[0].equals(found[1]):
         raise UsageError(f"--cluster {name}: it is not the same in both runs")
     numbers: npt.NDArray[np.int64] = (
@@ -148,7 +148,7 @@ def _terms(pairs: Pairs, score: Score) -> tuple[_Terms, _Terms]:
             raise _NotCompared(f"the rows of one run have no column {name!r}")
         for own, column in zip(columns, both, strict=True):
             if pyarrow.types.is_nested(column.type) or pyarrow.types.is_large_string(column.type):
-                raise _NotCompared(f"the column {name!r} does not have a number a sample")
+                raise _NotCompared(f"the column {name!r} does not have one number per sample")
             own[name] = column.to_numpy(zero_copy_only=False)
     one, other = (_Terms(*score.terms(own)) for own in columns)
     return one, other

@@ -43,9 +43,9 @@ def open_run(folder: str | Path) -> ComparedRun:
     result, rows = finished_run(folder)
     if not result.scores:
         raise UsageError(
-            f"{folder / RESULT} does not say how a metric follows from a number of each sample ('scores'). "
-            "Evaluate again with a metric that does, such as top1 or Mean: 'dualeval run ... --out "
-            f"{folder} --fresh'."
+            f"{folder / RESULT} does not say how a metric follows from one number per sample ('scores'). "
+            f"Evaluate again with a metric that does, such as top1 or Mean: 'dualeval run ... --out {folder} "
+            "--fresh'."
         )
     scores = {name: score_from(score) for name, score in result.scores.items()}
     return ComparedRun(folder=folder, result=result, rows=rows, scores=scores)
@@ -159,8 +159,8 @@ def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDA
         raise UsageError(
             f"{a.folder} and {b.folder} are runs over different samples: {len(ids) - len(only_a):,} ids are "
             f"in both, {len(only_a):,} only in A{_named(only_a)}, {len(only_b):,} only in B{_named(only_b)}. "
-            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit, or "
-            "--sample and --seed)."
+            "A comparison needs pairs: evaluate both over the same samples (--data, --limit, or --sample "
+            "and --seed)."
         )
     rows: npt.NDArray[np.int64] = found.to_numpy().astype(np.int64)
     return rows
@@ -188,8 +188,8 @@ def _check_fingerprints(a: ComparedRun, b: ComparedRun, *, same_order: bool, tru
         ]
     raise UsageError(
         f"{a.folder} and {b.folder} have the same ids, but over different data: the fingerprints differ in "
-        f"{said}. If equal ids are the same samples all the same, as where only a transform in a data set of "
-        "your own differs, add --trust-ids (in Python trust_ids=True)."
+        f"{said}. If equal ids are the same samples anyway, for example if only a transform in your data set "
+        "differs, add --trust-ids (in Python trust_ids=True)."
     )
 
 

@@ -165,7 +165,7 @@ def _keys(pairs: Pairs, name: str) -> Keys:
             f"{', '.join(pairs.a.rows.names)}.{did_you_mean(name, pairs.a.rows.kinds)}"
         )
     if any(pyarrow.types.is_nested(column.type) for column in there):
-        raise UsageError(f"--by {name}: it has several values a sample, expected one")
+        raise UsageError(f"--by {name}: it has several values per sample, expected one")
     keys, further = [], []
     for run, column, rows, alone in (
         (pairs.a, whole[0], pairs.rows_a, pairs.only_a),

@@ -110,7 +110,7 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
     if (parts := [name for name in sorted(folders) if name.lower() in _PARTS]) == sorted(folders) and parts:
         own = [name for name in parts if any(path.is_dir() for path in (root / name).glob("*"))]
         raise UsageError(
-            f"data folder {root} holds {' and '.join(parts)}, which are parts of a data set and no classes. "
+            f"data folder {root} holds {' and '.join(parts)}, which are parts of a data set, not classes. "
             + (f"Give one of them: --data {root / own[-1]}" if own else _FLAT.format(root / parts[-1]))
         )
     return sorted(folders)
@@ -187,7 +187,7 @@ def imagenet_folder(root: Path, split: str) -> Path:
     folders = class_folders(found, PassedOver())
     if not folders and any(is_image(path.name) for path in found.iterdir()):
         raise UsageError(
-            f"the pictures lie in {found} itself, expected one folder a class, {found}/n01440764/IMAGE. "
+            f"the pictures lie in {found} itself, expected one folder per class, {found}/n01440764/IMAGE. "
             "Sort them into folders by wnid, as torchvision.datasets.ImageNet does, or list them with their "
             "classes in a manifest: --data FILE.csv --image-root DIR."
         )

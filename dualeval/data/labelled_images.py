@@ -19,6 +19,7 @@ from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_t
 from dualeval.errors import UsageError
 from dualeval.further_columns import KeptColumns, WithColumns
 from dualeval.status_line import doing
+from dualeval.wording import counted
 
 
 class ImageFolder(ImageFiles):
@@ -117,7 +118,7 @@ class ManifestImages(WithColumns, ImageFiles):
     ) -> None:
         cache = cache or DataCache()
         if image_root is not None and not image_root.is_dir():
-            raise UsageError(f"--image-root {image_root} is no folder")
+            raise UsageError(f"--image-root {image_root} is not a folder")
         with doing(f"reading {path}"):
             read = cache.once(
                 ("manifest", path.absolute(), path_column, label_column, options),
@@ -151,8 +152,8 @@ class ManifestImages(WithColumns, ImageFiles):
             return
         root = "that of --image-root" if given_root else "the manifest's; give --image-root DIR for another"
         raise UsageError(
-            f"{path}: none of {len(places):,} files is there that its rows name; the first was looked for at "
-            f"{self.path(0)}. Paths count from the folder {root}."
+            f"{path}: its rows name {counted(len(places), 'file')}, and none exists; the first was "
+            f"looked for at {self.path(0)}. Paths are relative to the folder {root}."
         )
 
     def select(self, indices: Any) -> ManifestImages:
@@ -211,7 +212,7 @@ def _read(of: Table) -> _Read:
         codes.append(place)
     if not len(paths):
         raise UsageError(
-            f"{of.path} holds no sample: found its headings alone, expected rows of path and label"
+            f"{of.path} holds no sample: found only its headings, expected rows of path and label"
         )
     return _Read(paths=paths, codes=codes, labels=labels, kept=of.further.kept())
 
@@ -219,7 +220,8 @@ def _read(of: Table) -> _Read:
 def _no_path(of: Table, number: int, path: object) -> UsageError:
     found = "is empty" if path is None or path == "" else f"is {path!r}"
     return UsageError(
-        f"{of.where(number)}: the path {found}, expected that of a picture file (column {of.columns[0]!r})"
+        f"{of.where(number)}: the path {found}, expected the path of a picture file (column "
+        f"{of.columns[0]!r})"
     )
 
 
@@ -233,7 +235,7 @@ def _check_once(path: Path, paths: FileNames) -> None:
         name = paths.stored(place)
         if name in seen:
             raise UsageError(
-                f"{path} lists {paths.shown(place)!r} more than once: leave the others out, as each picture "
-                "is to be counted once."
+                f"{path} lists {paths.shown(place)!r} more than once: keep one of them, so that each picture "
+                "counts once."
             )
         seen.add(name)

@@ -256,9 +256,10 @@ class TableLabels:
                     raise self._no_label(number, text, hint)
                 if of_model and not _WHOLE.fullmatch(text):
                     raise UsageError(
-                        f"{self._at(number)} is {text!r}, which is no class of the model. "
+                        f"{self._at(number)} is {text!r}, which is not a class of the model. "
                         f"{_both_lists(known, texts)} Give names or indices of the model's classes, or "
-                        "--label COLUMN; or say which class each is: --class-map FILE, or --class-order name."
+                        "--label COLUMN; or say which class each is: --class-map FILE, or --class-order "
+                        "name."
                     )
         first = dict(zip(reversed(texts), reversed(self._numbers), strict=True))
         # In the order of rows a model's own names have been since their identity was made.
@@ -366,7 +367,7 @@ def _numeric_warning(folders: Sequence[str], noun: str) -> tuple[str, ...]:
     return (
         f"the {noun}s are numbered, but are in the order of their names: {folders[place]!r} is class "
         f"{place}. If the model was trained in numeric order, give --class-order number or --class-map FILE; "
-        "if it was trained in this one, give --class-order name.",
+        "if it was trained in this order, give --class-order name.",
     )
 
 
@@ -413,7 +414,7 @@ def _by_known(
     unknown = [folder for folder, places in found.items() if not places]
     if unknown:
         raise UsageError(
-            f"{where(unknown[0])}{len(unknown)} of {len(folders)} {noun}s are no classes of {known.of}, "
+            f"{where(unknown[0])}{len(unknown)} of {len(folders)} {noun}s are not classes of {known.of}, "
             f"while the others are: {_listed(unknown)}.{known.nearest(unknown[0])} Rename them, or give "
             "--class-map FILE."
         )
@@ -484,7 +485,7 @@ def _checked_map(pairs: list[tuple[str, Any]]) -> dict[str, int | None]:
         raise UsageError(f"{twice!r} is there twice. Leave one out.")
     for folder, index in pairs:
         if index is not None and (type(index) is not int or index < 0):
-            turned = " A map of index to folder has to be turned round." * isinstance(index, str | list)
+            turned = " A map of index to folder has to be inverted." * isinstance(index, str | list)
             raise UsageError(
                 f"{folder!r} is mapped to {json.dumps(index, ensure_ascii=False)}: expected the class's "
                 f"index, a whole number from 0, or null to leave the folder out.{turned}"
@@ -563,6 +564,6 @@ def refuse_other_names(
         index, name = int(classes[row]), kept.of([row])[column][0]
         raise UsageError(
             f"{of}: the label {index} is {known.names[index]!r} of {known.of}, and the column {column!r} has "
-            f"{name!r} beside it: the labels number the classes otherwise. Give the names as the labels: "
+            f"{name!r} beside it: the labels number the classes differently. Give the names as the labels: "
             f"--label {column}, of a manifest --label-column {column}"
         )

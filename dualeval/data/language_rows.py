@@ -44,7 +44,7 @@ def read_language_data(
     if isinstance(data, str | Path) and not (Path(data).is_file() and is_table(Path(data))):
         if text is not None and Path(data).exists():
             raise UsageError(
-                f"--text {text}: --data {data} is of text files, which have no columns. Leave it out."
+                f"--text {text}: --data {data} is made of text files, which have no columns. Leave it out."
             )
         options.refuse_quoting(data)
         return _of_files(Path(data), str(data))
@@ -68,8 +68,8 @@ def _columns(named: str, found: Sequence[str], text: str | None) -> tuple[str, .
     if "choices" not in found and (own := next((name for name in _TEXTS if name in found), None)):
         return (own,)
     raise UsageError(
-        f"{named} has the columns {', '.join(found)}: expected {', '.join(_TEXTS[:-1])} or {_TEXTS[-1]} (a "
-        "document a row), context or question with choices and answer (multiple choice), or prompt and "
+        f"{named} has the columns {', '.join(found)}: expected {', '.join(_TEXTS[:-1])} or {_TEXTS[-1]} (one "
+        "document per row), context or question with choices and answer (multiple choice), or prompt and "
         "answer (greedy answers). Or say which column has the documents with --text NAME."
     )
 
@@ -87,7 +87,7 @@ def _of_files(path: Path, named: str) -> LanguageData:
     if path.is_dir():
         files = sorted(path.rglob(f"*{_SUFFIX}"), key=lambda file: file.relative_to(path).as_posix())
     if not files:
-        other = "is no text file and no table" if path.exists() else "does not exist"
+        other = "is neither a text file nor a table" if path.exists() else "does not exist"
         found = "holds no .txt file" if path.is_dir() else other
         raise UsageError(
             f"--data {named} {found}. Expected a .txt file, a folder of such files, or a table (.jsonl, "

@@ -49,7 +49,7 @@ class LabelRule:
 
     # The labels of pixels that do not count.
     ignore: tuple[int, ...]
-    # Label 0 is no class, and 1 is class 0.
+    # Label 0 does not count, and label 1 is class 0.
     reduce: bool
     # The class of each label, NO_LABEL for one that does not count; empty where labels are classes.
     values: Mapping[int, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class LabelRule:
             return f"{labels}: write masks anew without resizing or loss, or give --mask-values FILE.json"
         counting = [label for label, number in every.items() if number != NO_LABEL]
         pairs = {label: place if place < self.classes else NO_LABEL for place, label in enumerate(counting)}
-        # Where no label would be left there is no such choice.
+        # Not offered if no label would be left.
         ignored = f"--ignore-index {','.join(map(str, [*self.ignore, *beyond]))}"
         or_ignored = f", or, if these pixels do not count, {ignored}" if beyond != counting else ""
         return (
@@ -148,7 +148,7 @@ class MaskedPictures(WithColumns):
     pictures: ImageFiles
     masks: ImageFiles
     rule: LabelRule
-    # What a row's number stands behind, and these numbers; "" where there are none.
+    # What comes before a row's number, and these numbers; "" if there are none.
     table: str
     numbers: npt.NDArray[np.int64]
     notes: tuple[str, ...] = ()
@@ -227,9 +227,9 @@ class MaskedPictures(WithColumns):
                     raise UsageError(
                         f"the mask {self.masks.path(other)} has the colour {palette[index]} at the number "
                         f"{before}, and {self.masks.path(place)} at {index}: so colours are the classes. "
-                        "Write the masks anew with the number of a class a pixel: PIL.Image.fromarray("
-                        "numbers.astype('uint8')).save('mask.png'). Where the numbers are the classes, type "
-                        f"--mask-values {self._typed_values({})}"
+                        "Write the masks anew with one class number per pixel: "
+                        "PIL.Image.fromarray(numbers.astype('uint8')).save('mask.png'). Where the numbers "
+                        f"are the classes, type --mask-values {self._typed_values({})}"
                     )
         numbers = [index for index, *_ in seen.values() if index not in self.rule.ignore]
         palette = longest[: max(numbers, default=-1) + 1]
@@ -347,8 +347,8 @@ def open_masked(
         pairs = cache.once(of_manifest, lambda: _of_manifest(data, *columns, options))
     elif any(columns):
         raise UsageError(
-            f"--path-column and --mask-column are of a manifest (.csv, .jsonl, .parquet), and --data {data} "
-            "is none. Leave them out."
+            f"--path-column and --mask-column are for a manifest (.csv, .jsonl, .parquet), and --data {data} "
+            "is not one. Leave them out."
         )
     else:
         options.refuse_quoting(data)
@@ -372,20 +372,20 @@ def open_masked(
     for what, root, names in (("picture", roots[0], pairs.pictures), ("mask", roots[1], pairs.masks)):
         if not any((root / name).exists() for name in names[:_LOOKED_FOR]):
             raise UsageError(
-                f"--data {data}: none of its {what}s is there; the first was looked for at "
-                f"{root / names[0]}. Paths count from the manifest's folder; those of masks from --masks, "
-                "where it is given."
+                f"--data {data}: none of its {what}s exists; the first was looked for at {root / names[0]}. "
+                "Paths are relative to the manifest's folder; those of masks to --masks, if it is given."
             )
     return found
 
 
 def _folder(flag: str, folder: Path | None) -> Path:
     if folder is None or not folder.is_dir():
-        there = "is no folder" if folder is not None and folder.exists() else "does not exist"
+        there = "is not a folder" if folder is not None and folder.exists() else "does not exist"
         found = "is not given" if folder is None else f"{folder} {there}"
         raise UsageError(
-            f"{flag} {found}. Give --data the folder of the pictures and --masks that of their masks, which "
-            "have the same names (a.jpg and a.png); or --data a manifest with both (.csv, .jsonl, .parquet)."
+            f"{flag} {found}. Give --data the folder of the pictures and --masks the folder of their masks, "
+            "which have the same names (a.jpg and a.png); or --data a manifest with both (.csv, .jsonl, "
+            ".parquet)."
         )
     return folder
 
@@ -397,10 +397,9 @@ def _of_folders(root: Path, masks: Path) -> _Pairs:
     if not pictures.keys() & found.keys():
         one, other = (_some(files.values()) for files in (pictures, found))
         raise UsageError(
-            f"no mask in --masks {masks} has the name of a picture in --data {root}: found of pictures "
-            f"{one}, of masks {other}; expected a.jpg ({' '.join(EXTENSIONS)}) and a.png "
-            f"({' '.join(_SUFFIXES)}). "
-            "Names that differ take a manifest: --data FILE.csv with the columns image and mask."
+            f"no mask in --masks {masks} has the name of a picture in --data {root}: found pictures {one}, "
+            f"masks {other}; expected a.jpg ({' '.join(EXTENSIONS)}) and a.png ({' '.join(_SUFFIXES)}). "
+            "Names that differ need a manifest: --data FILE.csv with the columns image and mask."
         )
     without = [name for stem, name in pictures.items() if stem not in found]
     alone = [name for stem, name in found.items() if stem not in pictures]

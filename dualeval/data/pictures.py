@@ -167,7 +167,7 @@ FORMATS = ("JPEG", "PNG", "BMP", "PPM", "GIF", tiff.TiffImageFile.format, "WEBP"
 assert WebPImagePlugin.WebPImageFile.format in FORMATS
 # What may be left out of a file.
 _PAGES = "several pages or frames, of which the first is read. Write the others as pictures if they count"
-_GETS = "but the function of --preprocessing gets RGB of 8 bits. If it uses them, write what it makes of them"
+_GETS = "but the function of --preprocessing gets RGB of 8 bits. If it uses them, write its output as files"
 _CLEAR, _WIDE = f"transparent pixels, {_GETS}", f"more than 8 bits, {_GETS}"
 # TIFF's tag NewSubfileType.
 _SUBFILE = 254
@@ -312,7 +312,7 @@ class StoredPicture:
         if not self.is_exact:
             found = f"a {self.image.format}, whose pixels are approximate"
         elif self.white_is_zero and self.bits > 1:
-            found = "a TIFF whose tags say that 0 is white: its numbers may be turned round"
+            found = "a TIFF whose tags say that 0 is white: its numbers may be inverted"
         elif mode in ("LA", "RGB", "RGBA") and self.bits <= 8 and _is_grey(values, mode):
             return values[..., 0]
         elif mode in ("1", "L", "I", "I;16", "I;16B", "P"):
@@ -324,7 +324,7 @@ class StoredPicture:
             found = (
                 f"its pixels are colours (mode {mode})" if mode != "F" else "its pixels are floating-point"
             )
-        raise ValueError(f"{found}, expected {', '.join(_EXACT)} with the number of a class a pixel. {_ANEW}")
+        raise ValueError(f"{found}, expected {', '.join(_EXACT)} with one class number per pixel. {_ANEW}")
 
 
 def _is_grey(values: npt.NDArray[Any], mode: str) -> bool:
@@ -376,10 +376,10 @@ def _opened(file: IO[bytes]) -> Iterator[Image.Image]:
             raise OSError(f"the file {other}") from error
         if kind := next((name for name in FORMATS if (Image.OPEN[name][1] or bool)(head[:16])), None):
             raise OSError(f"a {kind} of a kind that Pillow does not read: write it anew as PNG") from error
-        raise OSError(f"the file is no picture: expected one of {', '.join(FORMATS)}") from error
+        raise OSError(f"the file is not a picture: expected one of {', '.join(FORMATS)}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise OSError(
-            f"{text_of(error)} If it is what it should be, let Pillow read larger ones: "
+            f"{text_of(error)} If it is as it should be, let Pillow read larger ones: "
             "PIL.Image.MAX_IMAGE_PIXELS = None in your script, or in the file of --model or --preprocessing"
         ) from error
     except (OSError, ValueError):

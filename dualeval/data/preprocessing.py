@@ -13,7 +13,7 @@ from dualeval.options.choices import check_choice, check_count, check_mean, chec
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CHANNELS = (1, 3)
-# Pictures of which one may give the size of all.
+# Kinds of pictures where one may give the size of all.
 _TRIED = 8
 RESIZE_MODES = ("shorter", "squash", "inside", "cover")
 CROP_ROUNDINGS = ("nearest", "down")

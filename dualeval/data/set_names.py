@@ -51,7 +51,7 @@ def named_set(data: str, split: str | None = None) -> NamedSet | None:
             f"NAME:DIR with one of {', '.join(SPLITS)}.{hint}"
         )
     if not folder:
-        raise UsageError(f"--data {data}: expected the folder that holds {name} behind the colon, {name}:DIR")
+        raise UsageError(f"--data {data}: expected the folder that holds {name} after the colon, {name}:DIR")
     if split is not None:
         check_choice(f"--split of {name}", split, SPLITS[name])
     root = Path(folder)

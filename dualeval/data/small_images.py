@@ -221,8 +221,8 @@ def _only_split(folder: Path, splits: Sequence[str]) -> str:
     if len(tests) > 1:
         own = folder / tests[0]
         raise UsageError(
-            f"{folder} holds {len(tests)} sets of idx files: {first_of(tests, 8)}. Give one a folder of its "
-            f"own, such as: mkdir {own}; mv {own}-*ubyte* {own}; and type --data {own}"
+            f"{folder} holds {len(tests)} sets of idx files: {first_of(tests, 8)}. Move one into a folder of "
+            f"its own, such as: mkdir {own}; mv {own}-*ubyte* {own}; and type --data {own}"
         )
     return tests[0] if tests else SPLITS["test"]
 
@@ -272,7 +272,7 @@ def _read_cifar(wanted: NamedSet) -> SmallImages:
     except RuntimeError as error:
         raise UsageError(
             f"{wanted.root / kind.base_folder} does not hold the published files of {wanted.name}: one is "
-            "missing, or its md5 is another. They are pickles, which can run code, so none was read. Unpack "
+            "missing, or has another md5. They are pickles, which can run code, so none was read. Unpack "
             f"{kind.filename} in {wanted.root}; nothing is downloaded. For pictures of your own use class "
             "folders or a manifest."
         ) from error

@@ -216,7 +216,7 @@ def _read_object(path: Path, flag: str, expected: str) -> dict[str, Any]:
     for pair in pairs:
         for text in pair:
             if isinstance(text, str) and not is_unicode(text):
-                raise UsageError(f"{path}: {text!a} is no Unicode text (half a surrogate pair)")
+                raise UsageError(f"{path}: {text!a} is not Unicode text (half a surrogate pair)")
     _refuse_twice([key for key, _ in pairs], f"{path}: a question must have one value, but")
     return dict(pairs)
 
@@ -231,7 +231,7 @@ def _read(path: Path, what: str, flag: str, **options: Any) -> Any:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give {what} with {flag}.") from error
     except (ValueError, RecursionError) as error:
-        other = what_it_is(path) or f"is no JSON in UTF-8: {error}"
+        other = what_it_is(path) or f"is not JSON in UTF-8: {error}"
         raise UsageError(f"{path} {other}.") from error
 
 
@@ -250,7 +250,7 @@ def _get(entry: Any, key: str, kind: type[_T], where: str, default: _T | None = 
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise _Wrong(f"{name} is {_kind(value)}, expected {_EXPECTED[kind]}")
     if isinstance(value, str) and not is_unicode(value):
-        raise _Wrong(f"{name} is no Unicode text (half a surrogate pair)")
+        raise _Wrong(f"{name} is not Unicode text (half a surrogate pair)")
     return value
 
 

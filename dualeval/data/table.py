@@ -45,7 +45,7 @@ class TableOptions(NamedTuple):
     def refuse_quoting(self, of: object) -> None:
         """Refuse an option that only CSV and TSV have."""
         if self.quoting is not None:
-            raise UsageError(f"--quoting is of files .csv and .tsv, and {of} is none. Leave it out.")
+            raise UsageError(f"--quoting is for .csv and .tsv files, and {of} is not one. Leave it out.")
 
 
 AS_USUAL = TableOptions()
@@ -172,8 +172,8 @@ def _csv_cells(path: Path, delimiter: str, quoting: str | None) -> Iterator[tupl
             if quoting is None and '"' in line and any(cell.startswith('"') for cell in cells):
                 raise UsageError(
                     f"{path}, line {number} has a cell that begins with a quotation mark. Say what it is: "
-                    "--quoting none (part of the text, as in GLUE's files) or --quoting standard (it stands "
-                    "around the cell, as pandas writes it)."
+                    "--quoting none (part of the text, as in GLUE's files) or --quoting standard (it "
+                    "encloses the cell, as pandas writes it)."
                 )
             if cells != [""]:
                 yield number, cells
@@ -200,8 +200,8 @@ def _csv_rows(
     for number, cells in lines:
         if len(cells) != width:
             raise UsageError(
-                f"{path}, line {number} has {len(cells)} columns, expected {width} as in the first line. A "
-                "text with a delimiter in it stands in double quotes (--quoting standard)."
+                f"{path}, line {number} has {len(cells)} columns, expected {width} as in the first line. Put "
+                "a text with a delimiter in it in double quotes (--quoting standard)."
             )
         yield (number, *(cells[place] for place in places))
 
@@ -242,7 +242,7 @@ def _json_objects(path: Path, example: str) -> Iterator[tuple[int, dict[str, Any
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UsageError(
-                    f"{path}, line {number} is not JSON: {error}. Expected one object a line, such as "
+                    f"{path}, line {number} is not JSON: {error}. Expected one object per line, such as "
                     f"{example}"
                 ) from error
             if not isinstance(value, dict):
@@ -396,7 +396,7 @@ def read_rows(
         return _of_python(data, choose, example, options.keep)
     path = Path(data)
     if not path.is_file() or not is_table(path):
-        found = "does not exist" if not path.exists() else "is no table"
+        found = "does not exist" if not path.exists() else "is not a table"
         raise UsageError(f"--data {data} {found}. Expected a file {', '.join(SUFFIXES)}.")
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")
@@ -454,7 +454,7 @@ def _rows(of: str, source: str, table: Table) -> Rows:
     ids = [str(place) for place in range(len(values))]
     if table.columns[-1] in _IDS:
         own = [str(row[-1]) for row in values]
-        # One that rows share, as that of a product, is no row's.
+        # A value that rows share, such as a product's number, does not name a row.
         ids = own if len({*own}) == len(own) and all(own) and all(map(is_unicode, own)) else ids
     return Rows(
         of=of,

@@ -160,10 +160,10 @@ def _check_samples(
         for place, found in probe.items():
             if None not in (found, probes[first][place]) and found != probes[first][place]:
                 raise UsageError(
-                    f"sample {name_of(evaluation.dataset, int(place))} is another one on rank {rank} on "
-                    f"{hosts[rank]} than on rank {first} on {hosts[first]}. {_WHOLE}. If "
-                    "its __getitem__ reads the rank (RANK, torch.distributed.get_rank()) or the host, take "
-                    "that out; if it reads files, compare them on both hosts"
+                    f"sample {name_of(evaluation.dataset, int(place))} is a different one on rank {rank} on "
+                    f"{hosts[rank]} than on rank {first} on {hosts[first]}. {_WHOLE}. If its __getitem__ "
+                    "reads the rank (RANK, torch.distributed.get_rank()) or the host, take that out; if it "
+                    "reads files, compare them on both hosts"
                 )
 
 
@@ -354,7 +354,8 @@ def _refuse(
     others = [reader for reader, found in readers.items() if found != readers[first]]
     block = blocks[differing[0]]
     raise UsageError(
-        f"the data set has other contents on {', '.join(others[:_NAMED_AT_MOST])} than on {first}: samples "
-        f"{block.start} to {block.stop - 1} ({dataset.id(block.start)} to {dataset.id(block.stop - 1)})"
-        f" differ, and {len(differing) - 1} more of {len(blocks)} such blocks. Give every node the same data."
+        f"the data set has different contents on {', '.join(others[:_NAMED_AT_MOST])} than on {first}: "
+        f"samples {block.start} to {block.stop - 1} ({dataset.id(block.start)} to "
+        f"{dataset.id(block.stop - 1)}) differ, and {len(differing) - 1} more of {len(blocks)} such blocks. "
+        "Give every node the same data."
     )

@@ -58,8 +58,8 @@ def check_methods(task: Task) -> None:
             signature.bind(*given)
         except TypeError as error:
             raise UsageError(
-                f"{type(task).__name__}.{name}({', '.join(signature.parameters)}) does not take what it is "
-                f"called with: {error}. Write def {name}(self, {', '.join(given)})."
+                f"{type(task).__name__}.{name}({', '.join(signature.parameters)}) does not accept its "
+                f"arguments: {error}. Write def {name}(self, {', '.join(given)})."
             ) from error
 
 
@@ -155,7 +155,7 @@ def _divided(
         run.note_all(
             [
                 f"model: each rank has built all of it ({size / 1e6:,.1f} MB) before it keeps its part. "
-                "Build it by dualeval.late_model, and each rank reads its part alone"
+                "Build it by dualeval.late_model, and each rank reads only its part"
             ]
         )
     sharded = ShardedModel(model, mesh, run)

@@ -148,8 +148,8 @@ class Compute:
                 raise UsageError(f"this batch cannot be computed: {why}.") from error
             if not isinstance(observed, Mapping):
                 raise UsageError(
-                    f"observe returned a {type(observed).__name__}, expected a dict of columns, one row a "
-                    "sample, as {'loss': losses}"
+                    f"observe returned a {type(observed).__name__}, expected a dict of columns, one row per "
+                    f"sample, such as {{'loss': losses}}"
                 )
             # Copied on the host, as the thread's next batch may write into this memory. A GPU's are anyway.
             is_host = self._accelerator.is_host

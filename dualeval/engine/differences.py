@@ -128,12 +128,13 @@ def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
     names = [name.removeprefix("job.") for name, _, _ in found]
     if "source.dualeval" in names:
         return (
-            " (source.dualeval is a hash of dualeval's own files: the other one has another version of it.)"
+            " (source.dualeval is a hash of dualeval's own files: the other one has a different version of "
+            "it.)"
         )
     if "layout" in names:
         return (
-            " (None is contiguous. Where the model's forward fails channels-last on one of the two, both are "
-            "computed alike with --layout contiguous.)"
+            " (None is contiguous. If the model's forward fails channels-last on one of the two, give both "
+            "--layout contiguous.)"
         )
     if not any(name.startswith(_NAMED) for name in names):
         return ""
@@ -141,5 +142,5 @@ def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
         " (structure.CLASS.NAME is a hash of what the attribute NAME holds in the model's modules of that "
         "class, and constants.CLASS has the values that the methods of CLASS read: a rank, a time or a "
         "random number does not belong there. A class that says dualeval_identity_ignores = "
-        '("NAME OF ATTRIBUTE",) leaves out what decides no number.)'
+        '("NAME OF ATTRIBUTE",) leaves out attributes that change no number.)'
     )

@@ -35,7 +35,7 @@ from dualeval.tasks import Dataset, Task
 from dualeval.wording import did_you_mean
 
 _NO_METRICS = (
-    "there are no metrics, so the result has no numbers. Let metrics() or metrics= give some, as "
+    "there are no metrics, so the result has no numbers. Let metrics() or metrics= give some, such as "
     "[dualeval.metrics.Mean('loss')] of a column 'loss'"
 )
 # Columns that predictions.parquet and the journal add to every run's.
@@ -95,8 +95,8 @@ class Evaluation:
         kept = getattr(getattr(self.dataset, "whole", self.dataset), "kept", None)
         parts = kept.train_beside_test() if isinstance(kept, KeptColumns) else ()
         said = [
-            f"the column {name} of the data has {rows}, and none is left out: --by {name} gives metrics of "
-            "each; for those of one part alone give --data a table of its rows"
+            f"the column {name} of the data has {rows}, and all parts are evaluated: --by {name} gives "
+            "metrics of each; for one part alone give --data a table of its rows"
             for name, rows in parts
             if name not in columns_of_groups(self.run.options.by)
         ]
@@ -175,9 +175,8 @@ def _check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> 
     for name in kept:
         if name in RESERVED:
             raise UsageError(
-                f"the column {name!r} is a name that is taken. predictions.parquet has "
-                f"{', '.join(RESERVED[:2])} by itself, the journal {EVALUATED}: give the column another "
-                "name."
+                f"the column {name!r} has a name that is taken. predictions.parquet already has "
+                f"{', '.join(RESERVED[:2])}, the journal {EVALUATED}: give the column another name."
             )
 
 
@@ -282,8 +281,8 @@ def _whole(
     kept = further.kept()
     for name, why in kept.left_out.items():
         raise UsageError(
-            f"{_kind(dataset)}.columns(indices): the column {name!r} cannot be kept: {why}. "
-            "Expected one text, number or bool a sample: mend it, or leave it out of what columns() returns."
+            f"{_kind(dataset)}.columns(indices): the column {name!r} cannot be kept: {why}. Expected one "
+            "text, number or bool per sample: mend it, or leave it out of what columns() returns."
         )
     return kept
 
@@ -294,7 +293,8 @@ def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise UsageError(
             f"{_kind(dataset)}.columns(indices) returned a {type(found).__name__}, expected a dict of values "
-            "by the names of columns, which are texts, one value a sample. Mend it, or give it another name."
+            "by the names of columns, which are texts, one value per sample. Mend it, or give it another "
+            "name."
         )
     columns = {}
     for name, values in found.items():
@@ -302,9 +302,9 @@ def _read(dataset: Dataset, samples: range) -> dict[str, list[Any]]:
         if not isinstance(plain, Sequence) or isinstance(plain, str) or len(plain) != len(samples):
             entries = f" of {len(plain)} entries" if isinstance(plain, Sequence) else ""
             raise UsageError(
-                f"{_kind(dataset)}.columns(indices): the column {name!r} is a {type(values).__name__}"
-                f"{entries} for {len(samples)} samples, expected one text, number or bool a sample, in a "
-                "list, array or tensor"
+                f"{_kind(dataset)}.columns(indices): the column {name!r} is a "
+                f"{type(values).__name__}{entries} for {len(samples)} samples, expected one text, number or "
+                "bool per sample, in a list, array or tensor"
             )
         columns[name] = [
             value.item() if isinstance(value, (np.generic, Tensor)) else value for value in plain

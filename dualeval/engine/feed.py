@@ -120,7 +120,7 @@ class Reader(torch.utils.data.Dataset[Read]):
         if isinstance(samples, list) and len(samples) != len(indices):
             raise DualevalError(
                 f"the data set gave {len(samples)} samples for the {len(indices)} indices {indices.start} to "
-                f"{indices.stop - 1}. __getitems__ must return one sample an index, and raise for a bad one."
+                f"{indices.stop - 1}. __getitems__ must return one sample per index, and raise for a bad one."
             )
         return (None if samples is None else self._task.collate(samples)), failed
 
@@ -181,7 +181,7 @@ class Reader(torch.utils.data.Dataset[Read]):
             return zeros_like(example)
         except TypeError as error:
             raise UsageError(
-                f"{why}. Nothing can take its place in its batch: the samples of "
+                f"{why}. No placeholder can be made for its batch: the samples of "
                 f"{type(self._dataset).__name__} hold a {error}, which has no zero (expected tensors, numpy "
                 "arrays, numbers, text, None, and dicts, lists, tuples and dataclasses of them). Give the "
                 "data set a method placeholder(index) that returns a sample of the same shape, or mend or "
@@ -401,9 +401,9 @@ def _refuse_moved(kept: dict[int, tuple[str, int]]) -> None:
     for number, (path, position) in _read_by_position().items():
         if number in kept and kept[number][0] == path and kept[number][1] != position:
             raise UsageError(
-                f"the data set keeps {path} open, and its reading processes share one position in it: each "
-                "may read what another has sought. Type --workers 0 (in Python: workers=0), or open the file "
-                "in __getitem__, once a process"
+                f"the data set keeps {path} open, and its reading processes share one position in it: a seek "
+                "of one moves the others. Type --workers 0 (in Python: workers=0), or open the file in "
+                "__getitem__, once per process"
             )
 
 

@@ -382,16 +382,19 @@ def _warnings(result: Result, of_metrics: Sequence[str]) -> Iterator[str]:
     failed, machines = result.samples["failed"], len(result.machines)
     if failed:
         if failed == 1:
-            yield "1 sample could not be read and is in no metric; result.json lists it"
+            yield "1 sample could not be read and is left out of all metrics; result.json lists it"
         else:
-            yield f"{failed:,} samples could not be read and are in no metric; result.json lists them"
+            yield (
+                f"{failed:,} samples could not be read and are left out of all metrics; result.json lists "
+                "them"
+            )
     for kind, ids in result.data["findings"].items():
         named = first_of(ids, _NAMED_AT_MOST)
         yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}), listed in result.json"
     yield from of_metrics
     if machines > 1:
         yield (
-            f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "
+            f"{machines} kinds of machine computed this (machines in result.json: device model, CPU "
             "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest "
             "cannot be compared with any other"
         )

@@ -143,7 +143,7 @@ class Snapshot:
                     module._buffers[name] = rank_0s[id(own)]
         return [
             "the ranks have different buffers (running statistics of batch norms, for instance): rank 0's "
-            "are evaluated, and every rank has its own again afterwards"
+            "are evaluated, and every rank gets its own back afterwards"
         ]
 
     def put_back(self) -> None:
@@ -194,9 +194,9 @@ class Snapshot:
                 if self._is_written(parameter):
                     raise UsageError(
                         f"the evaluation has changed the parameter {name!r} of a "
-                        f"{type(module.module).__name__} in place, and its values before are not kept: let "
-                        "the task's build_model and forward leave the parameters alone, or give "
-                        "build_model a copy of the model to return."
+                        f"{type(module.module).__name__} in place, and its earlier values are not kept: let "
+                        "the task's build_model and forward leave the parameters alone, or give build_model "
+                        "a copy of the model to return."
                     )
 
 

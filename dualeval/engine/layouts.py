@@ -51,12 +51,12 @@ def layout_of(model: nn.Module, asked: str) -> str:
             )
         if not any(_has_images_dimensions(tensor) for tensor in _tensors(model)):
             raise UsageError(
-                f"--layout {asked}: the model has no weight of four dimensions, as convolutions of images "
-                "have. Leave it out."
+                f"--layout {asked}: the model has no weight of four dimensions, such as those of image "
+                "convolutions. Leave it out."
             )
         if not is_sharded(model) and (kind := _foreign_tensor(model)) is not None:
             raise UsageError(
-                f"--layout {asked}: a tensor of the model is a {kind}, which can take no other layout. Leave "
+                f"--layout {asked}: a tensor of the model is a {kind}, whose layout cannot be changed. Leave "
                 "it out."
             )
     return asked

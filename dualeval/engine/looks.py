@@ -132,9 +132,9 @@ def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None
 
 
 _SWITCHED = (
-    "the loop's forwards have changed the model for good ({}): samples before and after that are computed by "
-    "two different models, so the number depends on their order, and with it on the number of processes. "
-    "Have forward leave the attribute alone, or set it before the evaluation, in the model or its config"
+    "the loop's forwards have changed the model for good ({}): samples before and after that are computed "
+    "by two different models, so the result depends on their order and on the number of processes. Have "
+    "forward leave the attribute alone, or set it before the evaluation, in the model or its config"
 )
 
 
@@ -316,34 +316,36 @@ _KEPT = (
     "forward hold what observe reads; or give thread_safe=True if no number depends on it"
 )
 _DRAWS = (
-    "forward or observe draws random numbers. The first samples came to the same values twice, but others "
-    "may not: another run, or another number of processes, may give another result. Turn off what draws, as "
+    "forward or observe draws random numbers. The first samples gave the same values twice, but others may "
+    "not: another run, or another number of processes, may give a different result. Turn this off: call "
     "dropout with training=self.training"
 )
 _BY_BATCH = (
-    "the numbers depend on the batch size: the same samples give other values in another batch ({}). "
-    "A model computes so with a batch's own statistics (BatchNorm with track_running_stats=False), its "
-    "largest value (dynamic quantization) or longest text (rotary embeddings longrope and dynamic), where it "
-    "reads what collate pads, or where observe combines outputs (n, 1) and a target (n,). The numbers of "
-    "batch size 1 are each sample's own"
+    "the numbers depend on the batch size: the same samples give different values in another batch ({}). "
+    "This happens if the model uses a batch's own statistics (BatchNorm with track_running_stats=False), "
+    "its largest value (dynamic quantization) or longest text (rotary embeddings longrope and dynamic), "
+    "reads what collate pads, or if observe combines outputs (n, 1) and a target (n,). With batch size 1 "
+    "each sample is computed alone"
 )
 _RANDOM = (
-    "forward or observe gives other values for the same input, as dropout does without training=self.training"
+    "forward or observe gives different values for the same input, as dropout does without "
+    "training=self.training"
 )
-_MADE = "what is made of the first batch decides those of others, and each process begins with another one"
-_OTHER_DATA = "the data set gives other values each time it is read. Leave random augmentation out"
+_MADE = "the model keeps something from its first batch, and each process starts with a different batch"
+_OTHER_DATA = "the data set gives different values each time it is read. Leave random augmentation out"
 LATER = (
-    "the same samples of a later batch give other numbers when they are read and computed again: the data "
-    "set, forward or observe draws random numbers, or keeps something from one batch to the next. Another "
-    "run, or another number of processes, gives another result"
+    "the same samples of a later batch give different numbers when they are read and computed again: the "
+    "data set, forward or observe draws random numbers, or keeps something from one batch to the next. "
+    "Another run, or another number of processes, gives a different result"
 )
 _BY_READING = (
     "forward or observe reads what is kept when a batch is read, and batches are read ahead of the one that "
     "is computed. Have collate put it into the batch"
 )
 _TOO_LONG = (
-    "whether the model gives the same numbers twice was not tried: that takes about {:.0f} s, more than a "
-    "twentieth of this run. So its batches are computed one at a time; thread_safe=True computes several"
+    "whether the model gives the same numbers twice was not tested: that takes about {:.0f} s, more than a "
+    "twentieth of this run. So its batches are computed one at a time; thread_safe=True computes several at "
+    "once"
 )
 
 
@@ -358,10 +360,10 @@ def differences(
     if not names and not is_other:
         return []
     cause = _OTHER_DATA if is_other else why()
-    again_other = f"the same samples give other numbers when they are computed again ({_listed(names)}): "
+    again_other = f"the same samples give different numbers when they are computed again ({_listed(names)}): "
     return [
-        f"{again_other if names else ''}{cause}. Another run, or another number of processes, gives another "
-        "result"
+        f"{again_other if names else ''}{cause}. Another run, or another number of processes, gives a "
+        "different result"
     ]
 
 
@@ -427,7 +429,7 @@ def _in_threads(
         unlike = [name for one, other in zip(alone, found, strict=True) for name in differing(one, other)]
         if not unlike:
             return []
-        problem = f"give other numbers when two are computed at the same time ({_listed(unlike)})"
+        problem = f"give different numbers when two are computed at the same time ({_listed(unlike)})"
     cause = f": {_changes(changed)} from one to the next" if changed else ""
     return [
         f"batches {problem}{cause}. So they are computed one at a time; in Python let the outputs of forward "

@@ -87,7 +87,7 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
         )
     refusal = UsageError(
         f"{said}Repair or remove it, or run with --on-error skip to leave such samples out and list them. "
-        "(That is another job, which starts over: give another --out.)"
+        "(That is another job: then give another --out, too.)"
     )
     keep_own_code(refusal, sample.own_code)
     return refusal
@@ -307,8 +307,8 @@ class Loop:
         # Python's MemoryError has no text.
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
-            f" {self.recorder.chunks_saved} finished chunks of this rank stay for the same command where "
-            "there is more memory; another batch size is another job, which starts over."
+            f" {self.recorder.chunks_saved} finished chunks of this rank are kept for the same command on a "
+            "machine with more memory; another batch size is another job, which starts over."
         )
         return DualevalError(
             f"out of memory on {self._run.device} with --batch-size {options.batch_size}: {said}. "

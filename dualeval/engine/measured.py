@@ -244,8 +244,8 @@ def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
     if name not in columns:
         raise UsageError(
             f"--cluster {name!r}: there is no such column. The columns are {', '.join(columns)}. Name one of "
-            "them. Of the data are those that --keep names, without it all small ones (docs/slices.md)."
-            f"{did_you_mean(name, columns)}"
+            "them. Columns of the data are those that --keep names, by default all small ones "
+            f"(docs/slices.md).{did_you_mean(name, columns)}"
         )
     column = columns[name]
     told_apart = isinstance(column, Text)
@@ -254,7 +254,7 @@ def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
     if not told_apart:
         raise UsageError(
             f"--cluster {name!r}: the column is {described(column)}. Expected integers, bools or text, one "
-            "entry a sample."
+            "entry per sample."
         )
 
 
@@ -304,7 +304,7 @@ def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) ->
                 if column is not None and not (isinstance(column, Tensor) and column.numel() == len(column)):
                     raise UsageError(
                         f"the score of {key!r} reads the column {name!r}, which is {described(column)}. "
-                        "Expected one number a sample."
+                        "Expected one number per sample."
                     )
 
 
@@ -334,5 +334,5 @@ def with_clusters(
 def _without_wrong(fields: Mapping[str, Any], intervals: Mapping[str, Ends]) -> dict[str, str]:
     """Why a loss's interval is rough if no sample is wrong: few wrong samples make up most of a loss."""
     all_right = 1.0 in (fields["metrics"].get(name) for name in ("top1", "accuracy"))
-    why = "all samples are right, and it says nothing of the loss of wrong ones"
+    why = "all samples are right, so nothing is known of the loss of wrong ones"
     return {"loss": why} if all_right and "loss" in intervals else {}

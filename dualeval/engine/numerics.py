@@ -51,8 +51,8 @@ def check_precision(precision: str, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise UsageError(
-            f"--precision tf32: the device is {device}, and TF32 is a format of some GPUs. Leave it "
-            "out (fp32), or run on a GPU with --device cuda."
+            f"--precision tf32: the device is {device}, and TF32 is a format that only some GPUs have. Leave "
+            "it out (fp32), or run on a GPU with --device cuda."
         )
     with torch.cuda.device(device):
         if torch.cuda.is_tf32_supported():
@@ -118,7 +118,7 @@ class NumericSettings:
         self._also_before = _read_older() if _HAS_FP32_PRECISION else []
         # Sentences about what was set otherwise before the run.
         self.notes = [
-            f"{setting.name} was {found!r} before this run; it is {setting.wanted!r} in it"
+            f"{setting.name} was {found!r} before this run, which sets it to {setting.wanted!r}"
             for setting, found in zip(self._settings, self._before, strict=True)
             if setting.usual is not None and found not in (setting.wanted, *setting.usual)
         ]

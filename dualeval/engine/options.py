@@ -109,7 +109,7 @@ class RunOptions(EvaluationOptions):
             check_path(self.path)
         if self.reference and self.path is not None and Path(self.reference).resolve() == self.path.resolve():
             raise UsageError(
-                f"reference and out are both {self.path}: a run is compared with another one. Give another "
+                f"reference and out are both {self.path}: a run cannot be compared with itself. Give another "
                 "out"
             )
         if self.fresh and self.out is None:
@@ -132,7 +132,7 @@ class SessionOptions:
     )
     device: Any = None
     launcher: str | None = option(
-        None, fits=_is_text, expected="the name of a launcher, or None to find it out"
+        None, fits=_is_text, expected="the name of a launcher, or None to detect it"
     )
     allow_shared_gpu: bool = option(False, "Let several ranks of a node share a GPU.", group=LAUNCH)
     mix_machines: bool = False
@@ -170,7 +170,7 @@ class SessionOptions:
         None, fits=_is_call, expected="a function without arguments, or None"
     )
     note: Callable[[str], None] | None = option(
-        None, fits=_is_call, expected="a function of a sentence, or None"
+        None, fits=_is_call, expected="a function that takes a sentence, or None"
     )
 
     def __post_init__(self) -> None:

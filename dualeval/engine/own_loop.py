@@ -139,7 +139,7 @@ class OwnLoop:
                 count = self._samples_of_rank or self._plan.num_samples
                 raise UsageError(
                     f"the loop was left before its end: {count - self._done} of the {count} samples of this "
-                    "rank are missing. Let the loop come to its end (no break) before you call result()."
+                    "rank are missing. Let the loop finish (no break) before you call result()."
                 )
             with numerics.settings(self._run.options.precision, self._run.backend.device):
                 self._result = self._finish()
@@ -311,14 +311,14 @@ class LoopTask(Task):
                 continue  # kept in predictions.parquet
             if dimensions != 1:
                 raise UsageError(
-                    f"the column {name!r} has {dimensions} dimensions, and a mean takes one number a sample. "
-                    "Add one, or give the metrics that read it: batches(..., metrics=[...])"
+                    f"the column {name!r} has {dimensions} dimensions, and a mean takes one number per "
+                    "sample. Add one, or give the metrics that read it: batches(..., metrics=[...])"
                 )
             self._metrics.append(Mean(name))
         if not self._metrics:
             raise UsageError(
-                f"the columns {', '.join(self.kinds)} are ragged or text, which have no mean. Add a column "
-                "with one number a sample, or give the metrics that read them: batches(..., metrics=[...])"
+                f"the columns {', '.join(self.kinds)} are ragged or text and have no mean. Add a column with "
+                "one number per sample, or give the metrics that read them: batches(..., metrics=[...])"
             )
 
     @property
@@ -379,7 +379,7 @@ def _check_asked(dataset: Any, run: Run, collate: Any, metrics: Any, model: Any)
         )
     if run.options.schedule == LOCKSTEP:
         raise UsageError(
-            "schedule 'lockstep': in your own loop each rank computes when it likes. Let "
+            "schedule 'lockstep': in your own loop each rank computes at its own pace. Let "
             "dualeval.evaluate(model=..., data=...) compute, or leave schedule out."
         )
     kind = "a list of metrics (docs/metrics.md), or None for the mean of every column"
@@ -411,8 +411,8 @@ def column_of(name: str, values: Any, samples: range) -> Column:
     if count != len(samples):
         found = f"{count} rows" if isinstance(column, Ragged) or column.ndim else "one number"
         raise UsageError(
-            f"the column {name!r} has {found} for the batch of {named(samples)}, expected "
-            f"{len(samples)}: one a sample, in order (a loss with reduction='none')"
+            f"the column {name!r} has {found} for the batch of {named(samples)}, expected {len(samples)}: "
+            "one per sample, in order (a loss with reduction='none')"
         )
     # Copied, for the caller may write into it again.
     parts = [
@@ -435,7 +435,7 @@ def _as_column(name: str, values: Any) -> Column:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"the column {name!r} is a {type(values).__name__}, expected a tensor, an array or a list of "
-            "numbers, one a sample; or, where rows differ in length, dualeval.Ragged(values, lengths), a "
+            "numbers, one per sample; or, if rows differ in length, dualeval.Ragged(values, lengths), a "
             f"list of tensors or a list of str: {error}"
         ) from error
     return column.float() if column.dtype in _HALF else column

@@ -95,7 +95,7 @@ class DrawnSamples(Samples):
                 return selected
         raise UsageError(
             f"{type(self.whole).__name__}.select(indices) returned a {type(selected).__name__}, expected a "
-            f"data set ({', '.join(names)}) of the {len(self):,} drawn samples alone, in their order. Mend "
+            f"data set ({', '.join(names)}) of only the {len(self):,} drawn samples, in their order. Mend "
             "it, or give it another name: the samples are read without it, too."
         )
 
@@ -301,8 +301,8 @@ def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:
         rows = len(column) if has_rows else "no"
         if rows != len(indices):
             raise ExactlyOnceError(
-                f"postprocess gave {rows} rows of the column {name!r} for {where}, expected "
-                f"{len(indices)}: one row a sample, in order"
+                f"postprocess gave {rows} rows of the column {name!r} for {where}, expected {len(indices)}: "
+                "one row per sample, in order"
             )
 
 

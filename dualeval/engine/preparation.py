@@ -77,7 +77,8 @@ def prepare(
         set_door(model, None, layout)
     if options.optimize == COMPILE:
         note(
-            f"--optimize {COMPILE}: each shape of a batch is compiled when it first comes, for up to minutes"
+            f"--optimize {COMPILE}: each shape of a batch is compiled at its first use, which can take "
+            "minutes"
         )
         _compile(model)
     return model
@@ -89,8 +90,8 @@ def check_initialized(model: nn.Module) -> None:
     if lazy:
         raise UsageError(
             f"the model has lazy layers whose weights are not made yet ({listed(lazy, _LISTED_AT_MOST)}). "
-            "Call the model once where you make it, as model(inputs) with some samples, or load its weights. "
-            "On several ranks call torch.manual_seed(0) before: each has to make the same ones."
+            "Call the model once where you make it, as model(inputs) with some samples, or load its "
+            "weights. On several ranks call torch.manual_seed(0) before: each has to make the same weights."
         )
 
 
@@ -110,7 +111,7 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
         )
     if options.optimize is not None and is_sharded(model):
         raise UsageError(
-            f"--optimize {options.optimize}: the model is sharded, and its layers' parameters are there only "
+            f"--optimize {options.optimize}: the model is sharded, and its layers' parameters exist only "
             "while a layer computes. Leave it out."
         )
     if options.precision not in numerics.CASTS:
@@ -119,12 +120,12 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
     if (part := fixed_part(model)) is not None:
         raise UsageError(
             f"{said}: {part}, and its dtypes were fixed when it was made. Leave it out, or make that program "
-            "anew from a model of this dtype."
+            "again from a model of this dtype."
         )
     if not is_changeable(model):
         raise UsageError(
-            f"{said}: the model has tensors of a class of their own (as of a sharded model), which cannot be "
-            f"cast here. Give a model whose tensors are whole, or --precision amp-{options.precision}."
+            f"{said}: the model has tensors of a special class (such as those of a sharded model), which "
+            f"cannot be cast. Give a model whose tensors are whole, or --precision amp-{options.precision}."
         )
     if not any(tensor.is_floating_point() for tensor in model.parameters()):
         raise UsageError(f"{said}: the model has no floating parameters to cast. Leave it out.")
@@ -164,9 +165,9 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
     if options.precision in numerics.CASTS and any(words in said for words in _OF_DTYPES):
         return (
             f"--precision {options.precision}: {said}. The model's weights and the inputs of model(...) are "
-            "cast. A tensor that its forward makes in float32 is not, nor are the inputs of a part or a "
-            "method that is called by itself (model.encode(x)). Use --precision "
-            f"amp-{options.precision}, or call model(...)"
+            "cast. A tensor that its forward makes in float32 is not, nor are the inputs of a part or "
+            f"method called directly (model.encode(x)). Use --precision amp-{options.precision}, or call "
+            "model(...)"
         )
     if options.precision in numerics.CASTS and "not implemented for" in said:
         return (
@@ -175,8 +176,8 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
         )
     if options.layout == CHANNELS_LAST and "view size is not compatible" in said:
         return (
-            "--layout channels-last: the forward takes dimensions together by Tensor.view, which works on "
-            "contiguous tensors alone. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
+            "--layout channels-last: the forward joins dimensions with Tensor.view, which works only on "
+            "contiguous tensors. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
         )
     return None
 
@@ -187,8 +188,8 @@ def _why_not_gathered(said: str) -> str | None:
         return NOT_GATHERED
     if "forward through the root module first" in said or "already been lazily initialized" in said:
         return (
-            "a part of the model is called by itself, and its weights are gathered in a call of the whole "
-            "model. Let the task's forward call model(...), or leave --shard out"
+            "a part of the model is called directly, but its weights are gathered only in a call of the "
+            "whole model. Let the task's forward call model(...), or leave --shard out"
         )
     return None
 
@@ -302,8 +303,8 @@ def set_evaluation_mode(model: nn.Module) -> list[str]:
     except NotImplementedError:
         # A graph of torch.export has no modes: it keeps the one that it was exported in.
         return [
-            "the model cannot be set to evaluation mode (torch.export keeps the mode that it was exported "
-            "in): export it after model.eval()"
+            "the model cannot be set to evaluation mode (torch.export keeps the mode of the export): export "
+            "it after model.eval()"
         ]
     after = _in_training(model)
     done = [name for name in before if name not in after]
@@ -312,8 +313,8 @@ def set_evaluation_mode(model: nn.Module) -> list[str]:
         notes.append(f"the model was in training mode, and was set to evaluation mode ({_listed(done)})")
     if after:
         notes.append(
-            f"the model stays in training mode after model.eval() in {_listed(after)}: a train() of the "
-            "model's own does that. Dropout and batch norm in there work as in training"
+            f"the model stays in training mode after model.eval() in {_listed(after)}: its own train() "
+            "method does that. Its dropout and batch norm work as in training"
         )
     return notes
 
@@ -324,8 +325,8 @@ def training_note(model: nn.Module) -> list[str]:
     if not found:
         return []
     return [
-        f"the model is in training mode ({_listed(found)}), and so dropout and batch norms work as in "
-        "training: call model.eval() before the loop"
+        f"the model is in training mode ({_listed(found)}), so dropout and batch norms work as in training: "
+        "call model.eval() before the loop"
     ]
 
 

@@ -256,8 +256,8 @@ class Proof:
                 f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)})"
             )
         else:
-            why = "a finished batch was computed on a machine of other bits, model or versions"
-        return outcome, f"{why}: where it was evaluated again, it is compared to tolerance"
+            why = "a finished batch was computed on a machine with other bits, model or versions"
+        return outcome, f"{why}: batches evaluated again are compared to tolerance"
 
     @cached_property
     def _same_machine(self) -> bool:
@@ -278,9 +278,9 @@ class Proof:
         for sample in failed:
             if self.stored.evaluated[sample.index - self.stored.samples.start]:
                 raise UsageError(
-                    f"sample {self.name(sample.index)} cannot be read any more: "
-                    f"{sample.error}. It could be read when {self.place} was made. Bring it back, or start "
-                    f"over without it. {self.start_over}."
+                    f"sample {self.name(sample.index)} cannot be read any more: {sample.error}. It could be "
+                    f"read when {self.place} was made. Restore it, or start over without it. "
+                    f"{self.start_over}."
                 )
         return {name: values[self.stored.evaluated] for name, values in columns.items()}
 
@@ -290,19 +290,19 @@ class Proof:
         index = self.stored.samples[int(np.flatnonzero(self.stored.evaluated)[row])]
         found = "no such column" if now is None else _shown(now[row])
         why = (
-            "The job's identity is unchanged, so something that it does not name has changed: an imported "
-            "helper, a file or variable that the model reads, or the middle of a picture "
-            "(--data-fingerprint content reads all of it)."
+            "The job's identity is unchanged, so something outside of it has changed: an imported helper, a "
+            "file or variable that the model reads, or the middle of a picture (--data-fingerprint content "
+            "reads all of it)."
         )
         if column in unsteady:
             why = (
-                f"This job gives other numbers each time: dropout, a random number or a time decides its "
-                f"columns {', '.join(unsteady)}; so none can be compared."
+                "This job gives different numbers each time: dropout, a random number or a time changes its "
+                f"columns {', '.join(unsteady)}; so they cannot be compared."
             )
         raise UsageError(
-            f"{self.place} holds other numbers than this job gives now: sample "
-            f"{self.name(index)}, column {column!r}: {_shown(there[row])} there, {found} now. {why} "
-            f"{self.start_over}; --no-replay continues without this comparison."
+            f"{self.place} holds other numbers than this job gives now: sample {self.name(index)}, column "
+            f"{column!r}: {_shown(there[row])} there, {found} now. {why} {self.start_over}; --no-replay "
+            "continues without this comparison."
         )
 
     def metrics(
@@ -322,11 +322,11 @@ class Proof:
             differing = [name for name, digest in now.items() if digests.get(name, digest) != digest]
         if differing:
             raise UsageError(
-                f"metric {differing[0]!r} gives other numbers for the rows in {self.place} than before. "
-                "Its options and source file are unchanged, so something that they do not name has "
-                "changed: an imported helper, or a file or variable that it reads. "
-                f"{self.start_over}; 'dualeval score' computes metrics of a finished run again, from its "
-                "rows; --no-replay continues without this comparison."
+                f"metric {differing[0]!r} gives other numbers for the rows in {self.place} than before. Its "
+                "options and source file are unchanged, so something outside of them has changed: an "
+                f"imported helper, or a file or variable that it reads. {self.start_over}; 'dualeval score' "
+                "computes metrics of a finished run again, from its rows; --no-replay continues without "
+                "this comparison."
             )
 
 

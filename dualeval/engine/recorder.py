@@ -211,8 +211,8 @@ def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> Non
         if len(column) != rows:
             raise ExactlyOnceError(
                 f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) has "
-                f"{len(column)} values, expected {rows}: the task's collate, forward and observe "
-                "must keep one row a sample, in order"
+                f"{len(column)} values, expected {rows}: the task's collate, forward and observe must keep "
+                "one row per sample, in order"
             )
 
 

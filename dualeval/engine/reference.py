@@ -85,9 +85,9 @@ class Reference:
 
     def _refuse_samples(self, said: str) -> NoReturn:
         raise UsageError(
-            f"--reference {self.folder} is a run over other samples, or in another order: {said}. Evaluate "
-            "both over the same samples (--data, --limit, or --sample and --seed); 'dualeval compare "
-            f"{self.folder} RUN' pairs samples by id afterwards, and says how many are in both."
+            f"--reference {self.folder} is a run over different samples, or in a different order: {said}. "
+            "Evaluate both over the same samples (--data, --limit, or --sample and --seed); 'dualeval "
+            f"compare {self.folder} RUN' pairs samples by id afterwards, and says how many are in both."
         )
 
     def compare(

@@ -105,8 +105,8 @@ def finished_run(folder: Path) -> tuple[Result, StoredRows]:
     recorded = result.files.get(PREDICTIONS)
     if recorded is not None and recorded != checksum_of(folder / PREDICTIONS):
         raise DualevalError(
-            f"{folder / PREDICTIONS} is not the file that the run has written: its size or sha256 is not "
-            f"that in {RESULT}. 'dualeval verify {folder}' says which numbers it changes."
+            f"{folder / PREDICTIONS} is not the file that the run wrote: its size or sha256 differs from "
+            f"{RESULT}. 'dualeval verify {folder}' says which numbers it changes."
         )
     return result, StoredRows(folder / PREDICTIONS)
 
@@ -118,7 +118,7 @@ def check_finished(folder: Path) -> None:
         raise UsageError(f"there is no folder {folder}. {wanted}")
     for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
         if file.exists() and not file.is_file():
-            raise UsageError(f"{file} is no regular file. {wanted}")
+            raise UsageError(f"{file} is not a regular file. {wanted}")
     refuse_unfinished(folder)
     status, has_result = read_status(folder), (folder / RESULT).is_file()
     if status is not None and status.state == "done" and has_result:
@@ -133,8 +133,8 @@ def check_finished(folder: Path) -> None:
         raise UsageError(f"{folder} holds no run: it has no {STATUS}. {wanted}")
     if (folder / PREDICTIONS).is_file():
         raise UsageError(
-            f"{folder} has no readable {STATUS}, which says whether its run has come to an end. Type "
-            f"the run's own command again, with --out {folder}: it writes {STATUS} anew."
+            f"{folder} has no readable {STATUS}, which says whether its run has finished. Type the run's own "
+            f"command again, with --out {folder}: it rewrites {STATUS}."
         )
     of = read_result(folder / RESULT).job.get("rows_of")
     raise UsageError(f"{folder} holds metrics of 'dualeval score', and no rows: those are in {of}. {wanted}")
@@ -226,7 +226,7 @@ def _batch_size(rows: RowSource) -> int:
     except (OSError, LookupError, TypeError) as error:
         raise DualevalError(
             f"{job} cannot be read ({type(error).__name__}: {error}). It says how the samples were divided "
-            "into batches, which a metric of these has to know."
+            "into batches, which a metric of batches has to know."
         ) from error
 
 
@@ -296,8 +296,8 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
             earlier = _with_earlier_intervals(found, result, floored)
             if earlier != found:
                 notes.append(
-                    "intervals are by earlier formulas: now some are wider, those of losses begin at 0 or "
-                    "above, or other ones are rough"
+                    "intervals were computed by earlier formulas: today some are wider, those of losses "
+                    "begin at 0 or above, or other ones are rough"
                 )
             found = earlier
         for key in _changed(folder, metrics, measured):

@@ -43,7 +43,7 @@ def settle_schedule(model: nn.Module, run: Run) -> None:
     if is_sharded(model) or run.options.shard is not None:
         if schedule == DYNAMIC:
             raise UsageError(
-                f"--schedule {DYNAMIC}: the model is sharded, and so each forward of one rank waits for all "
+                f"--schedule {DYNAMIC}: the model is sharded, so each forward of one rank waits for all "
                 "other ranks: none can take more batches than another. Leave --schedule out."
             )
         schedule = LOCKSTEP

@@ -25,7 +25,7 @@ Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
 _IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
 _ARRAYS = (Tensor, np.ndarray)
 _ROWS_AT_ONCE = 1 << 14
-_WANTED = "expected a tensor (a row a sample), a list or a map-style data set, with __len__ and __getitem__"
+_WANTED = "expected a tensor (a row per sample), a list or a map-style data set, with __len__ and __getitem__"
 
 
 def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Samples:
@@ -70,7 +70,9 @@ def check_samples(data: Any) -> None:
     elif isinstance(data, Mapping):
         hint = f". Give one part of it: data[{next(iter(data), 'test')!r}]"
     elif isinstance(data, IterableDataset):
-        hint = ". Samples that only come one after the other cannot be divided among processes, or resumed"
+        hint = (
+            ". Samples that can only be read one after the other cannot be divided among processes or resumed"
+        )
     elif isinstance(data, tuple) and len(data) > 1 and all(isinstance(part, _ARRAYS) for part in data):
         hint = ". Inputs and targets go together as torch.utils.data.TensorDataset(inputs, targets)"
     elif isinstance(data, str | bytes | PurePath):

@@ -560,7 +560,7 @@ class Session:
                 f"this session has ended with exit code {self.exit_code}: open another one to evaluate again"
             )
         if self._loop is not None:
-            raise UsageError("a loop of this session has no result yet: ask for session.result() first")
+            raise UsageError("a loop of this session has no result yet: call session.result() first")
         _ = self.control
 
     def _cause(self, error: BaseException, *, of_task: bool) -> BaseException:
@@ -573,7 +573,7 @@ class Session:
         if of_task and self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
             # The session handles signals, so the task's own code has raised this.
             said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
-            return DualevalError(f"the task's code raised {said} in the midst of the run")
+            return DualevalError(f"the task's code raised {said} during the run")
         return error
 
     def conclude(self, error: BaseException) -> int:
@@ -595,7 +595,7 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         left = None if isinstance(error, SystemExit) and not error.code else error
         if left is None and self._loop is not None:
-            left = UsageError("the session was left before session.result() was asked for")
+            left = UsageError("the session was left before session.result() was called")
         try:
             if left is not None and not self.is_concluded:
                 if self._loop is not None:

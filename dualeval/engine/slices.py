@@ -108,8 +108,8 @@ def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[st
         return None
     held = ", ".join(f"{name} holds {'true and false' if kinds[name] == 'b' else 'texts'}" for name in names)
     return (
-        f"--bins {shown_bins(bins)} cuts columns of numbers, and none is named: {held}. Leave --bins out. "
-        "Where a word such as n/a stands for a missing number, leave its cell empty and evaluate again."
+        f"--bins {shown_bins(bins)} cuts columns of numbers, and none is named: {held}. Leave --bins out. If "
+        "a word such as n/a means a missing number, leave its cell empty and evaluate again."
     )
 
 
@@ -124,7 +124,7 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
     if not isinstance(keys, np.ndarray):
         return _of_texts(name, keys)
     if keys.ndim != 1:
-        raise UsageError(f"--by {name}: it has several values a sample, expected one")
+        raise UsageError(f"--by {name}: it has several values per sample, expected one")
     is_there = ~np.isnan(keys) if keys.dtype.kind == "f" else np.ones(len(keys), np.bool_)
     distinct = _distinct(keys)
     if edges or len(distinct) > MOST_VALUES:
@@ -276,7 +276,7 @@ class Slicing:
             slices[by] = [self._group(columns, value, label, places) for value, label, places in members]
         unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
         without = ", ".join(name for name in unsliced if name in result.metrics)
-        said = f"no slices of {without}: what they read is not kept, or they take whole batches"
+        said = f"no slices of {without}: their columns are not kept, or they need whole batches"
         return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
 
     @staticmethod
@@ -353,6 +353,6 @@ def _keys(name: str, rows: Rows) -> Keys:
     if not isinstance(rows, RaggedRows):
         return rows
     if rows.form != "text":
-        raise UsageError(f"--by {name}: it has several values a sample, expected one")
+        raise UsageError(f"--by {name}: it has several values per sample, expected one")
     texts: list[str | None] = rows.tolist()
     return texts

@@ -65,12 +65,12 @@ def check_columns(
     for name, column in columns.items():
         if not isinstance(column, (Tensor, Ragged)):
             raise UsageError(
-                f"the column {name!r} is a {type(column).__name__}, expected a torch.Tensor with one row a "
+                f"the column {name!r} is a {type(column).__name__}, expected a torch.Tensor with one row per "
                 "sample; or, for rows that differ in length, a dualeval.Ragged, a list of tensors or of str"
             )
         if isinstance(column, Tensor) and column.ndim == 0:
             raise UsageError(
-                f"the column {name!r} is one number for a batch of {samples} samples, expected one row a "
+                f"the column {name!r} is one number for a batch of {samples} samples, expected one row per "
                 "sample"
             )
     for metric in metrics:
@@ -100,8 +100,8 @@ def _check_values(name: str, column: Column) -> None:
         )
     if values.dtype not in _WRITABLE:
         raise UsageError(
-            f"the column {name!r} is of {values.dtype}, which cannot be written: expected bool, "
-            "integers, float16, float32 or float64. Cast it, as with .float()."
+            f"the column {name!r} is {values.dtype}, which cannot be written: expected bool, integers, "
+            "float16, float32 or float64. Cast it, as with .float()."
         )
 
 
@@ -135,9 +135,9 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
         raise UsageError(_UNLIKE.format(metric.name))
     if once.any() and torch.equal(once, again):
         raise UsageError(
-            f"metric {metric.name!r} does not add to its ledger: the same samples, counted once more, "
-            "leave it as it is. The ledgers of all batches and ranks are added up: write ledger[0] += count, "
-            "not ledger[0] = count. A largest value is no sum; dualeval.metrics.Rows computes it"
+            f"metric {metric.name!r} does not add to its ledger: the same samples, counted twice, do not "
+            "change it. The ledgers of all batches and ranks are added up: write ledger[0] += count, not "
+            "ledger[0] = count. A maximum is not a sum; dualeval.metrics.Rows computes it"
         )
     return tried
 
@@ -155,7 +155,7 @@ def _update(metric: Metric, ledger: Tensor, given: Mapping[str, Column]) -> list
 
 
 _UNLIKE = (
-    "metric {!r} gives other values when it is given the same samples again: have it seed its random "
+    "metric {!r} gives different values for the same samples: have it seed its random "
     "numbers, as with numpy.random.default_rng(0), and keep nothing"
 )
 
@@ -184,9 +184,9 @@ def _check_pure(
     kept = [place for place in changed if not is_equal or " of the module " not in place]
     if kept and is_own(type(metric)):
         raise UsageError(
-            f"metric {metric.name!r} keeps {kept[0]} from one batch to the next, and each rank would keep "
-            "that of its own samples alone. State belongs in the ledger, which is added up over all ranks: "
-            "give the metric a larger 'size', and have update add to its slots"
+            f"metric {metric.name!r} keeps {kept[0]} from one batch to the next, and each rank would see "
+            "only its own samples. State belongs in the ledger, which is added up over all ranks: give the "
+            "metric a larger 'size', and have update add to its slots"
         )
 
 

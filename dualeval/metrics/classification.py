@@ -59,7 +59,7 @@ _ECE_BINS = 15
 # Half precision sums a thousand classes to 1 within this.
 _NEAR_ONE = 1e-2
 _ROUNDED = (
-    "auroc: its formula has changed since this run, which has kept no logits: of its probabilities those "
+    "auroc: its formula has changed since this run, which has kept no logits: its probabilities that are "
     "rounded to 1 are ties. Evaluate again with --metric auroc, which ranks log-odds"
 )
 _TOP = re.compile(r"top([1-9][0-9]*)")

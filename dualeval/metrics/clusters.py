@@ -47,7 +47,7 @@ class ClusterIntervals:
     intervals: dict[str, Ends] = field(default_factory=dict)
     # By key, why an interval may cover less.
     rough: dict[str, str] = field(default_factory=dict)
-    # Why there is none, a sentence each.
+    # One sentence for each missing interval: why there is none.
     warnings: tuple[str, ...] = ()
 
 
@@ -159,7 +159,7 @@ class _Sums:
         """The ends of the interval of the ratio of sums; or why there is none."""
         bounded = bounded and self._lies_between
         if self.count < 2:
-            return "all samples are of one cluster"
+            return "all samples are in one cluster"
         if not self._is_known:
             return "a sum of a cluster is beyond what a float64 holds"
         shares = self._shares

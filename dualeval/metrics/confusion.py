@@ -88,8 +88,8 @@ def _elements(metric: str, column: str, values: Any) -> Tensor:
     if not isinstance(elements, Tensor) or elements.is_floating_point() or elements.is_complex():
         kind = elements.dtype if isinstance(elements, Tensor) else type(values).__name__
         raise UsageError(
-            f"metric {metric!r} reads the column {column!r}, which is of {kind}: expected classes as "
-            "integers, such as logits.argmax(dim=1)"
+            f"metric {metric!r} reads the column {column!r}, which is {kind}: expected classes as integers, "
+            "such as logits.argmax(dim=1)"
         )
     return elements.reshape(-1).to(torch.int64)
 

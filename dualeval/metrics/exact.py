@@ -252,7 +252,7 @@ class ExactColumn:
 
 
 def _largest(values: Tensor) -> int:
-    # The absolute value of -2**63 is no int64.
+    # The absolute value of -2**63 does not fit int64.
     least, most = torch.aminmax(values)
     return max(-int(least), int(most))
 

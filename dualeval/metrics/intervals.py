@@ -113,7 +113,7 @@ def few_decide(count: int, skewness: float, units: str, *, most: int | None = No
     effective = min(count / (1 + skewness * skewness), count if most is None else most)
     if effective >= _SHOWN_FROM:
         return None
-    of = f"it is of {count} {units}"
+    of = f"it comes from {count} {units}"
     if count >= _SHOWN_FROM:
         of = f"the value depends on about {max(1, math.floor(effective))} of {count} {units}"
     return f"{of}, and with fewer than {_SHOWN_FROM} it may be too short: evaluate more {units}"

@@ -92,7 +92,7 @@ class _Estimate(Described):
 
 def _without_spread(samples: int) -> str:
     if samples == 1:
-        return "it is of one sample"
+        return "there is only one sample"
     return f"its {samples} samples are all equal, and do not show how far others may be"
 
 
@@ -361,8 +361,8 @@ class Count(Described):
         values = numbers_of(self.name, self.column, columns[self.column])
         if values.is_floating_point():
             raise UsageError(
-                f"metric {self.name!r} counts the column {self.column!r}, which is of {values.dtype}: "
-                "expected bool or integers. The sum of floats over the number of samples is Mean"
+                f"metric {self.name!r} counts the column {self.column!r}, which is {values.dtype}: expected "
+                "bool or integers. The sum of floats over the number of samples is Mean"
             )
         added = exact.ExactColumn(values).total() >> exact.DOUBLE_UNIT_BITS
         slots = ledger.numpy()

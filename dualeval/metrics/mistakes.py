@@ -22,7 +22,9 @@ _EVIDENCE = 6.0  # -ln of how often chance may give as much: once in 400 runs
 _LEAST, _MOST = 100, 0.9
 _LARGEST = 1 << 20  # larger numbers are no classes
 _PREPARED = "check first that the trained weights were loaded, and that inputs are prepared as in training"
-_COUNTED = "check first whether labels and model both count from 0, and whether one has a class more"
+_COUNTED = (
+    "check first whether labels and model both count from 0, and whether one of them has an extra class"
+)
 _ORDERED = "check first in which order the model was trained (--class-order, --class-map)"
 
 

@@ -70,13 +70,13 @@ def numbers_of(metric: str, column: str, values: Any) -> Tensor:
                 f"({rows},) to one number for each pair of samples. In observe write outputs[:, 0]"
             )
         raise UsageError(
-            f"{whose} {has}: it takes one number a sample. Make one in observe, as by .mean(1), or a sum and "
-            "a count, whose Ratio is the mean over all values"
+            f"{whose} {has}: it takes one number per sample. Make one in observe, such as by .mean(1), or a "
+            "sum and a count, whose Ratio is the mean over all values"
         )
     if values.dtype not in _KINDS:
         raise UsageError(
-            f"{whose} is of {values.dtype}: expected bool, a float type, uint8, or an integer type with a "
-            "sign. Cast it, as with .float()"
+            f"{whose} is {values.dtype}: expected bool, a float type, uint8, or an integer type with a sign. "
+            "Cast it, as with .float()"
         )
     return values.reshape(-1)
 

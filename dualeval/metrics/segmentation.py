@@ -122,13 +122,13 @@ class PixelCheck:
             mend = "are other classes, type --mask-values LABEL=CLASS,..."
             mend = "begin at 1, type --reduce-labels yes" if first == "0" else mend
             said.append(
-                f"no mask has a pixel of class {first}, which {100 * share:.1f} % of the pixels are taken "
-                f"for, and pixel accuracy is below guessing. If labels {mend}"
+                f"no mask has a pixel of class {first}, predicted for {100 * share:.1f} % of the pixels, and "
+                f"pixel accuracy is below guessing. If labels {mend}"
             )
         if 2 * ignored >= pixels > 0:
             said.append(
-                f"{100 * ignored / pixels:.1f} % of the pixels are ignored, and in no metric: check first "
-                "which labels the masks hold, --ignore-index and --reduce-labels"
+                f"{100 * ignored / pixels:.1f} % of the pixels are ignored by all metrics: check first which "
+                "labels the masks hold, --ignore-index and --reduce-labels"
             )
         if absent and ignored:
             said.append(
@@ -139,7 +139,7 @@ class PixelCheck:
         if turned:
             said.append(
                 f"EXIF turns {counted(turned, 'picture')} and not the mask, or the other way round: compared "
-                "as programs show them. If masks are of the pictures as stored, remove the tag Orientation"
+                "as programs show them. If masks fit the pictures as stored, remove the tag Orientation"
             )
         return Measured(values={}, warnings=tuple(said))
 

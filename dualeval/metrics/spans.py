@@ -23,11 +23,11 @@ class Spans:
 
     # Bool, whether there is an answer.
     found: Tensor
-    # Int32, the character of the context at which it begins; -1 where there is none.
+    # Int32, the character of the context at which it begins; -1 without an answer.
     start: Tensor
     # Int32, the character behind it; -1 likewise.
     end: Tensor
-    # Float32, its start logit plus its end logit; -inf where there is none.
+    # Float32, its start logit plus its end logit; -inf without an answer.
     score: Tensor
     # Float32, the same for the place of "no answer"; over windows the least.
     null_score: Tensor

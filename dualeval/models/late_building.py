@@ -227,7 +227,7 @@ class _Building:
         of_file = {id(value) for value in model.state_dict(keep_vars=True).values()}
         for what, value in _tensors_and_devices(model):
             if value.type == "meta" if isinstance(value, torch.device) else value.is_meta:
-                raise NotLate(f"its constructor makes {what} of the values of parameters")
+                raise NotLate(f"its constructor computes {what} from parameter values")
             if isinstance(value, Tensor) and id(value) not in of_file:
                 self.others.append((what, value))
         held = self._held()
@@ -235,7 +235,7 @@ class _Building:
             gc.collect()  # what an error or a cycle still holds is not the model's
             held = self._held()
         if held:
-            raise NotLate(f"it keeps {listed(held, 3)} also in another place than its parameters")
+            raise NotLate(f"it also keeps {listed(held, 3)} outside its parameters")
 
     def _held(self) -> list[str]:
         """Parameters, as they were made or on the meta device, that something still refers to."""

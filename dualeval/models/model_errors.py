@@ -100,10 +100,10 @@ def _index_of_embedding(calls: list[FrameType], model: nn.Module) -> str | None:
                 return None
             rows = layer.num_embeddings
             return (
-                f"{_layer(call, model)} has {rows} rows and was given the index "
-                f"{int(outside.flatten()[0])}, expected 0 to {rows - 1}. Inputs and model have other "
-                "vocabularies (or a text is longer than the model has positions): give data that were "
-                "tokenised with this model's own tokenizer"
+                f"{_layer(call, model)} has {rows} rows and was given the index {int(outside.flatten()[0])}, "
+                f"expected 0 to {rows - 1}. Inputs and model have different vocabularies (or a text is "
+                "longer than the model has positions): give data that were tokenised with this model's own "
+                "tokenizer"
             )
     return None
 
@@ -144,7 +144,7 @@ def _two_kinds(said: str, calls: list[FrameType], model: nn.Module) -> str | Non
     if own[0] == torch.float32:
         return (
             f"{found}, expected float32. Make the samples float32 (tensor.float(), array.astype('float32')); "
-            "or, where the model takes them otherwise, give forward="
+            "or, if the model takes another dtype, give forward="
         )
     half = ", and --precision amp-bf16 for half precision" if own[0].itemsize < 4 else ""
     return f"{found}, expected the same. Return model.float(){half}; or cast the inputs in forward="

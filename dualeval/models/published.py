@@ -56,8 +56,8 @@ def entry_named(model: str, weights: str) -> Any:
     entry = enumeration[member]
     if entry.meta["categories"] is None:
         raise UsageError(
-            f"--weights {weights}: {entry} are those of a network without its classifier, so there is "
-            f"nothing to evaluate. {names_hint(model, member)}"
+            f"--weights {weights}: {entry} belong to a network without its classifier, so there is nothing "
+            f"to evaluate. {names_hint(model, member)}"
         )
     return entry
 

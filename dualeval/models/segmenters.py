@@ -71,9 +71,10 @@ def segmenter_of(
     if source is None or source.name == classifiers.EMBEDDED or str(name).startswith("timm:"):
         known = published.segmentation_names()
         raise UsageError(
-            f"--model {name} is no network for segmentation.{nearest(str(name), known, most=5, cutoff=0.5)} "
-            f"Give one of torchvision ({', '.join(known)}), hf:DIR, package.module:factory, or the path of "
-            "a TorchScript archive or .pt2 program."
+            f"--model {name} is not a network for "
+            f"segmentation.{nearest(str(name), known, most=5, cutoff=0.5)} Give one of torchvision "
+            f"({', '.join(known)}), hf:DIR, package.module:factory, or the path of a TorchScript archive or "
+            ".pt2 program."
         )
     return source
 

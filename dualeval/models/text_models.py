@@ -78,7 +78,7 @@ def read_tokenizer(folder: Path, use: Use) -> Any:
     names = sorted(tokenizer.vocab_files_names.values())
     if names and not any((folder / name).is_file() for name in names):
         # The library then makes one that knows five tokens, and says nothing.
-        raise UsageError(f"{folder} holds no tokenizer: there is none of {', '.join(names)}. {advice}")
+        raise UsageError(f"{folder} holds no tokenizer: it has none of {', '.join(names)}. {advice}")
     if not tokenizer.is_fast:
         raise UsageError(
             f"the tokenizer in {folder}, {type(tokenizer).__name__}, is not fast: it cannot tell which "
@@ -355,7 +355,7 @@ class CausalTokens:
         if prefix is None:
             raise UsageError(
                 f"the tokenizer in {folder} has no token for the beginning of a text, nor one for its end: "
-                "nothing can stand before its first token. Give a causal language model, or set bos_token or "
+                "nothing can precede its first token. Give a causal language model, or set bos_token or "
                 "eos_token in its tokenizer_config.json."
             )
         # What stands before a document.

@@ -58,9 +58,9 @@ def refuse_problem_type(config: Any, model: str) -> None:
     kind, count = (getattr(config, name, None) for name in ("problem_type", "num_labels"))
     if kind == "multi_label_classification" or (kind == "regression" and count != 1):
         raise UsageError(
-            f"the config of {model} has problem_type {kind!r} and {count} outputs: expected one class a "
-            "sample. For other outputs write a task, such as examples/multilabel.py. Where it has learnt one "
-            'class a sample, write "problem_type": "single_label_classification" into its config.'
+            f"the config of {model} has problem_type {kind!r} and {count} outputs: expected one class per "
+            "sample. For other outputs write a task, such as examples/multilabel.py. If it was trained "
+            'for one class per sample, write "problem_type": "single_label_classification" into its config.'
         )
 
 

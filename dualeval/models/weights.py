@@ -26,7 +26,7 @@ from dualeval.wording import counted, first_of, listed
 # Which are converted to each other. Not the eighth-size ones: these go with scales, as integers do.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OTHER_WEIGHTS = " Give the weights of this --model."
-_LARGER = " They are of a larger network: give its --model, or save the weights without what it has more."
+_LARGER = " They belong to a larger network: give its --model, or save the weights without the rest."
 # Names that say in which form weights were saved, and what to do with it.
 _FORMS = {
     r"_mask$": " The model is pruned: call torch.nn.utils.prune.remove(module, 'weight') first, then save.",
@@ -171,8 +171,8 @@ def _warning(source: str, beside: list[str], fitting: list[str]) -> str | None:
 def _advice(fitting: list[str]) -> str:
     if len(fitting) == 1:
         return (
-            f"The names that begin with {fitting[0]!r} are those of the model: "
-            f"--weights-prefix {fitting[0]} takes them alone."
+            f"The names that begin with {fitting[0]!r} are those of the model: --weights-prefix {fitting[0]} "
+            "takes only these."
         )
     return (
         f"The names that begin with one of {len(fitting)} prefixes are those of the model: "
@@ -193,8 +193,8 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     if unread:
         raise UsageError(
             f"{source} cannot be put into the model {type(model).__name__}: {len(unread)} not plain: "
-            f"{listed(unread)}. What a module keeps beside tensors is read where it is None, numbers, text, "
-            "tensors, or lists and dicts of these. Save it as such (get_extra_state)."
+            f"{listed(unread)}. Extra state of a module may be None, numbers, text, tensors, or lists and "
+            "dicts of these. Save it so (get_extra_state)."
         )
     kinds = _changed_kinds(own, state)
     if kinds:

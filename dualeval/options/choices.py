@@ -76,7 +76,7 @@ def check_groups(by: Sequence[str], bins: object, *, sign: str = "") -> None:
     for text in by:
         if not all(columns_of_groups([text])):
             raise UsageError(
-                f"{sign}by {text!r}: a column's name is missing, expected such as age or age*sex"
+                f"{sign}by {text!r}: a column's name is missing, expected for example age or age*sex"
             )
     if bins and not by:
         raise UsageError(f"{sign}bins says where the columns of {sign}by are cut: give {sign}by, too")
@@ -93,8 +93,8 @@ def check_mean(option: str, values: object) -> None:
     """Check the mean of pixels, a number a channel; None passes."""
     if values is not None and not _numbers(values, lambda value: 0 <= value <= 1):
         raise UsageError(
-            f"{option} {_joined(values)}: expected numbers from 0 to 1, one a channel: the mean of pixels "
-            "scaled to [0, 1]. Divide that of pixels from 0 to 255 by 255."
+            f"{option} {_joined(values)}: expected numbers from 0 to 1, one per channel: the mean of pixels "
+            "scaled to [0, 1]. Divide the mean of pixels from 0 to 255 by 255."
         )
 
 
@@ -102,8 +102,8 @@ def check_std(option: str, values: object) -> None:
     """Check the standard deviation of pixels, a number a channel; None passes."""
     if values is not None and not _numbers(values, lambda value: 0 < value < math.inf):
         raise UsageError(
-            f"{option} {_joined(values)}: expected numbers above 0, one a channel: the standard deviation of "
-            "pixels scaled to [0, 1]"
+            f"{option} {_joined(values)}: expected numbers above 0, one per channel: the standard deviation "
+            "of pixels scaled to [0, 1]"
         )
 
 

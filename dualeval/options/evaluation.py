@@ -57,9 +57,9 @@ class EvaluationOptions:
     # Those with the smallest sha256 of seed and id, in data-set order.
     sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=DATA, least=1)
     seed: int | None = option(
-        None, "With --sample: another number draws others.", group=DATA, least=0, shown="0"
+        None, "With --sample: another number draws other samples.", group=DATA, least=0, shown="0"
     )
-    # A column of which equal entries mark them, such as questions on one text; the intervals allow for that.
+    # Equal entries of this column mark them, such as questions on one text; the intervals allow for that.
     # None: the task's own, which most have not.
     cluster: str | None = option(
         None,
@@ -132,7 +132,7 @@ class EvaluationOptions:
                 "some: leave out one of the two"
             )
         if self.seed is not None and self.sample is None:
-            raise UsageError(f"{sign}seed {self.seed} draws nothing by itself: give {sign}sample N too")
+            raise UsageError(f"{sign}seed {self.seed} alone draws nothing: give {sign}sample N too")
 
     def _check_preparation(self) -> None:
         """How the model is prepared."""
@@ -148,7 +148,7 @@ class EvaluationOptions:
         if self.optimize == FOLD:
             raise UsageError(
                 f"{flag}: {sign}optimize {FOLD} makes batch norms a part of the convolutions before them, so "
-                "that none is left to keep. Leave out one of the two."
+                "none is left to keep. Leave out one of the two."
             )
 
     def _check_sharding(self) -> None:
@@ -164,8 +164,8 @@ class EvaluationOptions:
         if self.optimize is not None:
             raise UsageError(
                 f"{sign}optimize {self.optimize}: with {sign}shard {self.shard} a layer's weights are only "
-                "there while it computes, so that nothing can be folded into them, or compiled with them. "
-                "Leave out one of the two"
+                "there while it computes, so nothing can be folded into them, or compiled with them. Leave "
+                "out one of the two"
             )
 
     def check_schedule(self, schedule: str) -> None:
@@ -174,5 +174,5 @@ class EvaluationOptions:
         if self.shard is not None and schedule == DYNAMIC:
             raise UsageError(
                 f"{sign}schedule {schedule}: with {sign}shard {self.shard} each forward waits for all ranks, "
-                f"so that none can take more batches than another. Leave {sign}schedule out"
+                f"so none can take more batches than another. Leave {sign}schedule out"
             )

@@ -245,7 +245,7 @@ def of_python(
         raise UsageError(f"metrics={metrics!r}: expected a list of names, as metrics=[{metrics!r}]")
     for name, instead in IN_PYTHON.items():
         if name in options and hasattr(kind, name):
-            raise TypeError(f"{name} is no argument here: {instead}")
+            raise TypeError(f"{name} is not an argument here: {instead}")
     known = [*kind.__dataclass_fields__, "metrics"]  # type: ignore[attr-defined]
     if unknown := next((name for name in options if name not in known), None):
         task = kind.__name__.removesuffix("Options")
@@ -311,7 +311,7 @@ def options_of_call(function: Callable[..., Any]) -> type:
     ]
     if unnamed := [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]:
         raise UsageError(
-            f"{function.__name__} takes {unnamed[0]} by position alone (before a '/'), and options are given "
+            f"{function.__name__} takes {unnamed[0]} only by position (before a '/'), but options are given "
             "by name. Leave the '/' out."
         )
     given = {

@@ -384,7 +384,7 @@ def _content(path: Path | None) -> dict[str, Any]:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--config {path} is not valid TOML: {error}. Expected a line an option, as batch_size = 64"
+            f"--config {path} is not valid TOML: {error}. Expected one option per line, as batch_size = 64"
         ) from error
 
 

@@ -76,7 +76,7 @@ def task_kind(reference: str) -> TaskKind:
         return _kind_of(load_plugin(offered[reference]), reference, origin_of(offered[reference]))
     if reference.endswith(".py"):
         raise UsageError(
-            f"--task {reference}: expected a class behind the file, as in --task {reference}:Class"
+            f"--task {reference}: expected a class after the file, as in --task {reference}:Class"
         )
     known = [*TASKS, *offered]
     hint = did_you_mean(reference, known, cutoff=0.4)
@@ -182,7 +182,7 @@ def _load(reference: str) -> tuple[Any, str]:
     if not hasattr(module, attribute):
         found = _tasks_in(module)
         hint = nearest(attribute, [*found, *(name for name in vars(module) if not name.startswith("_"))])
-        tasks = f" Tasks there: {', '.join(found)}." if found else " There is no class of a task in it."
+        tasks = f" Tasks there: {', '.join(found)}." if found else " It has no task class."
         raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
     return getattr(module, attribute), origin
 

@@ -97,7 +97,7 @@ def expanded(pattern: str, *, refuses: bool = True) -> list[str]:
     found = glob(pattern, recursive=True)  # noqa: PTH207
     if not found and refuses:
         folder = _fixed_part(pattern)
-        raise UsageError(f"--weights {pattern}: no file or folder fits. {_there(folder)}")
+        raise UsageError(f"--weights {pattern}: no file or folder matches. {_there(folder)}")
     return sorted(found, key=lambda path: ([*map(_natural, _NUMBER.split(path))], path))
 
 

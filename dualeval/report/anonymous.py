@@ -90,7 +90,7 @@ def _without_hosts(text: str, hosts: Mapping[str, str]) -> str:
     known = {
         name.lower(): label
         for name, label in hosts.items()
-        # An address is no name, and its first number less so.
+        # An address is not a name, and neither is its first number.
         if re.match(r"[^:.]*[A-Za-z][^:]*$", name) and name.partition(".")[0].lower() not in _EVERYWHERE
     }
     short = sorted({name.partition(".")[0] for name in known}, key=len, reverse=True)

@@ -205,7 +205,7 @@ def _worst(comparison: Comparison, gate: WorstGate) -> str:
             f"at most {_amount(metric, worst)} worse" if worst > 0 else "better" if worst < 0 else "no worse"
         )
         rough = [printable(group.label) for group in gate.groups if group.rough]
-        few = f"; rough, as few samples decide: {first_of(rough, _NAMED)}" if rough else ""
+        few = f"; rough, because few samples decide: {first_of(rough, _NAMED)}" if rough else ""
         said = f"passed; with 95 % confidence B is {said} in each group{few}"
     elif not gate.groups:
         said = "NOT passed; no group is left"

@@ -195,7 +195,7 @@ class ModelsTable:
         if any(name in self.best for name in self.metrics[:shown]):
             lines.append("* the best value; below each value its 95 % interval")
         if not self.same_samples:
-            lines.append("The models have seen different samples: no value is marked as the best.")
+            lines.append("The models have seen different samples: no best value is marked.")
         names: dict[str, list[str]] = {}
         for row in self.rows:
             for warning in () if row.result is None else row.result.warnings:

@@ -127,7 +127,7 @@ def print_slices(result: Result, console: Console) -> None:
         if any(group["small"] for group in groups):
             said.append("(small): too few samples, or clusters of them, for a statement")
         if any(name in group["rough"] and group["intervals"].get(name) for group in groups for name in names):
-            said.append("rough: the interval may cover less than 95 %, the JSON says why")
+            said.append("rough: the interval may cover less than 95 %; the JSON says why")
         if said:
             print_line(console, "; ".join(said))
 
@@ -155,7 +155,7 @@ def _of_earlier_run(result: Result) -> str:
         None: "",
         "same bits": "; batches of it were evaluated again and have the same bits",
         "within tolerance": "; batches of it were evaluated again and agree to the tolerance",
-        "nothing to compare": "; it has no rows to evaluate again and compare",
+        "nothing to compare": "; no rows to evaluate again and compare",
         "skipped": "; not compared with what the job gives now (--no-replay)",
     }[result.replay]
     return f"Finished before{when} and shown again{proof}."
@@ -247,7 +247,7 @@ def _difference(column: Mapping[str, Any]) -> str:
 
 def _comparable(result: Result) -> str:
     if result.deterministic is False:
-        return " (another one in another run: see the warning)"
+        return " (may differ in another run: see the warning)"
     if result.homogeneous:
         return ""
     return f" (not comparable: {len(result.machines)} kinds of machine)"

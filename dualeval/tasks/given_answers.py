@@ -45,7 +45,7 @@ class GivenAnswers(ScoredAnswers):
         asked = {question.id for question in self._questions.questions}
         if not asked & self._answers.keys():
             raise UsageError(
-                f"none of the {len(self._answers)} ids in {predictions} is that of one of the {len(asked)} "
+                f"none of the {len(self._answers)} ids in {predictions} belongs to one of the {len(asked)} "
                 f"questions in {data}. Give the predictions for these questions."
             )
         self._unasked = [name for name in self._answers if name not in asked]

@@ -200,8 +200,8 @@ class ImageClassification(picture_task.PictureTask):
         channels = len(wanted.mean), len(wanted.std)
         if set(channels) - {1, shape[0]}:
             raise UsageError(
-                f"--mean has {channels[0]} values and --std {channels[1]}, expected {shape[0]} of each, "
-                f"one a channel, or 1 for all channels."
+                f"--mean has {channels[0]} values and --std {channels[1]}, expected {shape[0]} of each, one "
+                "per channel, or 1 for all channels."
             )
         self._scale = self._scale_on(device)
         blank = torch.zeros(self._model.trial_images, *shape, dtype=torch.uint8, device=device)

@@ -64,7 +64,7 @@ class DataSource:
         if given and not self._is_manifest:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise UsageError(
-                f"{flags} has no meaning for {self.name}: it is of a manifest, a file that ends with "
+                f"{flags} does not apply to {self.name}: it is for a manifest, a file that ends with "
                 f"{', '.join(SUFFIXES)}. Leave it out."
             )
         if options.split is None or self._named is not None:
@@ -72,7 +72,7 @@ class DataSource:
         if self.is_small and options.split in IDX_SPLITS:
             return
         raise UsageError(
-            f"--split {options.split} has no meaning for {self.name}: a folder or manifest is evaluated "
+            f"--split {options.split} does not apply to {self.name}: a folder or manifest is evaluated "
             "whole. Leave it out, and give the folder or manifest of that split."
         )
 
@@ -83,8 +83,8 @@ class DataSource:
         for flag, value in given.items():
             if value is not None:
                 raise UsageError(
-                    f"{flag} has no meaning for the {self.described_small}: their labels are numbers. "
-                    "Leave it out."
+                    f"{flag} does not apply to the {self.described_small}: their labels are numbers. Leave "
+                    "it out."
                 )
 
     @property

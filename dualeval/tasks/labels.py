@@ -97,7 +97,7 @@ def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) ->
     count = f"the data has {number} {'class folders' if labels.noun == 'folder' else 'labels'}"
     if labels.num_classes != number:
         count += f" of {labels.num_classes} classes ({labels.rule})"
-    each = "Give one folder a class, empty ones too, or say" if labels.noun == "folder" else "Say"
+    each = "Give one folder per class, empty ones too, or say" if labels.noun == "folder" else "Say"
     raise UsageError(
         f"--num-classes {asked}, but {count}. {each} which classes the {labels.noun}s are with --class-map "
         f"FILE ({labels.noun} to index, JSON)."
@@ -165,7 +165,7 @@ def _with_other_names(labels: Labels, named: KnownClasses) -> Labels:
     warning = (
         f"{named.of} names the classes {first_of(named.names, _NAMED_AT_MOST)}, and the {labels.noun}s are "
         f"taken in the order {first_of([*labels.classes], _NAMED_AT_MOST)}. If the model was trained in this "
-        f"one, give --class-order name; if not, --class-map FILE ({labels.noun} to index, JSON)"
+        f"order, give --class-order name; if not, --class-map FILE ({labels.noun} to index, JSON)"
     )
     return replace(labels, warnings=(*labels.warnings, warning))
 

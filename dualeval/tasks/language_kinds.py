@@ -30,7 +30,7 @@ class Kind:
     """What the task does with the samples of one kind; the methods are those of a Task."""
 
     cluster: str | None = None
-    # Set with the model: which tokens end an answer and are none of it; what its ``generate`` does else.
+    # Set with the model: the tokens that end an answer (no part of it); what ``generate`` does besides.
     stops: Sequence[int] = ()
     other_search: Sequence[str] = ()
 
@@ -128,7 +128,7 @@ class Choices(RowKind):
             count = len(after) if is_known else 0
             if not 0 < count <= self.max_length:
                 raise UsageError(
-                    f"{self.of.where(index)}: choice {place} is {count} tokens behind its context, expected "
+                    f"{self.of.where(index)}: choice {place} is {count} tokens after its context, expected "
                     f"1 to {self.max_length} (--max-length)" + "; the tokenizer leaves it out" * (not count)
                 )
             whole = torch.tensor([*before, *after], dtype=torch.int32)

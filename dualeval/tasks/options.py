@@ -53,7 +53,7 @@ class ModelOptions:
         None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
     )
     weights_prefix: str | None = option(
-        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
+        None, "Use only tensors with this name prefix, and remove the prefix.", group=_MODEL
     )
     trust_checkpoint: bool = option(
         False, "Open files that can run code: pickles, TorchScript, .pt2.", group=_MODEL
@@ -165,7 +165,7 @@ class ImageClassificationOptions(PictureOptions):
         None, "Part of a data set by name.", group=_DATA, choices=SPLITS, shown="test or val"
     )
     image_root: Path | None = option(
-        None, "Folder from which a manifest's paths count.", group=_DATA, shown="the manifest's"
+        None, "Folder that a manifest's paths are relative to.", group=_DATA, shown="the manifest's"
     )
     path_column: str | None = option(
         None, "A manifest's column of paths.", group=_DATA, shown="path, image, file, ..."
@@ -257,8 +257,8 @@ class SegmentationOptions(PictureOptions):
         return {
             "iou": "intersection over union of each class, and the mean (mIoU)",
             "pixel_accuracy": "fraction of labelled pixels whose class is predicted",
-            "mean_accuracy": "that fraction of each class's pixels, and the mean",
-            "dice": "Dice coefficient of each class, which is its F1, and the mean",
+            "mean_accuracy": "the same fraction for each class, and the mean",
+            "dice": "Dice coefficient (F1) of each class, and the mean",
             "picture_iou": "mean IoU of each picture alone, averaged over pictures",
             "nonfinite_logits": "how many pictures have a NaN or an infinity among their logits",
             "pixel_check": "warnings of absent classes, ignored pixels and turned pictures; always included",
@@ -359,7 +359,7 @@ class TextClassificationOptions(TextOptions):
 
         return {
             **LINES,
-            "binary_f1": "F1 of class 1, where there are two",
+            "binary_f1": "F1 of class 1, if there are two classes",
             "pearson": "Pearson's correlation of prediction and label (regression)",
             "spearman": "Spearman's rank correlation of prediction and label (regression)",
             "mse": "mean squared error (regression)",
@@ -440,14 +440,16 @@ class LanguageModelingOptions(TextOptions):
             "byte_perplexity": "exp of the loss over the number of bytes (texts)",
             "bits_per_byte": "the loss in bits over the number of bytes (texts)",
             "acc": "fraction of rows whose likeliest choice is the answer (choices)",
-            "acc_norm": "the same, of log-likelihoods divided by the characters of the choice",
+            "acc_norm": "the same, with log-likelihoods divided by the characters of the choice",
             "acc_bytes": "the same, divided by its bytes",
             "exact_match": "fraction of rows whose greedy answer is right (prompts)",
             "cut_contexts": "rows whose context was too long and lost its beginning (choices, prompts)",
         }
 
     data: Path = option(
-        help="Text file, folder of such, or table (.jsonl, .parquet, .csv).", group=_DATA, metavar="PATH"
+        help="Text file, folder of text files, or table (.jsonl, .parquet, .csv).",
+        group=_DATA,
+        metavar="PATH",
     )
     text: str | None = option(
         None, "Column of the documents.", group=_DATA, metavar="COLUMN", shown="by the columns"
@@ -455,7 +457,7 @@ class LanguageModelingOptions(TextOptions):
     quoting: str | None = _same("quoting")
     max_length: int | None = option(
         None,
-        "Most tokens that the model sees at once.",
+        "Maximum tokens that the model sees at once.",
         group=_TOKENS,
         least=2,
         shown="the model's, at most 2048",
@@ -464,11 +466,9 @@ class LanguageModelingOptions(TextOptions):
         None, "Tokens that each window predicts (texts).", group=_TOKENS, least=1, shown="max-length"
     )
     target_delimiter: str = option(" ", "Text between context and choice.", group=_TOKENS, shown="a space")
-    max_new_tokens: int = option(32, "Most tokens of an answer (prompts).", group=_TOKENS, least=1)
-    stop_at_newline: bool = option(False, "End an answer with its line (prompts).", group=_TOKENS)
-    ignore: tuple[str, ...] = option(
-        IGNORED, "What does not count in an answer, or none (prompts).", group=_TOKENS
-    )
+    max_new_tokens: int = option(32, "Maximum tokens of an answer (prompts).", group=_TOKENS, least=1)
+    stop_at_newline: bool = option(False, "End an answer at the end of its line (prompts).", group=_TOKENS)
+    ignore: tuple[str, ...] = option(IGNORED, "What to ignore in answers, or none (prompts).", group=_TOKENS)
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

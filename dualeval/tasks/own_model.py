@@ -190,7 +190,7 @@ class ModelTask(Task):
             of_numbers = len(values) > 1 and all(
                 isinstance(each, Tensor) and each.ndim == 1 for each in values
             )
-            hint = " Where these are the numbers of one list, make it a torch.tensor." if of_numbers else ""
+            hint = " If these are one list of numbers, make it a torch.tensor." if of_numbers else ""
             raise UsageError(
                 f"the input of a sample is {found}, and {type(model).__name__}.forward takes "
                 f"{self._signature}.{hint} {refusals.FORWARD}."
@@ -328,15 +328,16 @@ class ModelTask(Task):
         is_class = is_class and _is_number(prediction)
         if is_class and self._observe is None and "target" in self._columns and not self._asked:
             raise UsageError(
-                "the model returns one whole number for each sample, as the number of a class, whose mean "
-                "says nothing: return the logits, (samples, classes), or give metrics=[...] (docs/metrics.md)"
+                "the model returns one whole number for each sample, such as a class number, whose mean "
+                "says nothing: return the logits, (samples, classes), or give metrics=[...] "
+                "(docs/metrics.md)"
             )
         # The mean of the targets says nothing of the model.
         found = [name for name, column in self._columns.items() if _is_number(column) and name != "target"]
         if not found:
             why = "" if self._why_no_logits is None else f" {self._why_no_logits}"
             raise UsageError(
-                f"the columns are {', '.join(self._columns)}, none with one number a sample: give "
+                f"the columns are {', '.join(self._columns)}, none with one number per sample: give "
                 f"metrics=[...] (docs/metrics.md).{why}"
             )
         return [Mean(name) for name in found]
@@ -359,9 +360,9 @@ class ModelTask(Task):
         if column is None or not _is_number(column):
             why = "" if self._why_no_logits is None else f" {self._why_no_logits}"
             raise UsageError(
-                f"there is no metric {name!r} here: a name is that of a column with one number a sample "
-                f"(columns: {', '.join(self._columns)}), or that of a metric of classification where the "
-                f"outputs are logits.{why} Give a metric (docs/metrics.md)."
+                f"there is no metric {name!r} here: a name means a column with one number per sample "
+                f"(columns: {', '.join(self._columns)}), or, where the outputs are logits, a metric of "
+                f"classification.{why} Give a metric (docs/metrics.md)."
             )
         return Mean(name)
 

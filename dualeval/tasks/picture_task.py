@@ -123,8 +123,8 @@ def choose_for_files(
             given = {**asdict(base.values), **asked}
     if given.get("channels") == 1 and not {"mean", "std"} <= given.keys():
         raise UsageError(
-            "--channels 1 needs --mean and --std: ImageNet's are those of three colours. Give the values of "
-            "the model's training, for grey pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
+            "--channels 1 needs --mean and --std: ImageNet's are for three colours. Give the values of the "
+            "model's training, for grey pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
         )
     missing = [f"--{name}" for name in NEEDED if name not in given]
     if missing and base is not None and own is None:
@@ -156,7 +156,7 @@ def choose_for_files(
         warning = (
             f"the preprocessing is the default of {model.name} ({values}): nothing says what {source.text} "
             "was trained with. Other values change the metrics: give --resize, --crop, --mean and --std of "
-            "its training, also where they are the default's."
+            "its training, even if they equal the default's."
         )
     return ChosenPreprocessing(values=values, origin=_origin(Preprocessing, asked, others), warning=warning)
 
@@ -183,16 +183,16 @@ def choose_for_small(
     channels, height, width = shape
     if "interpolation" in asked:
         raise UsageError(
-            f"--interpolation has no meaning for the {described}: their images are evaluated in their own "
+            f"--interpolation does not apply to the {described}: their images are evaluated in their own "
             f"size, {height} x {width}. Leave it out, or give --resize and --crop."
         )
     missing = [f"--{name}" for name in _names(Normalisation) if name not in asked]
     if missing and known is None:
         raise UsageError(
-            f"the {described} need {' and '.join(missing)}: these belong to the weights, and "
-            "nothing tells which ones this model was trained with. Give the values of its training, for "
-            "pixels scaled to [0, 1], as in --mean 0.5 --std 0.5; --preprocessing none stands for 0 and 1. "
-            "(With --resize and --crop they are prepared as picture files are.)"
+            f"the {described} need {' and '.join(missing)}: these belong to the weights, and nothing tells "
+            "which ones this model was trained with. Give the values of its training, for pixels scaled to "
+            "[0, 1], as in --mean 0.5 --std 0.5; --preprocessing none stands for 0 and 1. (With --resize "
+            "and --crop they are prepared like picture files.)"
         )
     base, why = known or (Normalisation(), "")
     others = {name: value for name, value in asked.items() if name != "channels"}

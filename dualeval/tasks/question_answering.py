@@ -84,7 +84,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         if null_threshold is not None and not self._unanswerable:
             raise UsageError(
                 f"--null-threshold {null_threshold:g}: every question of {data} has an answer (SQuAD v1.1), "
-                "so none is ever left without one. Leave it out."
+                "so it does not apply. Leave it out."
             )
         if null_threshold is not None and not math.isfinite(null_threshold):
             raise UsageError(
@@ -145,8 +145,8 @@ class QuestionAnswering(TextTask, ScoredAnswers):
             if found is None or tuple(found.shape) != shape:
                 gave = "no" if found is None else tuple(found.shape)
                 raise UsageError(
-                    f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one a "
-                    "token."
+                    f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one "
+                    "per token."
                 )
 
     def _windows_on(self, context: str) -> Mapping[str, Tensor]:
@@ -188,7 +188,7 @@ class QuestionAnswering(TextTask, ScoredAnswers):
         starts, ends = (torch.tensor(places, dtype=torch.int32) for places in zip(*spans, strict=True))
         texts = self._cut(starts.tolist(), ends.tolist(), samples.start)
         found: dict[str, Column] = {**columns, "start": starts, "end": ends, ARTICLE: self._articles(samples)}
-        # Whatever is right: a logit that is NaN is no answer.
+        # Whatever the right answer is: a NaN logit is not an answer.
         failed = columns["nan_logits"].tolist()
         of_spans = self._scored(_without(texts, failed), samples)
         if not self._unanswerable:

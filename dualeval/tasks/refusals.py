@@ -20,9 +20,9 @@ from dualeval.own_code import is_raised_by_own_code
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
 OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with one row for each sample"
 ONE_LOGIT = (
-    "the targets are bool, and the model returns one number a sample, a logit or a probability. Make two "
-    "logits of a logit: forward=lambda model, batch: torch.nn.functional.pad(model(batch[0]).reshape(-1, 1), "
-    "(1, 0)); of a probability, of model(batch[0]).logit(1e-7)"
+    "the targets are bool, and the model returns one number per sample, a logit or a probability. Make two "
+    "logits of a logit: forward=lambda model, batch: torch.nn.functional.pad(model(batch[0]).reshape(-1, "
+    "1), (1, 0)); of a probability, of model(batch[0]).logit(1e-7)"
 )
 # Names of what is to be predicted, in samples that are dicts.
 TARGETS = ("target", "targets", "label", "labels", "y")
@@ -121,7 +121,7 @@ def why_no_classes(outputs: Tensor, target: Tensor) -> str:
         "integers of shape (samples,)."
     )
     if outputs.ndim == target.ndim + 1 > 2 and not target.is_floating_point():
-        return f"{found} Of logits for each place give metrics=[dualeval.metrics.IoU(CLASSES)]."
+        return f"{found} For logits at each position give metrics=[dualeval.metrics.IoU(CLASSES)]."
     if outputs.ndim != 2 or outputs.shape[1] < 2:
         return found
     if target.ndim == 1 and target.is_floating_point():
@@ -130,7 +130,7 @@ def why_no_classes(outputs: Tensor, target: Tensor) -> str:
         return f"{found} Drop the second dimension of the targets, as with target.squeeze(1)."
     if target.ndim == 2 and target.shape == outputs.shape:
         if {*target.flatten().tolist()} <= {0, 1} and (target.sum(1) == 1).all():
-            return f"{found} Of targets with a 1 at one class a sample, take target.argmax(1)."
+            return f"{found} From targets with a 1 at one class per sample, take target.argmax(1)."
         return f"{found} {OBSERVE}: one for each number, as {{'a': (outputs - batch[1])[:, 0].abs()}}."
     return found
 
@@ -140,7 +140,7 @@ def why_no_target(target: Any) -> str:
     if target is None:
         return "The samples have no target: give pairs (input, target), or dicts with the key 'label'."
     first = next(iter(target), None) if isinstance(target, (list, tuple)) else target
-    return f"The targets are no numbers, as {first!r}: give each class a number."
+    return f"The targets are not numbers, such as {first!r}: give each class a number."
 
 
 def refuse_other_task(model: str | None, data: Path | None) -> None:

@@ -75,7 +75,7 @@ class ScoredAnswers(Task):
         if len(joined) > len(gold) // 10:
             warnings.append(
                 f"{len(joined)} of {len(gold)} gold answers are in a script without white space between "
-                "words: f1 counts what stands between white space as one word, and is no F1 of words or "
+                "words: f1 counts all text between white space as one word, so it is not an F1 of words or "
                 "characters"
             )
         return warnings

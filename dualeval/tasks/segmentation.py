@@ -195,9 +195,9 @@ class Segmentation(PictureTask):
         begin, names = f"the model {self._model.name} has {found} classes", self._class_names
         if found == 1:
             raise UsageError(
-                f"the model {self._model.name} gives one logit a pixel, expected one for each class. Of two "
-                "classes let its forward return torch.cat([torch.zeros_like(logits), logits], dim=1); of "
-                "probabilities p, as a sigmoid gives them, torch.cat([1 - p, p], dim=1)."
+                f"the model {self._model.name} gives one logit per pixel, expected one for each class. For "
+                "two classes let its forward return torch.cat([torch.zeros_like(logits), logits], dim=1); "
+                "of probabilities p, as a sigmoid gives them, torch.cat([1 - p, p], dim=1)."
             )
         if self._num_classes not in (None, found):
             raise UsageError(
@@ -205,13 +205,13 @@ class Segmentation(PictureTask):
                 "classes."
             )
         if names and len(names) != found:
-            raise UsageError(f"{begin}, and --class-names gives {len(names)}: expected one a class")
+            raise UsageError(f"{begin}, and --class-names gives {len(names)}: expected one per class")
         self._num_classes = self._rule.classes = found
         rule, asked = self._rule, self._given.ignore_index
         if (last := max(rule.values.values(), default=0)) >= found:
             raise UsageError(
-                f"{begin}, and --mask-values has the class {last}, expected at most {found - 1}. A label "
-                "that does not count is 7=none there, in a file null."
+                f"{begin}, and --mask-values has the class {last}, expected at most {found - 1}. To leave "
+                "out label 7, write 7=none, in a file null."
             )
         self._dataset.check_palettes()
         if asked is None and found - 1 + rule.reduce >= min(_IGNORED):  # it is the label of a class
@@ -254,7 +254,7 @@ class Segmentation(PictureTask):
                 f"pictures of {' x '.join(map(str, images.shape[2:]))}, which is none of 1, 1/2, 1/4, 1/8, "
                 "1/16, 1/32 of both sides: a network without padding loses the border, and logits are "
                 "stretched over the whole mask. Let its forward pad the pictures by what is lost; or, if "
-                "they are of the whole picture, resize them to its size."
+                "they cover the whole picture, resize them to its size."
             )
         return found
 
@@ -378,8 +378,8 @@ def _names_of(given: str | Path | Sequence[str] | None) -> tuple[str, ...]:
         found = json.loads(text) if Path(given).suffix == ".json" else text.splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--class-names {given} cannot be read: {error}. Expected a file with a name a line, or .json "
-            "with a list of names, or names with commas between."
+            f"--class-names {given} cannot be read: {error}. Expected a file with one name per line, or "
+            ".json with a list of names, or names with commas between."
         ) from error
     return tuple(str(name).strip() for name in found if str(name).strip())
 

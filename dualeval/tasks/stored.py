@@ -49,9 +49,9 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     if make is None:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
-            f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes "
-            "metrics (objects) from the run's rows; given the run's own, its metrics_digest is that in "
-            "result.json. Metrics by group: the run's own command again, with --by."
+            f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes metrics (objects) "
+            "from the run's rows; given the run's own metrics, it gives the metrics_digest in result.json. "
+            "For metrics by group type the run's own command again, with --by."
         )
     for name, said in content.get("job", {}).get("metric_options", {}).items():
         if not asked and name in names and isinstance(said, dict) and "torchmetrics" in said:
@@ -130,7 +130,7 @@ def task_of_run(job_file: Path) -> tuple[Task | None, str]:
         # Of images the labels are in it, and may be the model's; ``place_of`` compares the ids.
         is_known = job["task"] != _IMAGES and "sample" not in job
         if is_known and dataset.fingerprint(job["samples"]) != job["data"]:
-            return None, f"the data of {job_file.parent} have changed since: nothing of them is shown."
+            return None, f"the data of {job_file.parent} have changed since: none of them is shown."
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DualevalError) as error:
         return None, f"the data of {job_file.parent} cannot be opened again: {text_of(error)}"
     return task, ""

@@ -176,9 +176,7 @@ class TextClassification(TextTask):
         self._num_classes = count = outputs.shape[1]
         if count == 1:
             if self._class_map is not None or self._class_order is not None:
-                raise UsageError(
-                    "--class-map and --class-order have no meaning for a regression: leave them out"
-                )
+                raise UsageError("--class-map and --class-order do not apply to a regression: leave them out")
             self._targets = number_targets(self._rows, self._label)
         else:
             self._labels, self._targets = self._classes_of_rows(names_of_classes(model, count), count)
@@ -209,7 +207,7 @@ class TextClassification(TextTask):
         if (difference := (alone - filled).abs().max()) > 1e-5 + 1e-2 * alone.abs().max():
             raise UsageError(
                 f"the model in {self._model.folder} reads padding: the logits of a text differ by "
-                f"{difference:.2g} where it is filled up to the length of another. Its forward has to use "
+                f"{difference:.2g} when it is padded to the length of another. Its forward has to use "
                 "attention_mask, and its pad_token_id has to be the tokenizer's."
             )
 
@@ -359,7 +357,7 @@ def _metric(name: str, num_classes: int) -> Metric | RowMetric:
         return classification_metric(name, num_classes, ["binary_f1"] if num_classes == 2 else [])
     if num_classes != 2:
         raise UsageError(
-            f"metric 'binary_f1' is of two classes, found {num_classes}: ask for 'f1', the mean of all"
+            f"metric 'binary_f1' needs two classes, found {num_classes}: ask for 'f1', the mean of all"
         )
     return BinaryF1(num_classes)
 

@@ -131,7 +131,7 @@ def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Si
     if code != 0 or len(by_host) < len(nodes):
         ended = "took too long" if code is None else f"exit code {code}"
         raise DualevalError(
-            f"{len(by_host)} of {len(nodes)} nodes could be looked at ({ended}): {err.strip() or out.strip()}"
+            f"{len(by_host)} of {len(nodes)} nodes could be inspected ({ended}): {err.strip() or out.strip()}"
         )
     facts = [by_host[node.host] for node in nodes] if job else list(by_host.values())
     first = facts[0]

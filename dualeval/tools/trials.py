@@ -216,11 +216,11 @@ def new_folder(out: Path | None, tool: str) -> tuple[Path, str]:
     folder = (out or Path("runs", f"{tool}-{now:%Y%m%dT%H%M%S}")).absolute()
     nearest = next(parent for parent in (folder / "x").parents if os.path.lexists(parent))
     if nearest == folder and not folder.is_dir():
-        raise UsageError(f"--out {folder}: this is no folder. Give a new or an empty one.")
+        raise UsageError(f"--out {folder}: this is not a folder. Give a new or an empty one.")
     if nearest == folder and any(folder.iterdir()):
         raise UsageError(f"--out {folder}: this folder is not empty. Give a new or an empty one.")
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        why = "cannot be written" if nearest.is_dir() else "is no folder"
+        why = "cannot be written" if nearest.is_dir() else "is not a folder"
         raise UsageError(f"--out {folder}: {nearest} {why}. Give a folder of your own.")
     return folder, f"{now:%Y-%m-%d %H:%M} UTC"
 

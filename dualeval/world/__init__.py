@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The way in which ranks meet; this base class is for a single process, which meets nobody."""
+    """The way in which ranks meet; this base class is for a single process, which has no ranks to meet."""
 
     # How often the launcher has started the ranks again.
     restarts: int = 0
@@ -24,7 +24,7 @@ class Meeting:
 
     def open(self, world: World, purpose: str) -> AbstractContextManager[tuple[Any, str, int | None]]:
         """Open the store of all ranks; yields it, rank 0's host and, on rank 0, the port. A collective."""
-        raise AssertionError(f"a process of {world.launcher} meets nobody")
+        raise AssertionError(f"a process of {world.launcher} has no ranks to meet")
 
 
 @dataclass(frozen=True, kw_only=True)

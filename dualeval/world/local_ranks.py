@@ -146,7 +146,7 @@ def _own_command(nproc: int) -> list[str]:
     if multiprocessing.parent_process() is not None:
         problem = "this process was started by multiprocessing"
     elif threading.current_thread() is not threading.main_thread():
-        problem = "it was called in another thread than the main one"
+        problem = "it was called outside of the main thread"
     elif file is None or file == "<stdin>" or hasattr(sys, "ps1") or hasattr(main, "get_ipython"):
         problem = "there is no file to run (notebook, prompt, 'python -c', standard input)"
     if problem is not None or file is None:
@@ -185,7 +185,7 @@ def run_local(
         raise UsageError(
             f"--nproc {processes} is out of range: this machine takes 1 to {limit} processes (16 for each of "
             f"the {cores} cores that it may use, and at least 64: each needs about 150 MB and a second of "
-            f"one core before it begins). Type a smaller --nproc, or use more nodes."
+            "one core to start). Type a smaller --nproc, or use more nodes."
         )
     check_own_name()
     # This process serves the store in which the ranks meet, and the ranks inherit its limit.

@@ -127,7 +127,7 @@ class Environment:
         own = not source.is_shared or source.mark in self.variables
         if own:
             cause = (
-                f"{source.name} started this process, but something between removed a part of its variables"
+                f"{source.name} started this process, but something in between removed some of its variables"
             )
             remedy = start
         else:
@@ -174,9 +174,9 @@ class Launcher:
     mark: str = ""
     # Other tools set variables of these names, too.
     is_shared: bool = False
-    # Those of which one shows that it started this process; empty for the four above.
+    # Any one of these shows that it started this process; empty for the four above.
     trace: tuple[str, ...] = ()
-    # Launchers of which each may have started the other, and the variables do not show which.
+    # Launchers that may each have started the other; the variables do not show which.
     contradicts: tuple[str, ...] = ()
     # What to type to start with it.
     start: str

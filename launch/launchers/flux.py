@@ -37,7 +37,7 @@ def _read(environment: Environment) -> World | None:
     raise environment.error(
         "Flux gave this process no PMI (PMI_FD is missing), by which the ranks would meet",
         "Leave out '-o pmi=none', or add '--env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500' to 'flux "
-        "run', FIRST_HOST being the host of task 0",
+        "run', where FIRST_HOST is the host of task 0",
     )
 
 

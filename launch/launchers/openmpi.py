@@ -26,7 +26,7 @@ def _lacks(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:
     return site.libraries.lack_horovod("mpi") if backend == "horovod" else None
 
 
-# OMPI_COMM_WORLD_NODE_RANK is no number of a node.
+# OMPI_COMM_WORLD_NODE_RANK is not the number of a node.
 LAUNCHER = Launcher(
     name="openmpi",
     title="mpirun (Open MPI)",

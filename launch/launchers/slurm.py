@@ -16,7 +16,7 @@ from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
 
 _SIZE, _TASKS = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
-# Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
+# From here on Slurm's step numbers mean no tasks: a batch script, an salloc shell on a node.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # How often a job was requeued.
 _REQUEUES = "SLURM_RESTART_COUNT"
@@ -57,7 +57,7 @@ def _read(environment: Environment) -> World | None:
         raise environment.error(f"SLURM_NODEID={node} is not below the number of nodes, {len(sizes)}")
     rank, size, local_rank = map(environment.number, ("SLURM_PROCID", _SIZE, "SLURM_LOCALID"))
     if sum(sizes) != size:
-        raise environment.error(f"the tasks a node are {sum(sizes)} together, and not {_SIZE}={size}")
+        raise environment.error(f"the tasks per node are {sum(sizes)} together, and not {_SIZE}={size}")
     # By the variable on every task, so that none waits for the one that finds it out.
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary" or (rank == 0 and node != 0):
         raise environment.error(
@@ -94,8 +94,8 @@ def _in_order_of_nodes(
     if own in tasks and ordered[node] != own:
         raise environment.error(
             f"Slurm says that node {node} of this step is {own}, and lists {', '.join(hosts)}: a "
-            f"heterogeneous step ('srun ... : ...') numbers its nodes in another order, and nobody here "
-            f"knows on which of them rank 0 is",
+            "heterogeneous step ('srun ... : ...') numbers its nodes in another order, so the node of rank "
+            "0 is not known",
             "Start all ranks with one srun without ':', or ask for a heterogeneous job ('sbatch ... : ...') "
             "and type 'srun --het-group=0,1 dualeval run'",
         )
@@ -143,7 +143,7 @@ def _pmi_of(library: str) -> str:
 
 def _lacks(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:
     if site.job is None:
-        return "this is no Slurm job: type 'salloc -N2 dualeval conformance'"
+        return "this is not a Slurm job: type 'salloc -N2 dualeval conformance'"
     return site.libraries.lack_horovod("gloo") if backend == "horovod" else None
 
 

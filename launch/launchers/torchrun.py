@@ -56,7 +56,8 @@ def _words(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:
 def _lacks(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:
     if len(set(on_nodes)) > 1:
         return (
-            f"one command starts as many ranks on each node, and {sum(on_nodes)} on {len(on_nodes)} is uneven"
+            f"one command starts the same number of ranks on each node, and {sum(on_nodes)} on "
+            f"{len(on_nodes)} is uneven"
         )
     return None
 

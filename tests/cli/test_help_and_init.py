@@ -212,7 +212,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     Path("question_answering.py").write_text("mine")
     refusals: list[tuple[list[str], str]] = [
-        (["question-answering"], "question_answering.py is there, and is not overwritten: give another FILE"),
+        (["question-answering"], "question_answering.py exists, and is not overwritten: give another FILE"),
         (
             ["question-answering", "a-b.py"],
             "a-b.py: expected the name of a Python file, of letters, digits and _",

@@ -169,7 +169,7 @@ def test_a_pattern_in_natural_order(pictures: Path) -> None:
     assert expanded("ckpts/epoch[12].pt") == ["ckpts/epoch1.pt", "ckpts/epoch2.pt"]
     assert [Path(path).name for path in expanded(f"{pictures}/**/epoch1?.pt")] == ["epoch10.pt"]
     with pytest.raises(
-        UsageError, match=r"ckpts/\*\.bin: no file or folder fits. In ckpts there is epoch1.pt"
+        UsageError, match=r"ckpts/\*\.bin: no file or folder matches. In ckpts there is epoch1.pt"
     ):
         expanded("ckpts/*.bin")
 

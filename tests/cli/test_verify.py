@@ -223,7 +223,7 @@ def test_a_file_that_was_cut(run: Path, left: int) -> None:
 def test_a_pipe_in_the_place_of_a_file(run: Path, name: str) -> None:
     (run / name).unlink()
     os.mkfifo(run / name)
-    assert f"{run / name} is no regular file" in refusal("verify", run)
+    assert f"{run / name} is not a regular file" in refusal("verify", run)
 
 
 def test_a_status_that_is_gone_is_written_anew(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_status_that_is_gone_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "run/status.json").unlink()
     found = refusal("verify", tmp_path / "run")
     assert f"{tmp_path / 'run'} has no readable status.json" in found
-    assert f"--out {tmp_path / 'run'}: it writes status.json anew" in found
+    assert f"--out {tmp_path / 'run'}: it rewrites status.json" in found
     evaluate(TinyTask(8), tmp_path / "run")
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "done"
 

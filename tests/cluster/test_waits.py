@@ -29,8 +29,8 @@ HAS_NO_IPV6 = not network._ipv6_addresses(every=True)
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_is_late(late: int, cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
     expected = [
-        r"rank 1 of 2 on h1 has waited \S+ s for rank 0 at h0, ports \d+ to \d+: h0: it answers, but no "
-        r"meeting of this run is held there yet\. Check that rank 0 has been started",
+        r"rank 1 of 2 on h1 has waited \S+ s for rank 0 at h0, ports \d+ to \d+: h0: it answers, but the "
+        r"ranks of this run do not meet there yet\. Check that rank 0 has been started",
         r"rank 0 of 2 on h0 has waited \S+ s for all ranks to join the comparison of their hosts and "
         r"GPUs: rank 1 has not come\. Check that every rank has been started",
     ]

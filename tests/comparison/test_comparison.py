@@ -361,7 +361,7 @@ def test_what_few_samples_decide_is_rough(
     same = dualeval.compare(runs[0], other, gates=gates, by=("early",), skip_small=True)
     assert str(same) == out.rstrip(), "print(dualeval.compare(...))"
     assert " worse; rough: few samples decide)" in " ".join(out.split())
-    assert "in each group; rough, as few samples decide: " in " ".join(out.split())
+    assert "in each group; rough, because few samples decide: " in " ".join(out.split())
 
 
 def _flipped(rows: Any, places: range) -> Any:
@@ -409,7 +409,7 @@ def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
         ),
         ({"gates": {"no_direction": 0.1}}, "does not say whether higher or lower is better"),
         ({"cluster": "nothing"}, r"--cluster nothing: the rows of .* have no such column"),
-        ({"cluster": "top"}, "--cluster top: it has several values a sample"),
+        ({"cluster": "top"}, "--cluster top: it has several values per sample"),
         ({"cluster": "loss"}, "--cluster loss: it is not the same in both runs"),
         ({"metrics": ["top3"]}, r"--metric top3: neither run has it\. .* has loss, top1, top5"),
         ({"metrics": ["ece"]}, "no metric that can be compared: ece: not an average"),
@@ -578,7 +578,7 @@ def test_what_is_not_a_finished_run_is_refused(runs: tuple[Path, Path], tmp_path
     damaged = changed(runs[1], tmp_path / "damaged")
     with (damaged / PREDICTIONS).open("ab") as file:
         file.write(b"more")
-    with pytest.raises(DualevalError, match="is not the file that the run has written"):
+    with pytest.raises(DualevalError, match="is not the file that the run wrote"):
         dualeval.compare(runs[0], damaged)
 
 

@@ -233,7 +233,7 @@ def test_a_family_of_groups_errs_in_5_percent(at_margin: int) -> None:
         ({"by": ("scanner",), "skip_small": True}, "--skip-small leaves small groups out of gates, and no"),
         ({"by": ("scanner",), "bins": (40,)}, "--bins 40 cuts columns of numbers, .*: scanner holds texts"),
         ({"by": ("nothing",)}, "--by nothing: neither run has this column"),
-        ({"by": ("top",)}, "--by top: it has several values a sample"),
+        ({"by": ("top",)}, "--by top: it has several values per sample"),
         ({"by": ("prediction",)}, "--by prediction: it is not the same in both runs"),
         ({"by": ("age",), "bins": (2, 1)}, "bins 2,1: expected numbers that ascend"),
     ],

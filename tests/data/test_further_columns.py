@@ -337,8 +337,8 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").touch()
     refusals: list[tuple[Any, str]] = [
         (tmp_path / "none.csv", "does not exist. Expected a file .csv, .tsv, .jsonl, .parquet."),
-        (tmp_path / "rows.txt", "is no table. Expected a file .csv, .tsv, .jsonl, .parquet."),
-        (tmp_path, "is no table"),
+        (tmp_path / "rows.txt", "is not a table. Expected a file .csv, .tsv, .jsonl, .parquet."),
+        (tmp_path, "is not a table"),
         (page, "is a web page"),
         (only_headings, "headings.csv holds no row"),
         ([], "the rows of the list are empty"),

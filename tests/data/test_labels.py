@@ -111,7 +111,7 @@ def test_the_file_of_a_class_map(tmp_path: Path, mark: str) -> None:
         ("{}", "holds {}: expected"),
         ('{"cat": 1, "dog": 2, "cat": 3}', ": 'cat' is there twice"),
         ('{"cat": "1"}', "'cat' is mapped to \"1\": expected the class's index"),
-        ('{"0": "cat"}', "A map of index to folder has to be turned round"),
+        ('{"0": "cat"}', "A map of index to folder has to be inverted"),
         ('{"0": ["n01440764", "tench"]}', "the class's index.*A map of index to folder"),
         ('{"cat": -1}', "mapped to -1"),
         ('{"cat": true}', "mapped to true.*null to leave the folder out"),

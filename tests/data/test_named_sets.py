@@ -213,10 +213,10 @@ def test_options_that_do_not_fit(fashion: Path, tmp_path: Path) -> None:
         return str(caught.value)
 
     name = f"MNIST:{fashion}"
-    assert "--class-order has no meaning for the images of MNIST" in said(data=name, class_order="name")
-    assert "--label-column has no meaning for MNIST" in said(data=name, label_column="x")
+    assert "--class-order does not apply to the images of MNIST" in said(data=name, class_order="name")
+    assert "--label-column does not apply to MNIST" in said(data=name, label_column="x")
     save(tmp_path / "val/a/0.png")
-    assert "--split train has no meaning for" in said(data=tmp_path / "val", split="train")
+    assert "--split train does not apply to" in said(data=tmp_path / "val", split="train")
     assert "--split 'dev': expected one of" in said(data=name, split="dev")
     assert "--num-classes 12, but the data has 10 classes" in said(
         data=f"FashionMNIST:{fashion}", num_classes=12

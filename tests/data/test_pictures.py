@@ -128,7 +128,7 @@ def test_other_formats_are_not_read_under_a_pictures_name(tmp_path: Path, kind: 
     """Of EPS Pillow would start Ghostscript."""
     path = tmp_path / "i.jpg"
     path.write_bytes(of_another_format(kind))
-    with pytest.raises(OSError, match=r"the file is no picture: expected one of JPEG, PNG, BMP, PPM, GIF"):
+    with pytest.raises(OSError, match=r"the file is not a picture: expected one of JPEG, PNG, BMP, PPM, GIF"):
         pixels(path)
     assert kind not in FORMATS
 

@@ -151,9 +151,12 @@ def test_null_odds(tmp_path: Path) -> None:
     [
         ("", " is empty (0 bytes): its download or copy has failed. Fetch it again."),
         ("<!DOCTYPE html>\n<title>404", " is a web page, and begins with '<!DOCTYPE html>'"),
-        ('{"version": ""\n  "data": []}', " is no JSON in UTF-8: Expecting ',' delimiter: line 2 column 3"),
-        ('{"data": [' * 100_000, " is no JSON in UTF-8: maximum recursion depth exceeded"),
-        ('{"b": "na\xefve"}'.encode("latin-1"), " is no JSON in UTF-8: 'utf-8' codec can't decode byte 0xef"),
+        ('{"version": ""\n  "data": []}', " is not JSON in UTF-8: Expecting ',' delimiter: line 2 column 3"),
+        ('{"data": [' * 100_000, " is not JSON in UTF-8: maximum recursion depth exceeded"),
+        (
+            '{"b": "na\xefve"}'.encode("latin-1"),
+            " is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xef",
+        ),
         (None, " cannot be read: No such file or directory. Give "),
     ],
 )
@@ -191,9 +194,9 @@ ANSWER = "data[0].paragraphs[0].qas[0].answers[1]"
         ("8", "true", f"{ANSWER}.answer_start is true, expected a whole number"),
         ("true", "1", f"{QUESTION}.is_impossible is the number 1, expected true or false"),
         ("[]", '[{"text": "One", "answer_start": 0}]', f"{QUESTION}.is_impossible is true, but there are"),
-        ('"1.1"', r'"\ud83d"', "version is no Unicode text (half a surrogate pair)"),
-        ('"b"', r'"b\ude00"', f"{QUESTION}.id is no Unicode text"),
-        ('"two"', r'"\ud83dtwo"', f"{ANSWER}.text is no Unicode text"),
+        ('"1.1"', r'"\ud83d"', "version is not Unicode text (half a surrogate pair)"),
+        ('"b"', r'"b\ude00"', f"{QUESTION}.id is not Unicode text"),
+        ('"two"', r'"\ud83dtwo"', f"{ANSWER}.text is not Unicode text"),
     ],
 )
 def test_wrong_content_is_refused_with_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -212,7 +215,11 @@ def test_wrong_content_is_refused_with_its_place(tmp_path: Path, old: str, new: 
         ("--predictions", '["x"]', " holds a list, expected one JSON object: question id to answer"),
         ("--predictions", '{"q": 1882}', ": the value of 'q' is the number 1882, expected a text"),
         ("--predictions", '{"q": {}}', ": the value of 'q' is an object, expected a text"),
-        ("--predictions", r'{"a": "x", "b": "\ud83d!"}', r": '\ud83d!' is no Unicode text (half a surrogate"),
+        (
+            "--predictions",
+            r'{"a": "x", "b": "\ud83d!"}',
+            r": '\ud83d!' is not Unicode text (half a surrogate",
+        ),
         ("--predictions", r'{"b": "1", "a": "x", "\u0062": "y"}', ": a question must have one value, but "),
         ("--null-odds", "NaN", " holds the number nan, expected one JSON object: question id to number"),
         ("--null-odds", '{"q": "0.5"}', ": the value of 'q' is a text, expected a number"),
@@ -220,7 +227,7 @@ def test_wrong_content_is_refused_with_its_place(tmp_path: Path, old: str, new: 
         ("--null-odds", '{"q": NaN}', ": the value of 'q' is nan, expected a finite number"),
         ("--null-odds", '{"q": -1e999}', ": the value of 'q' is -inf, expected a finite number"),
         ("--null-odds", f'{{"q": {"7" * 400}}}', f": the value of 'q' is {'7' * 400}, expected a finite"),
-        ("--null-odds", r'{"\ud83d": 1}', r": '\ud83d' is no Unicode text (half a surrogate pair)"),
+        ("--null-odds", r'{"\ud83d": 1}', r": '\ud83d' is not Unicode text (half a surrogate pair)"),
     ],
 )
 def test_files_of_another_form(tmp_path: Path, flag: str, content: str, said: str) -> None:

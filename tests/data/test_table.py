@@ -54,7 +54,7 @@ REFUSED: list[tuple[str, str | bytes, str | None, str]] = [
         None,
         r"at b'text,label\nn\xe9'. Write it anew: iconv",
     ),
-    ("a.jsonl", '{"text": "a", "label": 1}\n', "none", "--quoting is of files .csv and .tsv"),
+    ("a.jsonl", '{"text": "a", "label": 1}\n', "none", "--quoting is for .csv and .tsv files"),
 ]
 
 
@@ -82,7 +82,7 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         read(tmp_path / name, content, quoting)
-    with pytest.raises(UsageError, match=r"--quoting is of files \.csv and \.tsv, and a list is none"):
+    with pytest.raises(UsageError, match=r"--quoting is for \.csv and \.tsv files, and a list is not one"):
         read_rows([{"text": "a"}], choose, {}, TableOptions(quoting="none"))
 
 

@@ -151,7 +151,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: host_columns(of_lengths(2, 0, -1, 3, 2), range(10, 15)),
-        "'c' of samples 10 to 14 has the length -1 at place 2",
+        "'c' of samples 10 to 14 has the length -1 at position 2",
     ),
     (lambda: Ragged(torch.tensor(1.0), torch.tensor([1])), "values of a ragged column are one number"),
     (
@@ -159,7 +159,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         r"lengths of a ragged column have shape \(1, 2\)",
     ),
     (lambda: Ragged(torch.ones(2), torch.tensor([0.5, 1.5])), r"lengths of a ragged column .*torch.float32"),
-    (lambda: to_write(torch.ones(3).bfloat16()), "'c' is of torch.bfloat16, which cannot be written"),
+    (lambda: to_write(torch.ones(3).bfloat16()), "'c' is torch.bfloat16, which cannot be written"),
     (
         lambda: to_write(torch.ones(3, 2, 2)),
         r"'c' has shape \(3, 2, 2\), expected \(total,\) or \(total, values\)",

@@ -375,7 +375,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         said = [future.result(LIMIT_S) for future in [pool.submit(rank, number) for number in range(4)]]
     assert said[0] == said[2]
     assert said[0] == (
-        "ranks 1 and 3 have not come to the control plane within 0 s of a collective that all had come to"
+        "ranks 1 and 3 have not come to the control plane within 0 s of a collective that all ranks had "
+        "reached"
     )
 
 

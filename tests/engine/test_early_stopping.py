@@ -127,10 +127,10 @@ def test_a_resumed_training_decides_as_one_that_was_not_stopped(measured: Result
 
 def test_a_state_that_is_none(measured: Result) -> None:
     stopping = EarlyStopping("top1", 1)
-    with pytest.raises(UsageError, match=r"of EarlyStopping\('loss', ...\)"):
+    with pytest.raises(UsageError, match=r"belongs to EarlyStopping\('loss', ...\)"):
         stopping.load_state_dict(EarlyStopping("loss", 1).state_dict())
     for state in ({}, {"epoch": 3}, {**stopping.state_dict(), "progress": {"updates": 1, "more": 2}}, None):
-        with pytest.raises(UsageError, match="no state of EarlyStopping"):
+        with pytest.raises(UsageError, match="not a state of EarlyStopping"):
             stopping.load_state_dict(state)  # type: ignore[arg-type]
     assert stopping.state_dict() == EarlyStopping("top1", 1).state_dict()
 

@@ -48,7 +48,7 @@ def of_ends(ends: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("variables 1 loggers error 0 0", [0], "done"),
         ("variables 1 exit SIGINT 0 0", [0], "done"),
         ("variables 2 ledger SIGINT 1 0", [75, 75], "stopped"),
-        # It said "None came when the result was written".
+        # It said "None came while the result was being written".
         ("variables 2 store SIGKILL 1 1.5", [0, -9], "done"),
         ("nproc 2 store SIGTERM 1 0", [0], "done"),
     ],

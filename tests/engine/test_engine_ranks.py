@@ -126,7 +126,7 @@ def test_what_ranks_do_not_share_is_refused_on_all(
 def test_a_data_set_that_reads_the_rank_is_refused_and_no_other(launch: Launch, tmp_path: Path) -> None:
     for report in run_ranks(launch, "reads_rank", 2, tmp_path):
         assert report["evaluated"] == [2, 2, 2, 1]
-        assert (report["code"], "sample 0 (index 0) is another one on rank 1" in report["message"]) == (
+        assert (report["code"], "sample 0 (index 0) is a different one on rank 1" in report["message"]) == (
             2,
             True,
         )

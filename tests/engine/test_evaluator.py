@@ -89,7 +89,7 @@ def test_failed_samples_are_left_out_and_listed(out: Path, workers: int) -> None
     losses = [loss for index, loss in enumerate(table["loss"]) if index not in broken]
     assert all(table[name][index] is None for name in ("loss", "target", "top") for index in broken)
     assert result.metrics["loss"] == math.fsum(losses) / 24
-    assert "6 samples could not be read and are in no metric" in result.warnings[0]
+    assert "6 samples could not be read and are left out of all metrics" in result.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def writing(name: str) -> TinyTask:
         (Losing(8), ExactlyOnceError, r"of batch 0 \(samples 0 to 7\) has 7 values, expected 8"),
         (
             *(Without(5), UsageError),
-            r"^Without.build_model\(\) does not take what it is called with: .*_model\(self, device\).$",
+            r"^Without.build_model\(\) does not accept its arguments: .*_model\(self, device\).$",
         ),
         *(
             (writing(name), UsageError, f"exports has '{name}'")
@@ -271,7 +271,7 @@ def test_what_stays_in_training_mode_is_said(tmp_path: Path) -> None:
         Dropping(training=True, last=Stubborn(0.5)), tmp_path / "out", batch_size=16
     )
     assert "was set to evaluation mode (2 modules: the model itself, 0)" in first
-    assert "stays in training mode after model.eval() in 1 module: 1: a train() of the model's own" in second
+    assert "stays in training mode after model.eval() in 1 module: 1: its own train() method" in second
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

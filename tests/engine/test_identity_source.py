@@ -249,7 +249,7 @@ def test_a_folder_of_another_version_of_dualeval_says_so(
 ) -> None:
     evaluate(TinyTask(20), tmp_path)
     monkeypatch.setattr(source, "_own_digest", lambda: b"another")
-    said = r"job\.source\.dualeval: .* the other one has another version of it"
+    said = r"job\.source\.dualeval\): .* the other one has a different version of it"
     with pytest.raises(UsageError, match=said):
         evaluate(TinyTask(20), tmp_path)
 

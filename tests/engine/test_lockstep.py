@@ -57,7 +57,7 @@ def test_uneven_data_gives_the_digest_of_the_whole_model(launch: Launch, tmp_pat
     assert found["prime"]["schedules"] == ["lockstep", "static"]
     assert found["prime"]["deterministic"] == [True, True]
     deterministic, warnings = found["drawn"]["result"]
-    [warning] = [warning for warning in warnings if "the same samples give other numbers" in warning]
+    [warning] = [warning for warning in warnings if "the same samples give different numbers" in warning]
     assert deterministic is False and "forward or observe draws random numbers" in warning
 
 
@@ -114,7 +114,10 @@ def test_a_rank_that_stalls_in_a_round_is_named(launch: Launch, what: str) -> No
     ("what", "words"),
     [
         ("raise", "ValueError: this rank's own error"),
-        ("fewer", "does not call the units of the sharded model in one order: where this one calls 2"),
+        (
+            "fewer",
+            "does not always call the units of the sharded model in the same order: where this one calls 2",
+        ),
         ("more", "where this one calls 0, the first one no further one"),
     ],
 )

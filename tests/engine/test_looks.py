@@ -156,7 +156,7 @@ class Shared(Net):
 
 def test_a_race_between_modules_is_found(evaluate: Evaluate) -> None:
     result, said = evaluate(Shared({}))
-    assert "other numbers when two are computed at the same time (loss, " in said
+    assert "different numbers when two are computed at the same time (loss, " in said
     alone, _ = evaluate(Shared({}), thread_safe=False)
     assert result.metrics == alone.metrics
 
@@ -198,7 +198,10 @@ class Recurrent(Net):
 @pytest.mark.parametrize(
     ("made", "cause"),
     [
-        (Dropout, "gives other values for the same input, as dropout does without training=self.training"),
+        (
+            Dropout,
+            "gives different values for the same input, as dropout does without training=self.training",
+        ),
         (Counting, "from one batch to the next Counting.calls changes"),
         (Recurrent, "from one batch to the next Recurrent.state changes"),
     ],
@@ -208,7 +211,7 @@ def test_a_forward_that_gives_other_numbers_again_is_a_warning(
 ) -> None:
     result, _ = evaluate(made(), out=tmp_path / "out")
     [warning] = result.warnings
-    assert "the same samples give other numbers" in warning and "(loss, " in warning and cause in warning
+    assert "the same samples give different numbers" in warning and "(loss, " in warning and cause in warning
     written = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result.deterministic is False and written["deterministic"] is False
     assert {threading.get_ident()} == THREADS
@@ -226,7 +229,7 @@ class FromFirst(Net):
 def test_what_the_first_batch_makes_and_others_read_is_a_warning(evaluate: Evaluate) -> None:
     result, said = evaluate(FromFirst(), thread_safe=False)
     [warning] = result.warnings
-    assert "made of the first batch" in warning
+    assert "something from its first batch" in warning
     assert warning in said
     model, rows = FromFirst(), data()[:BATCH][0]
     with torch.no_grad():
@@ -246,7 +249,7 @@ class Augmented(Dataset[Any]):
 def test_a_data_set_that_gives_other_samples_again_is_a_warning(evaluate: Evaluate) -> None:
     result, _ = evaluate(Net(), data=Augmented(), workers=0)
     [warning] = result.warnings
-    assert "the data set gives other values each time it is read" in warning
+    assert "the data set gives different values each time it is read" in warning
     assert result.deterministic is False
 
 
@@ -265,7 +268,7 @@ class Sure(Net):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_other_samples_that_change_no_column_are_a_warning(evaluate: Evaluate, workers: int) -> None:
     result, _ = evaluate(Sure(), data=Crops(), workers=workers)
-    assert result.warnings[0].startswith("the data set gives other values each time it is read")
+    assert result.warnings[0].startswith("the data set gives different values each time it is read")
     assert result.deterministic is False
 
 
@@ -361,7 +364,7 @@ def test_numbers_that_are_others_in_a_later_batch_alone_are_a_warning(evaluate: 
 
     result, _ = evaluate(Net(), data=Erases())
     [warning] = result.warnings
-    assert "of a later batch give other numbers" in warning and result.deterministic is False
+    assert "of a later batch give different numbers" in warning and result.deterministic is False
 
 
 class WritesInput(Net):
@@ -424,7 +427,7 @@ def test_a_look_that_takes_too_long_is_left_out_and_said(
     few = TensorDataset(*(tensor[:40] for tensor in data().tensors))
     result, said = evaluate(Dropout(), data=few)
     assert result.deterministic is None
-    assert "was not tried" in said and {threading.get_ident()} == THREADS
+    assert "was not tested" in said and {threading.get_ident()} == THREADS
 
 
 class Adding:
@@ -507,8 +510,11 @@ class Lazy(Adding):
         (FirstEdges(), "metric 'adding' keeps FirstEdges.edge from one batch to the next"),
         (Global(), "metric 'adding' keeps SEEN of the module"),
         (Assigning(), "metric 'adding' does not add to its ledger"),
-        (Drawing(), "metric 'adding' gives other values when it is given the same samples again"),
-        (Rows(lambda loss: float(np.random.rand()), ["loss"], name="drawn"), "'drawn' gives other values"),
+        (Drawing(), "metric 'adding' gives different values for the same samples"),
+        (
+            Rows(lambda loss: float(np.random.rand()), ["loss"], name="drawn"),
+            "'drawn' gives different values",
+        ),
     ],
 )
 def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: Any, words: str) -> None:

@@ -251,7 +251,7 @@ def test_what_the_program_set_before_does_not_reach_the_run(plain: Any, scratch:
     setting_, _, values = said.partition(" from ")
     standard, _, found = values.partition(" to ")
     assert any(
-        f"torch.{setting_} was {found} before this run; it is {standard} in it" in note for note in notes
+        f"torch.{setting_} was {found} before this run, which sets it to {standard}" in note for note in notes
     )
     assert set(notes) <= set(result.warnings)
 
@@ -317,8 +317,8 @@ def test_a_program_that_used_the_newer_settings_first(scratch: None) -> None:
     assert {met[kernels] for met in task.met for kernels in KERNELS} == {"ieee"}
     assert fp32_precisions() == before
     assert notes == [
-        "torch.backends.cuda.matmul.fp32_precision was 'tf32' before this run; it is 'ieee' in it",
-        "torch.backends.mkldnn.matmul.fp32_precision was 'bf16' before this run; it is 'ieee' in it",
+        "torch.backends.cuda.matmul.fp32_precision was 'tf32' before this run, which sets it to 'ieee'",
+        "torch.backends.mkldnn.matmul.fp32_precision was 'bf16' before this run, which sets it to 'ieee'",
     ]
 
 

@@ -248,7 +248,7 @@ MISUSES: list[tuple[Callable[[OwnLoop, torch.Tensor, int], object], str]] = [
         "'value' has masked entries",
     ),
     (lambda loop, batch, number: loop.add(batch, wide=batch[:, None]), "'wide' has 2 dimensions"),
-    (lambda loop, batch, number: loop.add(batch, id=batch), "the column 'id' is a name that is taken"),
+    (lambda loop, batch, number: loop.add(batch, id=batch), "the column 'id' has a name that is taken"),
     (
         lambda loop, batch, number: loop.add(batch, value=batch, **({} if number < 2 else {"more": batch})),
         "samples 32 to 39 was added with the columns value, more",

@@ -390,7 +390,7 @@ def test_the_interval_of_the_whole_set_covers_it() -> None:
         ({"sample": 2.5}, "sample 2.5: expected a whole number"),
         ({"sample": 5, "seed": -1}, "seed -1: expected a whole number of at least 0"),
         ({"sample": 5, "limit": 9}, "limit 9 takes the first samples and sample 5 draws some: leave out"),
-        ({"seed": 3}, "seed 3 draws nothing by itself: give sample N too"),
+        ({"seed": 3}, "seed 3 alone draws nothing: give sample N too"),
     ],
 )
 def test_options_that_make_no_part(options: dict[str, Any], message: str) -> None:

@@ -206,7 +206,11 @@ def test_a_resumed_run_comes_to_the_same_layout_or_is_refused(
         again = evaluate(made(Asserting), out=tmp_path, **options)
         assert (again.earlier, again.fingerprint) == (True, first.fingerprint)
     monkeypatch.setenv("FORWARD_FAILS", "never")  # as where the machine has what it lacked before
-    with pytest.raises(UsageError, match=r"layout: None there, channels-last now.*with --layout contiguous"):
+    with pytest.raises(
+        UsageError,
+        match=r"layout: None there, channels-last now.*give both --layout "
+        r"contiguous",
+    ):
         evaluate(made(Asserting), out=tmp_path)
 
 
@@ -218,7 +222,11 @@ def test_a_layout_is_in_the_identity(tmp_path: Path) -> None:
     evaluate(made(), out=tmp_path / "contiguous", layout="contiguous")
     job = json.loads((tmp_path / "contiguous/job.json").read_text())["job"]
     assert not {"layout", "optimize", "keep_batchnorm_fp32"} & job.keys(), "as older versions wrote it"
-    with pytest.raises(UsageError, match=r"layout: None there, channels-last now.*with --layout contiguous"):
+    with pytest.raises(
+        UsageError,
+        match=r"layout: None there, channels-last now.*give both --layout "
+        r"contiguous",
+    ):
         evaluate(made(), out=tmp_path / "contiguous")
 
 

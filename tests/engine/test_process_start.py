@@ -68,13 +68,13 @@ def test_a_signal_before_anything_has_begun(
 ) -> None:
     code, said = signalled(launch, [*RUN, "--out", "out"], number, module, 1, tmp_path)
     assert code == 75, said
-    assert said.splitlines()[0].startswith(f"dualeval: stopped by {number.name}. Nothing was begun"), said
+    assert said.splitlines()[0].startswith(f"dualeval: stopped by {number.name}. Nothing was started"), said
     assert "Traceback" not in said
 
 
 def test_a_signal_before_python_runs_our_code(launch: Launch, tmp_path: Path) -> None:
     code, said = signalled(launch, RUN, TERM, "encodings", 1, tmp_path)
-    assert (code, said) in [(-TERM, ""), (75, "dualeval: stopped by SIGTERM. Nothing was begun.\n")]
+    assert (code, said) in [(-TERM, ""), (75, "dualeval: stopped by SIGTERM. Nothing was started.\n")]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_signal_to_the_parent_of_ranks(
 ) -> None:
     code, said = signalled(launch, [*RUN, "--nproc", "2", "--out", "out"], number, module, times, tmp_path)
     assert code == 75, said
-    assert f"dualeval: stopped by {number.name}. Nothing was begun." in said
+    assert f"dualeval: stopped by {number.name}. Nothing was started." in said
     assert "Traceback" not in said
 
 

@@ -173,7 +173,7 @@ def test_a_changed_row_is_noticed(tmp_path: Path) -> None:
         checks = {check.name: check.differences for check in verify(tmp_path, RaggedTask(1).metrics())}
         assert any(f"{column}: " in difference for difference in checks["metrics"]), checks
         assert checks["metrics_digest"]
-    with pytest.raises(DualevalError, match="not the file that the run has written"):
+    with pytest.raises(DualevalError, match="not the file that the run wrote"):
         dualeval.rescore(tmp_path, metrics=RaggedTask(1).metrics())
     assert result.metrics_digest == evaluate(RaggedTask(60), None, batch_size=BATCH).metrics_digest
 

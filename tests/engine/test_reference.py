@@ -190,7 +190,7 @@ def test_a_part_of_the_data(tmp_path: Path, first: Path, options: dict[str, Any]
     evaluate(Seeded(), tmp_path / "a", **options)
     found = evaluate(Seeded(seed=1), tmp_path / "b", reference=tmp_path / "a", **options).reference
     assert found["samples"] == (options.get("limit") or options["sample"])
-    with pytest.raises(UsageError, match=r"a run over other samples, .*: (sample|300 samples there)"):
+    with pytest.raises(UsageError, match=r"a run over different samples, .*: (sample|300 samples there)"):
         evaluate(Seeded(seed=1), tmp_path / "c", reference=first, **options)
     assert not (tmp_path / "c").exists(), "nothing is made where nothing can be compared"
 

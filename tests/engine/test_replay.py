@@ -264,7 +264,7 @@ def test_one_unsteady_column_frees_no_other(tmp_path: Path, monkeypatch: pytest.
     assert measure(tmp_path, note=notes.append).replay == "within tolerance"
     assert any("(column ticks)" in note for note in notes)
     monkeypatch.setitem(unnamed, "factor", 1.000001)
-    with pytest.raises(UsageError, match=r"column 'confidence'.*something that it does not name has changed"):
+    with pytest.raises(UsageError, match=r"column 'confidence'.*something outside of it has changed"):
         measure(tmp_path)
 
 
@@ -273,5 +273,5 @@ def test_a_column_that_is_never_the_same_is_said_to_be_so(
 ) -> None:
     monkeypatch.setitem(unnamed, "unsteady", 1.0)
     measure(tmp_path)
-    with pytest.raises(UsageError, match=r"column 'ticks'.*gives other numbers each time.*--no-replay"):
+    with pytest.raises(UsageError, match=r"column 'ticks'.*gives different numbers each time.*--no-replay"):
         measure(tmp_path)

@@ -219,7 +219,7 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"metrics has the text 'top1': names are for"):
         dualeval.rescore(tmp_path, metrics=["top1"])  # type: ignore[list-item]
     (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DualevalError, match=r"predictions\.parquet is not the file that the run has written"):
+    with pytest.raises(DualevalError, match=r"predictions\.parquet is not the file that the run wrote"):
         dualeval.rescore(tmp_path, metrics=metrics)
     (tmp_path / "predictions.parquet").unlink()
     with pytest.raises(UsageError, match=r"no predictions\.parquet any more"):
@@ -329,8 +329,8 @@ def test_verify_and_score(runs: Path, name: str) -> None:
         assert now[0] == low and (now[1] > high if few else now[1] == high), key
     said = [check["says"] for check in checks["checks"] if check["name"] == "formulas"]
     formulas = (
-        "no file is damaged; intervals are by earlier formulas: now some are wider, those of losses begin at "
-        "0 or above, or other ones are rough"
+        "no file is damaged; intervals were computed by earlier formulas: today some are wider, those of "
+        "losses begin at 0 or above, or other ones are rough"
     )
     assert said == [formulas]
     assert read_result(runs / "scored/result.json").metrics_digest == digest, "and what it writes is read too"
@@ -391,7 +391,7 @@ def test_the_loss_of_right_answers_alone_is_rough() -> None:
         metrics = Mean("loss"), TopK(1), Mean("loss", name="other")
         measured = [metric.compute(ledger_of(metric, columns)) for metric in metrics]
         fields, said = with_clusters(fields_of_result(measured), None, None)
-        why = "all samples are right, and it says nothing of the loss of wrong ones"
+        why = "all samples are right, so nothing is known of the loss of wrong ones"
         assert fields["rough"] == ({"loss": why} if not wrong else {})
         assert said == ([f"the interval of loss is rough: {why}"] if not wrong else [])
         found = find_clusters("group", measured, {name: column.numpy() for name, column in columns.items()})

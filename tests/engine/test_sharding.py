@@ -242,7 +242,7 @@ def scripted() -> nn.Module:
         (sparse, r"weight is a Parameter, torch\.sparse_coo, .*only plain, dense tensors"),
         (lambda: nn.TransformerEncoderLayer(4, 2), "the model is an nn.TransformerEncoderLayer"),
         (scripted, "the model is a TorchScript program"),
-        (nn.ReLU, "no parameters that could be divided"),
+        (nn.ReLU, "no parameters to divide"),
         (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), "ModuleDict, which has no forward"),
     ],
 )

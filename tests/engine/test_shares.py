@@ -264,7 +264,7 @@ def at_work(folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("where", "call", "said"),
     [
-        ("shares/2-of-4", finish, "1 of 4 shares; at work: 2. Wait for their end."),
+        ("shares/2-of-4", finish, "1 of 4 shares; at work: 2. Wait for them to end."),
         ("shares/2-of-4", lambda out: finish(out, evaluate_missing=True), "at work: 2"),
         ("shares/2-of-4", lambda out: finish(out, evaluate_missing=True, fresh=True), "at work: 2"),
         ("shares/2-of-4", lambda out: share(out, 2), "is in use by another run"),
@@ -428,7 +428,7 @@ def test_a_share_and_a_finish_that_begin_at_once_see_each_other(
         ("--share 4/3 --out out", "--share 4/3: expected I/N"),
         ("--share 3 --out out", "--share 3: expected I/N"),
         ("--share 1/3", "--share 1/3: give --out DIR"),
-        ("--share 1/3 --out out --json", "a share has no result, and --json nothing to print"),
+        ("--share 1/3 --out out --json", "a share has no result, so --json has nothing to print"),
     ],
 )
 def test_a_share_that_cannot_be_is_refused(words: str, said: str) -> None:

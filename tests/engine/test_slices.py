@@ -371,7 +371,7 @@ def test_a_group_has_the_numbers_of_a_run_over_it_alone(tmp_path: Path) -> None:
     rough = replace(
         result, slices={"scanner": [{**group, "rough": {"loss": "x"}} for group in result.slices["scanner"]]}
     )
-    assert "for a statement; rough: the interval may cover less than 95 %, the JSON says why" in str(rough)
+    assert "for a statement; rough: the interval may cover less than 95 %; the JSON says why" in str(rough)
     assert rescore(tmp_path / "out", metrics=[Mean("loss")]).slices == {}
 
 
@@ -436,7 +436,7 @@ def test_what_has_no_slices_is_named(tmp_path: Path) -> None:
     result = evaluate(Odd(), tmp_path / "out", batch_size=COUNT, by=("target", "scanner"))
     assert of_group(result, "scanner", "A")["metrics"].keys() == {"loss"}
     assert result.warnings[-1] == (
-        "no slices of batches, confidence: what they read is not kept, or they take whole batches"
+        "no slices of batches, confidence: their columns are not kept, or they need whole batches"
     )
 
 
@@ -510,13 +510,10 @@ def test_the_command_slices_by_columns(
         (("--by", "site"), "--by site: "),
         (("--by", "scaner"), " that --keep names. Did you mean scanner?"),
         (("--by", "scanner", "--cluster", "scaner"), ", age. A run keeps the column that its own --cluster "),
-        (("--by", "top"), "--by top: it has several values a sample"),
+        (("--by", "top"), "--by top: it has several values per sample"),
         (("--by", "scanner", "--bins", "3,1"), "--bins 3,1: expected numbers that ascend"),
         (("--by", "scanner", "--bins", "40,60"), "--bins 40,60 cuts columns of numbers, and none is named: "),
-        (
-            ("--by", "scanner", "--bins", "40,60"),
-            "such as n/a stands for a missing number, leave its cell empty",
-        ),
+        (("--by", "scanner", "--bins", "40,60"), "such as n/a means a missing number, leave its cell empty"),
     ],
 )
 def test_wrong_usage_of_the_command(

@@ -153,7 +153,7 @@ def test_ctrl_c_says_that_nothing_was_begun(folder: Path, more: list[str]) -> No
         terminal.read_until("dualeval: building the model")
         terminal.type(CTRL_C)
         assert terminal.end() == 75
-    said = "dualeval: stopped by SIGINT. Nothing was begun."
+    said = "dualeval: stopped by SIGINT. Nothing was started."
     assert [line.removeprefix("^C") for line in terminal.screen] == [said]
     assert not (folder / "runs").exists()
 

@@ -140,7 +140,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a bf16 column": (
         {"columns": {"score": column(dtype=torch.bfloat16)}, "rows": ("score",)},
-        r"column 'score' is of torch.bfloat16, which cannot be written.*\.float\(\)",
+        r"column 'score' is torch.bfloat16, which cannot be written.*\.float\(\)",
     ),
     "one number for a batch": (
         {"columns": {"score": torch.tensor(1.0)}, "rows": ("score",)},
@@ -157,7 +157,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     **{
         f"a row named {name}": (
             {"columns": {name: column()}, "rows": (name,)},
-            f"column '{name}' is a name that is taken",
+            f"column '{name}' has a name that is taken",
         )
         for name in ("index", "evaluated", "id")
     },

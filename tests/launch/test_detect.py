@@ -342,7 +342,7 @@ def test_the_port_of_a_step_is_one_of_its_own() -> None:
         ({"SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not below SLURM_STEP_NUM_TASKS=8"),
         ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID=4 is not below SLURM_STEP_TASKS_PER_NODE=4"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2 is not below the number of nodes, 2"),
-        ({"SLURM_STEP_NUM_TASKS": "9"}, "the tasks a node are 8 together, and not SLURM_STEP_NUM_TASKS=9"),
+        ({"SLURM_STEP_NUM_TASKS": "9"}, "the tasks per node are 8 together, and not SLURM_STEP_NUM_TASKS=9"),
         ({"SLURM_STEP_NODELIST": "h[0-2]"}, "3 nodes are named, but tasks are given for 2"),
         ({"SLURM_STEP_NODELIST": "h[0-"}, "is not a list of hosts"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x"}, "is not a list of tasks per node"),

@@ -95,12 +95,19 @@ WITHOUT_HOROVOD = Libraries(no_horovod="Horovod is not installed", mpi="4.1.2 (O
         (HERE, "torchrun", "torch", 3, "cuda", "3 ranks on a node with 2 GPUs: each takes one of its own"),
         (HERE, "torchrun", "torch", 64, "cpu", None),
         (replace(HERE, programs={}), "horovodrun", "horovod", 1, "cpu", "there is no horovodrun on the PATH"),
-        (HERE, "srun", "torch", 1, "cpu", "this is no Slurm job: type 'salloc -N2 dualeval conformance'"),
-        (HERE, "srun-mpi", "mpi", 1, "cpu", "this is no Slurm job: type 'salloc -N2 dualeval conformance'"),
+        (HERE, "srun", "torch", 1, "cpu", "this is not a Slurm job: type 'salloc -N2 dualeval conformance'"),
+        (
+            HERE,
+            "srun-mpi",
+            "mpi",
+            1,
+            "cpu",
+            "this is not a Slurm job: type 'salloc -N2 dualeval conformance'",
+        ),
         (JOB, "nproc", "torch", 2, "cpu", "--nproc starts ranks on one node"),
         (
             *(JOB, "torchrun", "torch", 3, "cpu"),
-            "one command starts as many ranks on each node, and 3 on 2 is uneven",
+            "one command starts the same number of ranks on each node, and 3 on 2 is uneven",
         ),
         (replace(HERE, mpirun=""), "horovodrun-mpi", "horovod", 1, "cpu", "there is no mpirun on the PATH"),
         *(

@@ -157,7 +157,7 @@ def test_only_samples_that_count_make_clusters() -> None:
     alone = robust(within, 0.5, Score(column="right"), "fraction").intervals["x"]
     assert found.intervals["x"] == pytest.approx([100 * end for end in alone])
     assert robust(within, 0.5, Score(column="loss")).rough == {
-        "x": "it is of 7 clusters, and with fewer than 30 it may be too short: evaluate more clusters"
+        "x": "it comes from 7 clusters, and with fewer than 30 it may be too short: evaluate more clusters"
     }
 
 
@@ -169,7 +169,7 @@ def test_what_shows_nothing() -> None:
         return found.warnings
 
     one = np.zeros(500, np.int64)
-    assert said(1.0, cluster=one) == ("no interval of x by cluster: all samples are of one cluster",)
+    assert said(1.0, cluster=one) == ("no interval of x by cluster: all samples are in one cluster",)
     [sentence] = said(0.1, loss=np.full(500, 0.1))
     assert sentence.startswith("no interval of x by cluster: its 40 clusters are all equal")
     # A metric without a value has none.
@@ -256,7 +256,8 @@ def test_a_run_by_clusters(tmp_path: Path) -> None:
     assert by_site.clusters == {"column": "site", "count": 12}
     assert by_site.intervals != written.intervals
     assert (
-        "the interval of loss is rough: it is of 12 clusters, and with fewer than 30 it may be too short: "
+        "the interval of loss is rough: it comes from 12 clusters, and with fewer than 30 it may be too "
+        "short: "
         "evaluate more clusters" in by_site.warnings
     )
     with pytest.raises(

@@ -126,7 +126,7 @@ def test_variance_survives_a_large_mean() -> None:
 def test_one_sample_has_no_interval() -> None:
     found = measure(MEAN, column([2.5]))
     assert (found.values, found.intervals) == ({"x": 2.5}, {})
-    assert found.warnings == ("x has no interval: it is of one sample",)
+    assert found.warnings == ("x has no interval: there is only one sample",)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

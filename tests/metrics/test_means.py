@@ -131,7 +131,7 @@ def check_interval(
     if len(above) < 2 or not any(residuals):
         assert found.intervals == {}
         return
-    assert found.rough == {key: f"it is of {len(above)} samples, and {FEW}"}
+    assert found.rough == {key: f"it comes from {len(above)} samples, and {FEW}"}
     low, high = hall(ratio, residuals, total(below) / len(below))
     if math.isfinite(low) and math.isfinite(high):
         # Among the subnormal numbers a double has fewer digits than that.
@@ -214,7 +214,7 @@ def test_what_shows_no_spread_has_no_interval(metric: Mean | Ratio, columns: dic
 def test_an_interval_of_few_samples_is_rough() -> None:
     values = torch.arange(30.0)
     assert measure(Mean("x"), {"x": values}).rough == {}
-    assert measure(Mean("x"), {"x": values[1:]}).rough == {"x": f"it is of 29 samples, and {FEW}"}
+    assert measure(Mean("x"), {"x": values[1:]}).rough == {"x": f"it comes from 29 samples, and {FEW}"}
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_counts() -> None:
         values={"tokens_count": 5 * (2**63 - 1) - 7}, units={"tokens_count": "tokens"}
     )
     assert measure(Count("right"), {"right": torch.tensor([], dtype=torch.bool)}).values == {"right_count": 0}
-    with pytest.raises(UsageError, match=r"is of torch\.float32: expected bool or integers"):
+    with pytest.raises(UsageError, match=r"is torch\.float32: expected bool or integers"):
         measure(Count("x"), {"x": torch.zeros(2)})
 
 
@@ -321,9 +321,9 @@ def test_units_directions_and_names() -> None:
     ("column", "said"),
     [
         (torch.zeros(3, 3), r"has shape \(3, 3\), .* \(3, 1\) and a target \(3,\).*write outputs\[:, 0\]"),
-        (torch.zeros(3, 2), r"has shape \(3, 2\): it takes one number a sample"),
-        (torch.zeros(3, dtype=torch.complex64), r"is of torch\.complex64: expected bool"),
-        (["a", "b", "c"], r"is list: it takes one number a sample"),
+        (torch.zeros(3, 2), r"has shape \(3, 2\): it takes one number per sample"),
+        (torch.zeros(3, dtype=torch.complex64), r"is torch\.complex64: expected bool"),
+        (["a", "b", "c"], r"is list: it takes one number per sample"),
     ],
 )
 def test_a_column_without_a_mean_is_refused(column: Any, said: str) -> None:

@@ -181,7 +181,7 @@ def test_ragged_columns_count_by_element(make: Callable[[int], Metric]) -> None:
         ([0, -1], [0, 0], "the column 'target' has classes from -1 to 0.*ignore=CLASS"),
         ([0, 1], [3, 0], "the column 'prediction' has classes from 0 to 3, expected -1 to 2"),
         ([0, 1], [0, -2], "the column 'prediction' has classes from -2 to 0"),
-        ([0, 1], [0.0, 1.0], r"'prediction', which is of torch\.float32: expected classes as integers"),
+        ([0, 1], [0.0, 1.0], r"'prediction', which is torch\.float32: expected classes as integers"),
         ([0, 1], [[0, 1], [1, 0]], "'target' has 2 elements and 'prediction' has 4 in the same samples"),
     ],
 )

@@ -220,7 +220,7 @@ def test_a_part_of_the_model_itself_stays_refused(
     """One in its modules, a further one of those that are counted, and a tensor of its own."""
     found = saved(tmp_path / "w.pt", {**state, other: torch.zeros(1), "aux.bias": torch.zeros(1)})
     message = refused(small(), found)
-    assert f"1 not in the model: {other}. They are of a larger network" in message
+    assert f"1 not in the model: {other}. They belong to a larger network" in message
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ WRONG_FLAGS: list[tuple[dict[str, Any], str]] = [
     ),
     *(({"std": std}, "--std") for std in ((0.0,), (0.5, -0.5, 0.5), (float("nan"),), (float("inf"),))),
     *(
-        ({"mean": mean}, "Divide that of pixels from 0 to 255 by 255")
+        ({"mean": mean}, "Divide the mean of pixels from 0 to 255 by 255")
         for mean in ((72.9,), (0.5, -0.1), (float("nan"),), (float("inf"),))
     ),
     ({"precision": "fp8"}, r"--precision 'fp8': expected one of .*Did you mean fp32\?"),

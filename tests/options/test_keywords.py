@@ -78,5 +78,5 @@ def test_editors_complete_the_keywords() -> None:
 
 
 def test_a_wrong_keyword_names_the_right_one() -> None:
-    with pytest.raises(UsageError, match=r"no data\. 'dataset' is no option\. Did you mean data\?"):
+    with pytest.raises(UsageError, match=r"no data\. 'dataset' is not an option\. Did you mean data\?"):
         dualeval.evaluate(model=None, dataset=[1])  # type: ignore[arg-type, call-arg]

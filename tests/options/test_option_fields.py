@@ -194,7 +194,7 @@ def test_arguments_without_a_name_are_refused() -> None:
     def make(first: int, /) -> None:
         pass
 
-    with pytest.raises(UsageError, match="first by position alone"):
+    with pytest.raises(UsageError, match="first only by position"):
         options_of_call(make)
 
 

@@ -252,7 +252,7 @@ def test_the_lines_of_a_file_that_cannot_be_imported(here: Path) -> None:
         ("none.py:Mine", "there is no file .*none.py"),
         ("no_such_package.mine:Mine", "there is no module 'no_such_package' in"),
         ("a b:Mine", "expected package.module:NAME or FILE.py:NAME"),
-        ("mine.py", "expected a class behind the file, as in --task mine.py:Class"),
+        ("mine.py", "expected a class after the file, as in --task mine.py:Class"),
         ("question-answring", "Did you mean question-answering?"),
         ("json.py:Mine", "would hide the module 'json'"),
     ],
@@ -413,7 +413,7 @@ def test_the_class_of_a_task_has_the_options_of_the_command_line(name: str) -> N
         named = re.search(rf"\b{wanted}\b", kind.__doc__)
         assert named or option.name in of_command, option.name
         if option.name in of_command:
-            said = f"{option.name} is no argument here: .*{of_command[option.name]}"
+            said = f"{option.name} is not an argument here: .*{of_command[option.name]}"
             with pytest.raises(TypeError, match=said):
                 kind(model=torch.nn.Identity(), data="nowhere", **{option.name: ("x",)})
     with pytest.raises(UsageError, match=r"metrics='f1': expected a list of names, as metrics=\['f1'\]"):

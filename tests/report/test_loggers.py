@@ -150,7 +150,7 @@ def test_without_matplotlib_the_rest_is_logged(
         ("csv:x", None, "expected one of tensorboard:DIR"),
         ("jsonl", None, "expected one of"),
         ("jsonl:", None, "expected one of"),
-        ("wandb:p#a b", None, "is no name of a run"),
+        ("wandb:p#a b", None, "is not a name of a run"),
         ("wandb:p", 1, "Type wandb:p#NAME"),
         ("jsonl:x", -1, "step=-1: expected a whole number"),
         ("jsonl:x", True, "step=True: expected a whole number"),
@@ -333,7 +333,7 @@ def test_a_server_that_does_not_answer_is_given_up(
         monkeypatch.setattr("dualeval.report.loggers.log._BY_ITSELF_S", 3.0)
         with pytest.raises(DualevalError, match="not logged to wandb:cifar: no answer within 3 s"):
             dualeval.export(run, "wandb:cifar")
-    said = "dualeval: still logging to wandb:cifar: it has not answered yet, and is given 3 s"
+    said = "dualeval: still logging to wandb:cifar: it has not answered yet, and gets 3 s"
     assert said in capfd.readouterr().err
 
 
@@ -390,7 +390,7 @@ def test_export_on_the_command_line(run: Path, offline: Path, capsys: pytest.Cap
     assert [line["step"] for line in lines_of(offline / "log.jsonl")] == [3]
     with pytest.raises(UsageError, match=r"there is no nothing/result\.json: give the output"):
         export("nothing", "--to", "jsonl:log.jsonl")
-    with pytest.raises(UsageError, match=r"result\.json: give .* resumes where its own command is typed"):
+    with pytest.raises(UsageError, match=r"result\.json: give .* resumes when its own command is typed"):
         export(offline, "--to", "jsonl:log.jsonl")
 
 

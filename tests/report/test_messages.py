@@ -111,9 +111,8 @@ ONE_HOT = nn.functional.one_hot(LABELS, 3)
 UNFIT: list[tuple[dict[str, Any], str]] = [
     (
         {"model": LanguageModel(), "data": TensorDataset(TOKENS + 10)},
-        "the layer 'embedding', Embedding(10, 4), has 10 rows and was given the index 10, ex ... "
-        "other vocabularies ... "
-        "tokenised with this model's own tokenizer",
+        "the layer 'embedding', Embedding(10, 4), has 10 rows and was given the index 10, ex ... different "
+        "vocabularies ... tokenised with this model's own tokenizer",
     ),
     (
         {**BEYOND, "data": TensorDataset(TOKENS % 10, TOKENS)},
@@ -162,7 +161,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
         {"data": TensorDataset(INPUTS, LABELS.float()), "metrics": ["top1"]},
         "no metric 'top1' here ... the targets (2,) and torch.float32 ... target.long()",
     ),
-    ({"data": TensorDataset(INPUTS, LABELS.float())}, "none with one number a sample ... target.long()"),
+    ({"data": TensorDataset(INPUTS, LABELS.float())}, "none with one number per sample ... target.long()"),
     (
         {"data": TensorDataset(INPUTS, LABELS[:, None]), "metrics": ["top1"]},
         "the targets (2, 1) and torch.int64 ... target.squeeze(1)",
@@ -173,7 +172,8 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data": [(row, "cat") for row in INPUTS]},
-        "none with one number a sample ... The targets are no numbers, as 'cat': give each class a number",
+        "none with one number per sample ... The targets are not numbers, such as 'cat': give each class a "
+        "number",
     ),
     (
         {"data": TensorDataset(INPUTS, ONE_HOT), "metrics": ["top1"]},

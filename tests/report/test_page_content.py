@@ -173,7 +173,7 @@ def test_a_run_without_classes_has_a_page(runs: tuple[Path, Path], tmp_path: Pat
             1.0,
             "the forward pass (75 %).",
         ),
-        ([{"evaluate": 4.0, "look": 3.0}], 6.0, "; getting ready took longer, 6.00 of 10.00 s in all."),
+        ([{"evaluate": 4.0, "look": 3.0}], 6.0, "; preparation took longer, 6.00 of 10.00 s in all."),
         ([{"evaluate": 1.0, "meet": 9.0}], 1.0, "waiting for other ranks (90 %)."),
     ],
 )
@@ -193,4 +193,4 @@ def test_provenance_can_be_typed_and_compared(runs: tuple[Path, Path], page: Pag
     assert Path(found["job file"]).is_file()
     assert f"torch {result.versions['torch']}" in found["versions"]
     assert not any("command" in name for name in found)
-    assert ("command, made of the job", "dualeval run") in page_of(runs[1], command="dualeval run").provenance
+    assert ("command to reproduce", "dualeval run") in page_of(runs[1], command="dualeval run").provenance

@@ -220,7 +220,7 @@ def test_what_was_evaluated_comes_first() -> None:
     [
         ("same bits", "; batches of it were evaluated again and have the same bits."),
         ("within tolerance", "; batches of it were evaluated again and agree to the tolerance."),
-        ("nothing to compare", "; it has no rows to evaluate again and compare."),
+        ("nothing to compare", "; no rows to evaluate again and compare."),
         ("skipped", "; not compared with what the job gives now (--no-replay)."),
     ],
 )

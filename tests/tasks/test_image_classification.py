@@ -144,7 +144,7 @@ def test_without_arguments_it_is_the_embedded_job() -> None:
         ({"data": Path()}, "--data was given without --model"),
         ({"weights": "DEFAULT"}, "--weights was given without --model"),
         ({"model": "resnet18", "data": Path()}, "resnet18 was given without --weights.*random:SEED"),
-        ({"preprocessing": {"interpolation": "bicubic"}}, "no meaning for the idx files in"),
+        ({"preprocessing": {"interpolation": "bicubic"}}, "does not apply to the idx files in"),
     ],
 )
 def test_arguments_that_make_no_job(arguments: dict[str, Any], words: str) -> None:

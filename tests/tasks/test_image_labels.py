@@ -288,7 +288,7 @@ def test_published_weights_know_their_classes(tmp_path: Path, publish: Publish, 
     with pytest.raises(UsageError, match=r"--num-classes 3, but the data has 3 class folders of 1000"):
         task(data, "squeezenet1_1", weights="DEFAULT", num_classes=3)
     (data / "poodle").mkdir()
-    with pytest.raises(UsageError, match=r"1 of 4 class folders are no classes of Squeeze.*: poodle"):
+    with pytest.raises(UsageError, match=r"1 of 4 class folders are not classes of Squeeze.*: poodle"):
         task(data, "squeezenet1_1", weights="DEFAULT")
 
 

@@ -152,10 +152,10 @@ def test_a_librarys_own_lines_are_not_shown_as_the_users(home: Path) -> None:
 def test_paths_count_from_the_manifest_or_the_root(home: Path) -> None:
     (home / "lists").mkdir()
     path = write(home / "lists/m.csv", rows_of())
-    assert "none of 3 files is there" in refused(path)
+    assert "its rows name 3 files, and none exists" in refused(path)
     assert str(home / "lists/val/ant/0.png") in refused(path)
     assert len(opened(path, image_root=home).__getitems__([2])) == 1
-    assert "is no folder" in refused(path, image_root=home / "none")
+    assert "is not a folder" in refused(path, image_root=home / "none")
     absolute = text(home / "lists", f"path,label\n{home}/val/ant/0.png,1\n")
     assert opened(absolute).__getitems__([0])[0][1] == 1
 
@@ -195,7 +195,7 @@ def test_names_by_the_rules_of_folders(home: Path) -> None:
     assert used["labels"] == {"ant": 3, "bee": 2, "cow": 1}
     assert used["classes"] == ["pig", "cow", "bee", "ant"]
     other = KnownClasses(of="Farm_V2", names=("pig", "cow", "bee"))
-    assert "1 of 3 labels are no classes of Farm_V2, while the others are: ant" in refused(path, known=other)
+    assert "1 of 3 labels are not classes of Farm_V2, while the others are: ant" in refused(path, known=other)
 
 
 def test_a_class_map_says_what_labels_are(home: Path) -> None:
@@ -228,13 +228,13 @@ WRONG = {
     "no label column": ("path,split\na,b\n", "expected one of their labels (label, class, target, y"),
     "questions": ("question,context\na,b\n", "dualeval run --task question-answering"),
     "empty": ("", "is empty: expected a line of headings"),
-    "headings alone": ("path,label\n", "holds no sample"),
+    "only its headings": ("path,label\n", "holds no sample"),
     "two columns of one name": ("path,label,label\na,1,2\n", "has two columns 'label'"),
     "a cell too many": ("path,label\na,1\nb,c,2\n", "line 3 has 3 columns, expected 2"),
     "empty label": ("path,label\na,1\nb,\n", "line 3: the label (column 'label') is empty"),
     "empty path": ("path,label\na,1\n,2\n", "line 3: the path is empty"),
     "zero byte": ("path,label\na\0b,1\n", "line 2: the path is 'a\\x00b'"),
-    "address": ("path,label\ns3://bucket/a.jpg,1\n", "none of 1 files is there"),
+    "address": ("path,label\ns3://bucket/a.jpg,1\n", "its rows name 1 file, and none exists"),
     "a path twice": ("path,label\na,1\nb,1\na,2\n", "lists 'a' more than once"),
     "negative": (
         "path,label\na,1\nb,-1\n",
@@ -299,7 +299,11 @@ def test_a_column_of_the_manifest_says_which_samples_go_together(home: Path) -> 
     path = write(home / "m.csv", [{**row, "patient": f"p{at}"} for at, row in enumerate(rows_of(named=True))])
     result = evaluate(task(path), None, cluster="patient")
     assert result.clusters == {"column": "patient", "count": result.samples["total"]}
-    with pytest.raises(UsageError, match=r"--cluster 'patients'.* Of the data are those that --keep names"):
+    with pytest.raises(
+        UsageError,
+        match=r"--cluster 'patients'.* Columns of the data are those that --keep "
+        r"names",
+    ):
         evaluate(task(path), None, cluster="patients")
 
 

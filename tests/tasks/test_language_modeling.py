@@ -395,7 +395,11 @@ REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (lambda folder: folder / "none.txt", {}, "none.txt does not exist. Expected a .txt file"),
     (lambda folder: folder, {}, "holds no .txt file. Expected a .txt file, a folder"),
     (lambda folder: folder / "none", {"text": "a"}, "none does not exist. Expected a .txt file"),
-    (lambda folder: write_texts(folder, {"a.png": "x"}) / "a.png", {}, "a.png is no text file and no table"),
+    (
+        lambda folder: write_texts(folder, {"a.png": "x"}) / "a.png",
+        {},
+        "a.png is neither a text file nor a table",
+    ),
     (lambda folder: write_texts(folder), {"text": "a"}, "--text a: --data"),
     (lines({"text": "a"}), {"text": "body"}, "bad.jsonl has the columns text"),
     (lines({"title": "a", "answer": "b"}), {}, "bad.jsonl has the columns title, answer: expected text"),
@@ -451,7 +455,7 @@ BAD_ROWS: list[tuple[list[Any], int, str]] = [
     ([CHOICES, {**CHOICES, "answer": 2}], 1, "or its index from 0 to 1"),
     ([CHOICES, {**CHOICES, "answer": True}], 1, "line 2: answer is True (bool)"),
     ([CHOICES, {**CHOICES, "context": None}], 1, "line 2: the column 'context' is empty"),
-    ([CHOICES, {**CHOICES, "choices": ["b", RIVER]}], 1, "line 2: choice 1 is 182 tokens behind its context"),
+    ([CHOICES, {**CHOICES, "choices": ["b", RIVER]}], 1, "line 2: choice 1 is 182 tokens after its context"),
     ([PROMPT, {**PROMPT, "prompt": ""}], 1, "line 2: the column 'prompt' is empty"),
     ([PROMPT, {**PROMPT, "answer": []}], 1, "line 2: answer is [] (list), expected a text or a list"),
     ([PROMPT, {**PROMPT, "answer": 4}], 1, "line 2: answer is 4 (int)"),
@@ -509,7 +513,7 @@ def test_a_choice_of_no_token(tmp_path: Path) -> None:
     tokenizer = parts_of(folder)[1]
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UsageError, match=r"choice 0 is 0 tokens behind its context, .* leaves it out"):
+    with pytest.raises(UsageError, match=r"choice 0 is 0 tokens after its context, .* leaves it out"):
         run(folder, [{**CHOICES, "choices": ["~", "b"]}], None)
 
 

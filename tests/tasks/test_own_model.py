@@ -130,7 +130,7 @@ def by_keyword(prediction: Any, *, k: int) -> float:
     ("given", "said"),
     [
         ({"metrics": ["mae"], "metric": ["mse"]}, "metric and metrics were given"),
-        ({"preprocessing": "imagenet"}, "preprocessing is for a path as data"),
+        ({"preprocessing": "imagenet"}, "preprocessing is for data given as a path"),
         ({"metrics": [by_keyword]}, "the function by_keyword: .* parameters without a default"),
     ],
 )
@@ -469,7 +469,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     ),
     (lambda: wrong(model=linear(1, 1).state_dict()), r"is a OrderedDict.*: model\.load_state_dict\("),
     (lambda: wrong(metrics=["AUROC"]), r"Nearest: auroc\. "),
-    (lambda: wrong(forward=winner), "as the number of a class, whose mean"),
+    (lambda: wrong(forward=winner), "such as a class number, whose mean"),
     (lambda: wrong(logger="jsonl:x"), r"'logger' is not an option of an evaluation\. Did you mean loggers\?"),
     (lambda: wrong(xyzzy=2), r"There are .*, backend, .*, loggers, .*, note, nproc, .*"),
     (lambda: wrong(rows="target"), r"rows is the text 'target': expected a list"),
@@ -510,7 +510,11 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(data=[(numbers(5), -100)]), r"has the label -100"),
     (lambda: wrong(model=nn.Sequential(linear(5, 7), nn.Softmax(1))), "the model returned probabilities"),
     (lambda: wrong(forward=lambda model, batch: "text"), "the model returned a str, expected a tensor"),
-    (lambda: wrong(model=nn.Identity(), data=numbers(4, 3)), r"none with one number a sample: give metrics"),
+    (
+        lambda: wrong(model=nn.Identity(), data=numbers(4, 3)),
+        r"none with one number per sample: give "
+        r"metrics",
+    ),
     (lambda: wrong(data=(numbers(4, 5), torch.zeros(4))), r"TensorDataset\(inputs, targets\)"),
     (lambda: wrong(metrics=[3]), "metrics has a int, which is not a metric"),
     (lambda: wrong(metrics=[Mean]), r"metrics has Mean, which is the class of a metric: give an object"),

@@ -786,9 +786,9 @@ def test_each_pixel_of_a_mask_is_part_of_the_job(tmp_path: Path) -> None:
         ({"preprocessing": {"resize": 8, "crop": 8, "mean": [0], "std": [1]}}, ["cuts a part out"]),
         ({"data": "nowhere"}, ["--data nowhere does not exist", "manifest"]),
         ({"masks": None}, ["--masks is not given", "a.jpg and a.png"]),
-        ({"mask_column": "m"}, ["--mask-column are of a manifest"]),
-        ({"model": "resnet18"}, ["--model resnet18 is no network for segmentation", "fcn_resnet50"]),
-        ({"model": "models/none"}, ["--model models/none is no network for segmentation", "hf:DIR"]),
+        ({"mask_column": "m"}, ["--mask-column are for a manifest"]),
+        ({"model": "resnet18"}, ["--model resnet18 is not a network for segmentation", "fcn_resnet50"]),
+        ({"model": "models/none"}, ["--model models/none is not a network for segmentation", "hf:DIR"]),
         ({"model": "fcn_resnet5"}, ["Nearest: fcn_resnet50"]),
         ({"model": "fcn_resnet50"}, ["without --weights", "--weights DEFAULT", "random:SEED"]),
         ({"model": "nets:make"}, ["without --weights. Give --weights PATH or --weights random:SEED"]),
@@ -809,7 +809,7 @@ def test_folders_of_another_kind(home: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"Type --model hf:{tmp_path}"):
         task(home, model=str(tmp_path))
     for flag, kind in (("data", "pictures"), ("masks", "masks")):
-        with pytest.raises(UsageError, match=f"--{flag} {tmp_path}.* found .*of {kind} 0 files"):
+        with pytest.raises(UsageError, match=f"--{flag} {tmp_path}.* found .*{kind} 0 files"):
             task(home, **{flag: tmp_path})
 
 
@@ -818,7 +818,10 @@ def test_folders_of_another_kind(home: Path, tmp_path: Path) -> None:
     [
         ({"num_classes": 6}, ["has 5 classes, and --num-classes 6"]),
         ({"class_names": "a,b"}, ["--class-names gives 2"]),
-        ({"model": Exact(1)}, ["one logit a pixel", "torch.cat([torch.zeros_like(logits), logits], dim=1)"]),
+        (
+            {"model": Exact(1)},
+            ["one logit per pixel", "torch.cat([torch.zeros_like(logits), logits], dim=1)"],
+        ),
         ({"model": nn.Conv2d(1, 5, 1)}, ["1, and the images have 3 channels", "--channels 1"]),
         ({"model": nn.Linear(7, 5)}, ["Set the size with --resize, or give data of the model's size"]),
         ({"model": nn.Flatten()}, ["expected logits of shape (pictures, classes, height, width)"]),

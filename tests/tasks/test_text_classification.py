@@ -255,14 +255,18 @@ def test_labels_are_names_or_numbers(model: Path, names: tuple[str, ...], data: 
 @pytest.mark.parametrize(
     ("names", "data", "said"),
     [
-        (NAMES, labelled("positive", "mixed"), "row 1: 1 of 2 labels are no classes of the model, while the"),
-        (NAMES, labelled("1", "positive"), "row 0: 1 of 2 labels are no classes of the model, while the ot"),
+        (
+            NAMES,
+            labelled("positive", "mixed"),
+            "row 1: 1 of 2 labels are not classes of the model, while the",
+        ),
+        (NAMES, labelled("1", "positive"), "row 0: 1 of 2 labels are not classes of the model, while the ot"),
         (NAMES, labelled(1, None), "row 1: the label (column 'label') is empty"),
         (NAMES, labelled(1, 1.5), "row 1: the label (column 'label') is 1.5, expected"),
         (NAMES, labelled(1, 3), "row 1: the label (column 'label') is 3, but the model in "),
         (NAMES, labelled(0, -1), "row 1: the label (column 'label') is -1, expected a whole number from 0"),
         (NAMES, labelled(1, [2]), "row 1: the label (column 'label') is [2] (list), expected a whole"),
-        (("LABEL_0", "LABEL_1"), labelled("001", "002"), "is '001', which is no class of the model. The"),
+        (("LABEL_0", "LABEL_1"), labelled("001", "002"), "is '001', which is not a class of the model. The"),
         (
             ("LABEL_0", "LABEL_1"),
             labelled("no", "yes"),
@@ -316,7 +320,7 @@ def test_indices_beside_other_names_are_refused(model: Path, tmp_path: Path) -> 
     rows = texts.rows(12)
     codes = {name: code for code, name in enumerate(reversed(NAMES))}
     coded = [{**row, "label": codes[row["label"]], "kind": row["label"]} for row in rows]
-    with pytest.raises(UsageError, match=r"number the classes otherwise.*--label kind"):
+    with pytest.raises(UsageError, match=r"number the classes differently.*--label kind"):
         run(model, coded)
     wanted = run(model, rows).metrics
     assert run(model, coded, label="kind").metrics == wanted
@@ -360,7 +364,7 @@ def test_what_was_asked_for_says_which_class_a_label_is(
     refusals: dict[str, dict[str, Any]] = {
         "leaves labels out": options,
         "has 3 classes, but 2 were expected (from the data)": {"class_order": "name"},
-        "no meaning for a regression": {"class_order": "name", "model": regression},
+        "do not apply to a regression": {"class_order": "name", "model": regression},
         "both say which class": {**options, "class_order": "name"},
     }
     for said, asked in refusals.items():
@@ -407,7 +411,7 @@ class Ignores(nn.Module):
         ({"label": "score"}, "--label score: the list has the columns sentence, label"),
         ({"max_length": 2}, "--max-length 2 leaves no room beside the 2 tokens that the tokenizer adds"),
         ({"max_length": 600}, "--max-length of the model's size, whose config says max_position_embeddings"),
-        ({"metrics": ["binary_f1"]}, "metric 'binary_f1' is of two classes, found 3: ask for 'f1'"),
+        ({"metrics": ["binary_f1"]}, "metric 'binary_f1' needs two classes, found 3: ask for 'f1'"),
         ({"metrics": ["acuracy"]}, "there is no metric 'acuracy'"),
         ({"data": [{"x": "y"}]}, "expected one of the texts (text, sentence, content)"),
         ({"model": "hf:{model}"}, "for text classification leave out hf: and type --model"),
@@ -456,7 +460,10 @@ def test_a_text_that_is_written_as_a_missing_one_and_an_added_token(model: Path,
         (lambda: Ignores(), "reads padding: the logits of a text differ by"),
         (lambda: Ignores("tokens"), "for 2 texts, expected logits of shape (2, classes)"),
         (lambda: Ignores("probabilities"), "returned None for 2 texts"),
-        (lambda: texts.classifier(problem_type="multi_label_classification"), "expected one class a sample"),
+        (
+            lambda: texts.classifier(problem_type="multi_label_classification"),
+            "expected one class per sample",
+        ),
         (lambda: texts.classifier(problem_type="regression"), "problem_type 'regression' and 3 outputs"),
         (gpt2, "Its config has no pad_token_id: set it to 0, as the tokenizer has it"),
         (lambda: texts.classifier(vocab_size=100), "tells 30522 tokens apart, its model only 100"),

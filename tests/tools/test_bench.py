@@ -212,7 +212,7 @@ def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
         (["--mode", "single,both"], "--mode 'both': expected one of single, dataparallel, torch, horovod"),
         (["--precision", "fp8"], "--precision 'fp8': expected one of fp32, tf32, amp-fp16, amp-bf16"),
         (["--train", "--task", "tests.tiny:TinyTask", "-T", "count=9"], "--train times --task image-cl"),
-        (["--train", "--metric", "top1", "--on-error", "skip"], "--metric, --on-error: no meaning with --tr"),
+        (["--train", "--metric", "top1", "--on-error", "skip"], "--metric, --on-error: not for --tr"),
         (["--device", "tpu", "--mode", "single"], "--device 'tpu' is not a device"),
         (["--model", "resnet"], "resnet"),
         (["--no-plots", "--mode", "dataparallel", "--processes", "1"], "there is nothing to measure"),
@@ -376,7 +376,7 @@ def test_one_and_two_processes(launch: Launch, tmp_path: Path, train: bool) -> N
             assert one["metrics_digest"] == alone["metrics_digest"]
     assert "GPUs" in cells["dataparallel", 2, precision]["reason"]
     assert "1000 processes" in cells["torch", 1000, precision]["reason"]
-    assert "TF32 is a format of some GPUs" in cells["torch", 2, "tf32"]["reason"]
+    assert "TF32 is a format that only some GPUs have" in cells["torch", 2, "tf32"]["reason"]
     assert not (tmp_path / "out/logs").exists()
 
 

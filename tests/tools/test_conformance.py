@@ -387,7 +387,9 @@ def test_wrong_use(words: list[str], variables: dict[str, str], said: str) -> No
     assert said in str(done.exception) + done.output
 
 
-@pytest.mark.parametrize(("out", "said"), [("file", "this is no folder"), ("file/new", "file is no folder")])
+@pytest.mark.parametrize(
+    ("out", "said"), [("file", "this is not a folder"), ("file/new", "file is not a folder")]
+)
 def test_a_folder_that_cannot_be_made(out: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = typed("--dry-run", "--out", str(tmp_path / out))

@@ -171,7 +171,7 @@ def test_all_that_is_missing_is_named_at_once(bench: Bench) -> None:
     """Before anything is begun; also by a dry run."""
     empty = programs(bench.folder / "empty", cmake="echo cmake version 3.12.4")
     said = ["apt install g++", f"3.12.4 in {empty}/cmake", "apt install openmpi-bin libopenmpi-dev"]
-    said += ["MPI, for --with-mpi: ", "NCCL, for --with-nccl: ", "nothing was begun"]
+    said += ["MPI, for --with-mpi: ", "NCCL, for --with-nccl: ", "nothing was started"]
     for option in ("--rebuild", "--dry-run"):
         done = bench(option, "--with-mpi", "--with-nccl", variables={"PATH": str(empty)})
         assert done.returncode == 2
@@ -206,7 +206,7 @@ def test_a_failing_step(step: str, bench: Bench) -> None:
     assert done.returncode == 1
     assert "ended with exit code 3" in done.stderr
     assert "x.cc:7: error: 'at' is not a member of 'torch'" in done.stderr
-    log = re.search(r"^The whole log: (.+)$", done.stderr, re.MULTILINE)
+    log = re.search(r"^Full log: (.+)$", done.stderr, re.MULTILINE)
     assert log is not None
     assert "not a member" in Path(log[1]).read_text()
     assert list(bench.temporary.iterdir()) == []

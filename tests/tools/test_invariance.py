@@ -187,7 +187,7 @@ def test_the_guilty_module_is_named_and_its_successors_are_counted(
     shown = capsys.readouterr().out
     assert "1.1 (Guilty); 2 after it" in shown
     assert "computed in     fp32, contiguous" in shown
-    assert "A diagnosis, no licence" in shown
+    assert "This is a diagnosis, not a guarantee" in shown
     # What a module does by itself is its own, and so are those of two side by side.
     between = Made(lambda own, x: own.second(moved(own.first(x))), first=Scale(), second=Scale())
     alone = shapes(diagnosed(task_of(nn.Sequential(Scale(), between, Scale()))))[2]

@@ -209,7 +209,7 @@ REFUSED = {
     "a pattern that fits none": (
         ["--", "--model", "resnet18", "--data", ".", "--weights", "epoch-*.pt"],
         UsageError,
-        ["--weights epoch-*.pt: no file or folder fits", "ckpt_1.pt"],
+        ["--weights epoch-*.pt: no file or folder matches", "ckpt_1.pt"],
     ),
     "the first file of an array": (
         ["--array", "3-4", "--", "--model", "resnet18", "--data", ".", "--weights", "ckpt_%a.pt"],
@@ -337,7 +337,7 @@ def test_what_sbatch_says_against_a_job_is_passed_on(sbatch: Sbatch, launch: Lau
     [
         ("--shares 3 --array 0,2", "--array 0,2: expected numbers of shares, 1 to 3"),
         ("--shares 3 --array 2-4%1", "expected numbers of shares"),
-        ("--shares 3 -- --out runs/%a", "--out runs/%a: all shares have one folder"),
+        ("--shares 3 -- --out runs/%a", "--out runs/%a: all shares use one folder"),
         ("-- --share 1/3", "put --shares N before the --"),
     ],
 )

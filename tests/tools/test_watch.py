@@ -198,7 +198,7 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
     save(pictures / "ckpts/epoch1.pt", 4)
     assert watch(*words) == EXIT_DONE
     said = capsys.readouterr().err
-    assert "epoch1.pt has changed since it was evaluated, and is not evaluated again" in said
+    assert "epoch1.pt has changed since it was evaluated, but is not evaluated again" in said
     assert {row["status"] for row in leaderboard(pictures)} == {"done"}
     assert sorted(row["step"] for row in leaderboard(pictures)) == ["1", "10", "2", "3"]
     for name in ("epoch1.pt", "epoch10.pt"):
@@ -208,9 +208,9 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--weights", "x.pt"], "each checkpoint takes its place"),
+        (["--weights", "x.pt"], "each checkpoint replaces it"),
         (["--as", "checkpoint"], "--as checkpoint: the task has no option of this name"),
-        (["--best", "val"], "--best val: this exists and is no symbolic link"),
+        (["--best", "val"], "--best val: this exists and is not a symbolic link"),
         (["--best-by", "los", "--until-step", "1"], "--best-by los: the results have .*Did you mean loss"),
         (["--data", "nowhere"], "nowhere"),
         (["--settle", "nan"], "--settle nan: expected seconds"),

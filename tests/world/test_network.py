@@ -341,7 +341,7 @@ def test_horovod_over_ipv6_is_refused() -> None:
     horovod._require_ipv4("127.0.0.1", 3)
     horovod._require_ipv4("localhost", 3)
     for host in ("fd00::1", "h0.invalid"):
-        with pytest.raises(BackendError, match=f"IPv4 alone, and rank 3 reaches rank 0 at {host}"):
+        with pytest.raises(BackendError, match=f"IPv4, and rank 3 reaches rank 0 at {host}"):
             horovod._require_ipv4(host, 3)
 
 

@@ -190,7 +190,8 @@ def read_until(stream: IO[str], pattern: str) -> str:
 TORCHRUN = r"has waited \S+ s for all ranks to come to torchrun's store at \S+:\d+"
 HOROVODRUN = r"has waited \S+ s for all ranks to join Horovod\. Check"
 GUEST = (
-    r"has waited \S+ s for the other ranks to evaluate, too\. Every rank of the script's group has to call"
+    r"has waited \S+ s for the other ranks to evaluate, too\. Every rank of the script's group must make "
+    r"the same call"
 )
 MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
 

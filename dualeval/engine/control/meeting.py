@@ -92,9 +92,10 @@ class Meetings:
                 verdict = Verdict.read(self.store.get(self.key(VERDICT)))
                 assert verdict is not None, "who ends a meeting has given the verdict before"
                 raise verdict.to_exception()
-            missing = self.names_of_absent()() or "rank 0 has not answered those that came"
+            missing = self.names_of_absent()() or "rank 0 has not answered the ranks that connected"
         raise PeerError(
-            f"{missing} to the control plane within {limit_s:.0f} s of a collective that all had come to",
+            f"{missing} to the control plane within {limit_s:.0f} s of a collective that all ranks had "
+            "reached",
             rank=self._name.rank,
             exit_code=EXIT_FAILED,
             where=str(self._name),

@@ -191,11 +191,11 @@ class Conclusion:
             return None
         stop = Stopped(control.stopping or "")
         if folder is not None and self._is_done(folder):
-            self._say(f"dualeval: {stop} came when the result was written: {folder.path}")
+            self._say(f"dualeval: {stop} came while the result was being written: {folder.path}")
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
         if missing:
-            silent = f"after {stop}, {missing} did not report that all is saved: killed or hanging"
+            silent = f"after {stop}, {missing} did not report that everything is saved: killed or hanging"
             message = control.ended or silent
             self._write_down(DualevalError(message))
             self._say(f"dualeval: error: {message}")
@@ -205,7 +205,7 @@ class Conclusion:
         done = self.progress or ("" if self.watch.has_begun else "No batch was begun.")
         done += " " if done else ""
         if folder is None and not (self.progress or self.watch.has_begun):
-            self._say(f"dualeval: stopped by {stop}. Nothing was begun.")
+            self._say(f"dualeval: stopped by {stop}. Nothing was started.")
             return EXIT_STOPPED
         again = how_to_resume(None if folder is None else folder.path)
         self._say(f"dualeval: stopped by {stop}. {done}{where} {again}.")

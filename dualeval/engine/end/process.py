@@ -289,7 +289,7 @@ class Signals:
                 if self._stop is None:
                     # There is nothing to save, and nobody knows yet whom to tell.
                     close_displays()
-                    say(f"dualeval: stopped by {name}. Nothing was begun.")
+                    say(f"dualeval: stopped by {name}. Nothing was started.")
                     end_process(EXIT_STOPPED)
                 self._stop(name)
             elif number == signal.SIGINT and monotonic() - self._first[1] > _SECOND_AFTER_S:

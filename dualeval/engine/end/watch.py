@@ -286,11 +286,11 @@ class Watch:
                 return  # it has left the session, and shows the result
             if self._control.name.rank == 0:
                 failure, stop = self._control.failure, self._control.stopping
-                came = f"dualeval: {stop} came when the result was written"
+                came = f"dualeval: {stop} came while the result was being written"
                 if failure is not None:
                     lost = spoken(failure, 0).removeprefix("dualeval: error: ").rstrip(".")
                     came = f"dualeval: note: the result is complete, but {lost}"
-                say(f"{came}; not all that follows it is done.")
+                say(f"{came}; the steps after it are not all done.")
             end_process(EXIT_DONE)
         end_process(self._conclude())
 

@@ -217,7 +217,7 @@ class RunFolder:
             for file in previous.chunks.files:
                 files.append(read_journal_file(file.path))
                 if files[-1].checksum != file.checksum:
-                    raise DualevalError(f"{file.path} is another file than at the start of the run")
+                    raise DualevalError(f"{file.path} is not the same file as at the start of the run")
                 step()
             for name in names:
                 files.append(read_journal_file(self.journal / name))

@@ -127,7 +127,7 @@ def job_there(path: Path) -> dict[str, Any]:
 def to_mend_job(path: Path, start_over: str) -> str:
     """What to do about a damaged job.json. No work is lost: journal files name their job themselves."""
     if (path / _SHARES).is_dir():
-        return "Remove it and start a share again, which writes it anew: what was evaluated stays."
+        return "Remove it and start a share again, which rewrites it: what was evaluated stays."
     if (path / RESULT).exists():
         return f"{start_over}."
     return (
@@ -228,7 +228,7 @@ def check_idle(out: Path, step: Callable[[], None]) -> None:
     """Check, while holding ``out``, that no share is at work: its chunks would be evaluated twice."""
     if working := at_work(folders_of(out), step):
         raise UsageError(
-            f"{unfinished(out)}; at work: {listed(map(_number_of, working))}. Wait for their end."
+            f"{unfinished(out)}; at work: {listed(map(_number_of, working))}. Wait for them to end."
         )
 
 

@@ -245,9 +245,9 @@ def gone(path: Path, file: str = JOB) -> str:
     """The message if the output folder is gone, or is no longer this run's: ``file`` is gone."""
     if path.is_dir():
         return (
-            f"the output folder {path} was emptied or replaced: this run's {file} is not there any more. "
-            "Type the same command again: all samples are evaluated again. Where the folder was renamed, "
-            "bring it back before, to go on."
+            f"the output folder {path} was emptied or replaced: this run's {file} no longer exists. Type the "
+            "same command again: all samples are evaluated again. If the folder was renamed, bring it back "
+            "first, to go on."
         )
     return (
         f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "

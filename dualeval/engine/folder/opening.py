@@ -232,7 +232,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         # A failed run writes its status even into an emptied folder.
         if old and (old != [STATUS] or read_status(path) is None):
             raise UsageError(
-                f"{path} holds an earlier run ({old[0]}), but no {JOB} that says of which job. "
+                f"{path} holds an earlier run ({old[0]}), but no {JOB} that says which job it is. "
                 f"{facts['start_over']}."
             ) from None
         foreign = [name for name in facts["files"] if (path / name).exists()]

@@ -123,9 +123,9 @@ class Hasher:
                 if self._depths[number]:
                     raise
                 raise UsageError(
-                    f"a {type(value).__name__} holds values in too many levels to be identified (a list in a "
-                    "list, an object in an object). Keep them flat, or name the attribute in "
-                    f"{IGNORES} of the class that has it."
+                    f"a {type(value).__name__} is nested too deeply to be identified (a list in a list, an "
+                    f"object in an object). Keep them flat, or name the attribute in {IGNORES} of the class "
+                    "that has it."
                 ) from None
             finally:
                 del self._depths[number]

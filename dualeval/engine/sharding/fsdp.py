@@ -32,14 +32,14 @@ _OF_FSDP = "torch.distributed.fsdp"
 # The first torch version whose FSDP is tested here.
 _FIRST = "2.13"
 NOT_GATHERED = (
-    "the forward computes with the weights of a part without calling it, and they are gathered where it is "
-    "called. Call the part (self.part(x)); or shard the model yourself where it is built "
+    "the forward computes with the weights of a part without calling it, but they are gathered only in its "
+    "call. Call the part (self.part(x)); or shard the model yourself where it is built "
     "(torch.distributed.fsdp.fully_shard on the part that uses them), and leave --shard out"
 )
 _ONE_NUMBER = (
-    "the forward reads numbers of a parameter that is divided over the ranks, outside of the unit that "
-    "gathers it: each rank would read those of its own part. Read them in the forward of that unit, or of "
-    "the whole parameter (parameter.full_tensor(), on all ranks)."
+    "outside of the unit that gathers it, the forward reads numbers of a parameter that is divided over the "
+    "ranks: each rank would read only its own part. Read them in the forward of that unit, or of the whole "
+    "parameter (parameter.full_tensor(), on all ranks)."
 )
 # Operations that return numbers of the rows themselves, or compare them.
 _NUMBERS = {
@@ -135,9 +135,9 @@ def check_sharded(model: nn.Module, world: World) -> None:
         if shards and (not units or len(shards) > 1):
             raise UsageError(
                 f"the parameter {name!r} is divided over ranks as {tuple(placements)} (tensor parallelism, "
-                "for instance): such a forward wants the same samples on several ranks, and each rank has "
-                "other ones here. Shard the model with torch.distributed.fsdp.fully_shard alone, or give a "
-                "model that is whole on each rank."
+                "for instance): such a forward needs the same samples on several ranks, but here each rank "
+                "has different ones. Shard the model with torch.distributed.fsdp.fully_shard alone, or give "
+                "a model that is whole on each rank."
             )
 
 
@@ -150,7 +150,7 @@ def check_torch(version: str = torch.__version__) -> None:
     if TorchVersion(version) < _FIRST:
         raise UsageError(
             f"shard needs torch {_FIRST} or newer, and this is torch {version}, whose FSDP keeps its "
-            "parameters in another way. Install a newer torch; or call fully_shard in build_model, and leave "
+            "parameters differently. Install a newer torch; or call fully_shard in build_model, and leave "
             "shard out."
         )
 
@@ -211,7 +211,7 @@ def refuse_own_rows(module: Any) -> None:
             if is_own:
                 raise UsageError(
                     f"--shard fsdp: a {class_of(module).__name__} returns its own parameters, and their "
-                    "memory is let go when its forward ends. Return a copy of them (weight.clone()); or call "
+                    "memory is freed when its forward ends. Return a copy of them (weight.clone()); or call "
                     "torch.distributed.fsdp.fully_shard where the model is built, on the part that uses "
                     "them, and leave --shard out."
                 )

@@ -243,10 +243,10 @@ def _gathers_at_its_call(unit: Any) -> bool:
 
 def _other_order(here: str, there: str) -> str:
     return (
-        f"the forward does not call the units of the sharded model in one order: where {here}, {there}. "
-        "Ranks would then wait for each other in different layers, and mix their parameters. The layers that "
-        "a forward calls may not depend on the data: evaluate a model that is whole on each rank, or call "
-        "fully_shard in build_model, with the part that chooses as one unit."
+        f"the forward does not always call the units of the sharded model in the same order: where {here}, "
+        f"{there}. Ranks would then wait for each other in different layers, and mix their parameters. The "
+        "layers that a forward calls may not depend on the data: evaluate a model that is whole on each "
+        "rank, or call fully_shard in build_model, with the part that chooses as one unit."
     )
 
 

@@ -97,7 +97,7 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
         for number, parameter in first.items()
     ]
     if not any(parameter.is_divided for parameter in found):
-        raise UsageError("shard: the model has no parameters that could be divided. Leave shard out.")
+        raise UsageError("shard: the model has no parameters to divide. Leave shard out.")
     return sorted(found, key=lambda parameter: parameter.name)
 
 
@@ -123,7 +123,7 @@ def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None
     if snapshot.knows(model) or any(value is model for value in named):
         raise UsageError(
             f"shard divides the parameters of a model, and this {type(model).__name__} is the script's own: "
-            "it would be another one afterwards. Give a function that makes a model of its own, as "
+            "it would stay divided afterwards. Give a function that makes a model of its own, as "
             "model=lambda: make_model(). Or shard it yourself (torch.distributed.fsdp.fully_shard), and "
             "leave shard out."
         )
@@ -140,11 +140,11 @@ def _check_model(model: nn.Module) -> None:
     if not has_forward(model):
         raise UsageError(
             f"shard: the model is a {type(model).__name__}, which has no forward, and weights are gathered "
-            "where a module is called. Give a model that is called, or leave shard out."
+            "in the call of a module. Give a model that is called, or leave shard out."
         )
     if isinstance(model, nn.TransformerEncoderLayer):
         raise UsageError(
-            "shard: the model is an nn.TransformerEncoderLayer, which computes in another way where it is "
+            "shard: the model is an nn.TransformerEncoderLayer, which computes differently when it is "
             "divided. Put it into a module of your own, or leave shard out."
         )
 

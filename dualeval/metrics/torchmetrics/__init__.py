@@ -59,7 +59,7 @@ def from_torchmetrics(
     if isinstance(metric, str):
         metric, of_text, own = read(metric)
         if of_text is not None:
-            raise UsageError("the columns stand in the text of the metric and beside it: give them once")
+            raise UsageError("the columns are given in the text of the metric and beside it: give them once")
         name = name or own
     _check(metric)
     own_name = name is not None
@@ -304,7 +304,7 @@ def _value(node: ast.expr, text: str) -> Any:
         return ast.literal_eval(node)
     except ValueError as error:
         raise UsageError(
-            f"{text!r}: {ast.unparse(node)!r} is no literal; expected a number, a text in quotes, True, "
+            f"{text!r}: {ast.unparse(node)!r} is not a literal; expected a number, a text in quotes, True, "
             "False, None, or lists, tuples, sets and dicts of these. A metric with another one inside is "
             "made in Python: dualeval.metrics.from_torchmetrics"
         ) from error
@@ -315,7 +315,7 @@ def _columns(source: str, text: str) -> dict[str, Shape]:
     found: dict[str, Shape] = {argument: column.strip("'\"") for argument, column in pairs}
     if not re.fullmatch(f"{_COLUMN}(,{_COLUMN})*", source) or len(found) < len(pairs):
         raise UsageError(
-            f"{text!r}: behind @ expected argument=column, separated by commas, as in {_SYNTAX}. Lists and "
+            f"{text!r}: after @ expected argument=column, separated by commas, as in {_SYNTAX}. Lists and "
             "dicts of columns are for dualeval.metrics.from_torchmetrics"
         )
     return found

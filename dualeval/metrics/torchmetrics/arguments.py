@@ -27,7 +27,7 @@ class Parsed:
 Shape: TypeAlias = "str | Parsed | list[Any] | dict[str, Any]"
 Columns: TypeAlias = "str | Parsed | Sequence[Any] | Mapping[str, Any]"
 
-_KINDS = "a column's name, a list [...] of one entry a sample, a dict {...} or Parsed(column)"
+_KINDS = "a column's name, a list [...] of one entry per sample, a dict {...} or Parsed(column)"
 # TorchMetrics is written for int64 classes: some of its kernels take no other integer.
 _WIDENED = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 
@@ -133,7 +133,7 @@ def _whole(shape: Shape, read: Mapping[str, Tensor | list[Any]], samples: int) -
         return {key: _whole(part, read, samples) for key, part in shape.items()}
     if isinstance(shape, list):
         if len(shape) != 1:
-            raise UsageError(f"a list of one entry a sample has one entry in 'columns', found {shape!r}")
+            raise UsageError(f"a list of one entry per sample has one entry in 'columns', found {shape!r}")
         shape = shape[0]
     return [_single(shape, read, place) for place in range(samples)]
 
@@ -161,6 +161,6 @@ def _joined(name: str, column: Tensor | list[Any]) -> Any:
     if len({value.shape for value in column}) > 1:
         raise UsageError(
             f"the samples of column {name!r} differ in shape, and the metric takes one tensor of them all. "
-            f"For a list with one entry a sample write [{name!r}] in 'columns'"
+            f"For a list with one entry per sample write [{name!r}] in 'columns'"
         )
     return torch.stack(column)

@@ -121,7 +121,7 @@ class _Wrapped:
                 wrong = classes[(classes < 0) | (classes >= count)]
                 wrong = wrong if ignored is None else wrong[wrong != ignored]
                 if len(wrong):
-                    nan = " (-1 is that of a NaN logit: accuracy and f1 count it as wrong)" * (-1 in wrong)
+                    nan = " (-1 means a NaN logit: accuracy and f1 count it as wrong)" * (-1 in wrong)
                     raise ValueError(f"{argument} has the class {int(wrong[0])}, not 0 to {count - 1}{nan}.")
 
     def _measured(self, metric: Any) -> Measured:

@@ -208,8 +208,8 @@ def check_attributes(before: Any, metric: Any) -> None:
 
 def _changed(name: str, attribute: str) -> UsageError:
     return UsageError(
-        f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums of its "
-        f"states do not hold all that it has seen. {HOW_BY_ROWS}"
+        f"update of {name} changes its attribute {attribute!r}, which is not a state (add_state): sums of "
+        f"its states do not hold all that it has seen. {HOW_BY_ROWS}"
     )
 
 

@@ -171,8 +171,8 @@ def _no_checkpoint(folder: Path) -> UsageError:
         f"the folder {folder} holds no checkpoint (found: {found}). Expected one of "
         f"torch.distributed.checkpoint ({METADATA}, which is written last, and *.distcp), of DeepSpeed "
         "(latest), a *.safetensors file, one file of torch.save, or an index with its files "
-        "(*.safetensors.index.json, *.bin.index.json). Copy the whole folder, hidden files too; of one file "
-        f"give the path: --weights {folder}/FILE"
+        "(*.safetensors.index.json, *.bin.index.json). Copy the whole folder, hidden files too; for one "
+        f"file give its path: --weights {folder}/FILE"
     )
 
 

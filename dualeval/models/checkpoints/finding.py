@@ -148,8 +148,8 @@ def _none_there(path: Path, content: object, above: str) -> UsageError:
     inside = [value for _, inner in _mappings(content, above) for value in inner.values()]
     if any(isinstance(value, ArrayInFile) for value in inside):
         return UsageError(
-            f"{path} holds numpy arrays{place} ({_keys_of(content)}), expected tensors. Save them as such: "
-            "torch.save({name: torch.as_tensor(value) for name, value in STATE.items()}, PATH)."
+            f"{path} holds numpy arrays{place} ({_keys_of(content)}), expected tensors. Save them as "
+            "tensors: torch.save({name: torch.as_tensor(value) for name, value in STATE.items()}, PATH)."
         )
     return UsageError(
         f"{path} holds no state_dict{place} ({_keys_of(content)}); expected tensors by name, or such a "

@@ -59,8 +59,7 @@ class StampedFile:
     def _check(self, descriptor: int) -> None:
         if _stamp(descriptor) != self.stamp:
             raise UsageError(
-                f"weights file {self.path} has changed while it was read. Start again when it is written to "
-                "its end."
+                f"weights file {self.path} has changed while it was read. Start again when it is complete."
             )
 
     def read_into(self, descriptor: int, offset: int, values: Tensor) -> None:
@@ -343,8 +342,8 @@ class NotWritten(NotImplementedError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this tensor's values are in a file (a model that is built late), where they are not changed. "
-            "Read it first, for instance with model.to('cpu'), and change that."
+            "this tensor's values are in a file (a model that is built late), which is never written to. "
+            "Read them first, for instance with model.to('cpu'), then change them."
         )
 
 

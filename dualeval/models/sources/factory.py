@@ -74,8 +74,8 @@ class FactoryModel(ModelSource):
             raise UsageError(
                 f"--model {self.name}: {factory.__name__}{signature} is called with "
                 f"{', '.join(given) or 'no arguments'}: {error}. Give --num-classes N where the data does "
-                "not say it, others with --model-arg NAME=VALUE, or a function that needs none, as def "
-                "make(num_classes=10): return Net(...)."
+                "not say it, other arguments with --model-arg NAME=VALUE, or a function that needs none, as "
+                "def make(num_classes=10): return Net(...)."
             ) from error
         model = factory(**given)
         if not isinstance(model, nn.Module):

@@ -45,7 +45,7 @@ class TimmModel(ModelSource):
 
     def check(self) -> None:
         for taken in [argument for argument in self.arguments if argument in _TAKEN]:
-            raise UsageError(f"--model-arg {taken}: this is said by {_TAKEN[taken]}. Leave it out.")
+            raise UsageError(f"--model-arg {taken}: this is set by {_TAKEN[taken]}. Leave it out.")
         self._name = self.name.removeprefix(PREFIX)
         timm = _timm()
         architecture, _, tag = self._name.partition(".")
@@ -87,7 +87,7 @@ class TimmModel(ModelSource):
         if weights != _DEFAULT:
             raise UsageError(
                 f"--weights {weights}: {self.name} has no weights of this name. Give --weights {_DEFAULT}; "
-                "others have a tag behind the model's name, as timm:resnet50.a1_in1k."
+                "others have a tag after the model's name, as timm:resnet50.a1_in1k."
             )
         if not self._config.get("hf_hub_id") or not self._config.get("num_classes"):
             raise UsageError(
@@ -182,7 +182,7 @@ def preprocessing_of(found: Mapping[str, Any], name: str) -> Preprocessing:
     if interpolation not in INTERPOLATIONS or channels not in (1, 3):
         raise UsageError(
             f"--model {name}: timm prepares its images with {channels} channels and interpolation "
-            f"{interpolation!r}; known are 1 or 3 channels and {', '.join(INTERPOLATIONS)}."
+            f"{interpolation!r}; expected 1 or 3 channels and {', '.join(INTERPOLATIONS)}."
         )
     scaled = tuple(math.floor(side / found["crop_pct"]) for side in (height, width))
     mode = {"squash": "squash", "border": "inside"}.get(str(found.get("crop_mode")), "shorter")

@@ -118,7 +118,7 @@ class TransformersModel(ModelSource):
         refuse_problem_type(config, f"--model {self.name}")
         own = int(config.num_labels)
         if num_classes is not None and num_classes != own:
-            raise OtherClasses(f"the model {self.name} is by its {CONFIG}", own, num_classes)
+            raise OtherClasses(f"by its {CONFIG}, the model {self.name} is", own, num_classes)
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
         """That of the folder's image processor."""

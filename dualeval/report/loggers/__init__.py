@@ -58,7 +58,7 @@ def _target(text: str, step: int | None, option: str) -> Target:
         where, sharp, name = where.partition("#")
         if sharp and not _NAME.fullmatch(name):
             raise UsageError(
-                f"{option} {text!r}: {name!r} is no name of a run: expected 1 to 64 letters, digits, '-', "
+                f"{option} {text!r}: {name!r} is not a name of a run: expected 1 to 64 letters, digits, '-', "
                 "'_' and '.'"
             )
         name = name or None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dualeval.result import Result
 
 _PAIR = ["target", "prediction"]
-# Whole numbers beyond are no classes of which a matrix could be drawn.
+# No matrix can be drawn of classes with larger numbers.
 _MOST_CLASSES = 100_000
 _PER_CLASS = "per_class"
 _ROWS_AT_ONCE = 1 << 20
@@ -33,7 +33,7 @@ class Confusion:
 
     # They are 0 to classes - 1.
     classes: int
-    # Rows [target, prediction, count], of the pairs that occur; a prediction of -1 is none.
+    # Rows [target, prediction, count], of the pairs that occur; a prediction of -1 means none.
     entries: Sequence[Sequence[int]]
     # Of the classes, as far as they are known; empty where none is.
     names: Sequence[str | None] = ()

@@ -118,8 +118,8 @@ def stored_result(folder: Path) -> Result:
     """Read the result of a finished run, or of ``dualeval score --out``."""
     if not os.path.isfile(folder / RESULT):  # noqa: PTH113 - False also where the name is too long
         raise UsageError(
-            f"there is no {folder / RESULT}: give the output folder of a finished run. A run that has not "
-            "come to its end resumes where its own command is typed again."
+            f"there is no {folder / RESULT}: give the output folder of a finished run. An unfinished run "
+            "resumes when its own command is typed again."
         )
     return read_result(folder / RESULT)
 
@@ -162,8 +162,8 @@ def send(
                     there = _answers(answered.fileno())
                     late = " and ".join(target.text for target in targets if target.text not in there)
                     note(
-                        f"still logging to {late}: it has not answered yet, and is given {limit_s:.0f} s in "
-                        "all. The result is complete."
+                        f"still logging to {late}: it has not answered yet, and gets {limit_s:.0f} s in all. "
+                        "The result is complete."
                     )
                 why = f"no answer within {limit_s:.0f} s"
                 if _has_ended(process, end):
@@ -199,7 +199,7 @@ def _answers(file: int) -> dict[str, dict[str, str]]:
 def main() -> None:
     """Write what standard input has into trackers, and a line for each where standard output was."""
     end_with_parent(signal.SIGKILL)
-    # What a tracker prints is no answer.
+    # A tracker's own output is not an answer.
     answered = os.dup(1)
     os.dup2(2, 1)
     for answer in write_all(json.load(sys.stdin)):

@@ -56,7 +56,7 @@ class Record:
     key: str
     # Of the result, for people.
     name: str
-    # Of a training; None where there is none.
+    # The training step; None outside of a training.
     step: int | None
     # When the run came to its end, seconds since 1970.
     time: float

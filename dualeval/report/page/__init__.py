@@ -18,14 +18,17 @@ def check_installed() -> None:
     missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"a report needs {' and '.join(missing)}, which is not here. Type: pip install 'dualeval[report]'"
+            f"a report needs {' and '.join(missing)}, which is not installed. Type: pip install "
+            "'dualeval[report]'"
         )
 
 
 def check_report(out: object, *, is_main: bool) -> None:
     """Check before a run that its page can be made, and has a place."""
     if out is None:
-        raise UsageError("report=True: the page lies in the output folder, and there is none: give out=DIR")
+        raise UsageError(
+            "report=True: the page is written to the output folder, but there is none: give out=DIR"
+        )
     if is_main:
         check_installed()
 

@@ -23,9 +23,9 @@ _THUMBNAIL = 160  # pixels of the longer side
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy")
 # A rank's parts of the loop and of its end, and what took the time where one is the largest.
 _PARTS = {
-    "look": "the look at the first samples, which a run pays once",
+    "look": "a one-time check of the first samples",
     "data": "waiting for samples to be read",
-    "transfer": "the copy to the device",
+    "transfer": "copying to the device",
     "compute": "the forward pass",
     "metrics": "counting metrics",
     "journal": "writing the journal",
@@ -231,7 +231,7 @@ def _chosen(rows: JudgedRows, comparisons: Sequence[Comparison]) -> tuple[dict[i
             reasons.setdefault(place, []).append(listed.reason + behind)
         if found.of > len(found.places):
             cut.append(f"{len(found.places):,} of {found.of:,} ({listed.title})")
-    return reasons, f"Shown are {', '.join(cut)}." if cut else None
+    return reasons, f"The page shows {', '.join(cut)}." if cut else None
 
 
 def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
@@ -324,13 +324,13 @@ def limited_by(timing: Mapping[str, Any]) -> str:
     said = f"The largest part of the {timing['evaluate_s']:.2f} s of evaluation went into {_PARTS[largest]}"
     said += f" ({100 * sums[largest] / whole:.0f} %)"
     if timing["setup_s"] > timing["evaluate_s"]:
-        said += f"; getting ready took longer, {timing['setup_s']:.2f} of {timing['total_s']:.2f} s in all"
+        said += f"; preparation took longer, {timing['setup_s']:.2f} of {timing['total_s']:.2f} s in all"
     return f"{said}."
 
 
 def _provenance(result: Result, folder: Path, command: str | None) -> list[tuple[str, str]]:
     found = {
-        "command, made of the job": command,
+        "command to reproduce": command,
         "folder": str(folder.absolute()),
         "job file": str((folder / JOB).absolute()),
         "metrics_digest": result.metrics_digest,

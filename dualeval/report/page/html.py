@@ -32,7 +32,7 @@ _TINY = 64  # pixels of a picture's longer side, up to which it is shown larger
 _TEXT_LETTERS = 1200
 # Above so many classes the pairs that are mixed up most often stand for the whole matrix.
 _MOST_CLASSES, _PAIRS = 50, 50
-# Rows of a table; charts of slices, of which each takes 50 ms.
+# Most rows of a table; most charts of slices (each takes 50 ms).
 _ROWS, _CHARTS = 1000, 8
 _LEVELS = 9  # of the matrix's colours
 
@@ -53,7 +53,7 @@ def render(content: PageContent, limit: int = _LIMIT) -> str:
 
 def _filled(content: PageContent, cards: Sequence[Any], sections: Sequence[Any]) -> str:
     style, script = ((_HERE / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    left_out = f"{len(cards)} of {len(content.samples)} samples are here: the page has room for no more."
+    left_out = f"{len(cards)} of {len(content.samples)} samples are shown: the page has room for no more."
     template = _environment().get_template("page.html.j2")
     return template.render(
         content=content,
@@ -125,12 +125,12 @@ def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict
 
 
 def _comparisons(content: PageContent) -> list[dict[str, Any]]:
-    columns = ("metric", "there", "here", "difference", "95 % interval", "p", "verdict")
     parts = []
     for number, each in enumerate(content.against):
+        columns = ("metric", each.folder, "this run", "difference", "95 % interval", "p", "verdict")
         flips = (
-            (f"lost:{number}", each.lost, "right there, wrong here"),
-            (f"gained:{number}", each.gained, "wrong there, right here"),
+            (f"lost:{number}", each.lost, f"right in {each.folder}, wrong here"),
+            (f"gained:{number}", each.gained, f"wrong in {each.folder}, right here"),
         )
         parts.append(
             {

@@ -74,13 +74,13 @@ _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layou
 @_measured("--precision", **_WORDS, help=f"Some of {', '.join(PRECISIONS)}.  [default: fp32]")
 @_measured("--batch-size", **_COUNTS, help="Samples per batch of each process.  [default: 64]")
 @_measured("--train", is_flag=True, help="Time training steps in place of evaluations.")
-@_measured("--rounds", **_COUNT, default=5, help="Starts of each cell.  [default: 5]")
+@_measured("--rounds", **_COUNT, default=5, help="Starts per cell.  [default: 5]")
 @_measured(
     "--min-seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=3.0,
     metavar="S",
-    help="Measured in each start, at least.  [default: 3]",
+    help="Minimum measured time of each start.  [default: 3]",
 )
 @_measured("--warmup", **_COUNT, default=2, help="Batches per process before it is measured.  [default: 2]")
 @_measured("--cores-per-process", **_COUNT, help="Cores of each process.  [default: cores / most processes]")
@@ -123,8 +123,8 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         context.exit(run_cell(job, start, flags["launcher"], [*OWN_COMMAND, *context.obj]))
     if unused := start_of(flags["config"]):
         click.echo(
-            f"dualeval: note: {' and '.join(sorted(unused))} in {flags['config']}: no meaning for 'dualeval "
-            "bench', which takes --out and --processes",
+            f"dualeval: note: {' and '.join(sorted(unused))} in {flags['config']}: not for 'dualeval bench', "
+            "which takes --out and --processes",
             err=True,
         )
     for mode in flags["mode"] or ():
@@ -176,8 +176,8 @@ def _check_training(job: Job, flags: Mapping[str, Any]) -> None:
     if of_evaluation := [name for name in _OF_EVALUATION if flags[name]]:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in of_evaluation)
         raise UsageError(
-            f"{words}: no meaning with --train, which has no metrics, skips no sample and trains the model "
-            "as it is built. Leave it out."
+            f"{words}: not for --train, which has no metrics, skips no sample and trains the model as it is "
+            "built. Leave it out."
         )
     for precision in flags["precision"] or [job.precision]:
         if precision in CAST:

@@ -140,7 +140,7 @@ def _lines(report: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
             f"{counted(cores, 'core')}. Measure again when it is idle.\n"
         )
     if report["interrupted"]:
-        yield "**Interrupted**: the figures are of what was measured until then.\n"
+        yield "**Interrupted**: the figures cover what was measured until then.\n"
     yield from _tables(report)
     yield from (f"![{name}]({name})\n" for name in pictures)
     yield from _missing(report["cells"])
@@ -150,7 +150,7 @@ def _lines(report: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
 def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     train = report["settings"]["train"]
     last = list(STAGES) if train else ["waits for data"]
-    head = ["mode", "processes", "images/s", "ms a batch", "speed-up", "efficiency"]
+    head = ["mode", "processes", "images/s", "ms per batch", "speed-up", "efficiency"]
     head += ["peak memory", *(["on GPUs"] if report["settings"]["device"] != "cpu" else []), "start-up"]
     for precision, batch_size in _panels(report["cells"]):
         cells = _cells_of_panel(report["cells"], precision, batch_size)
@@ -252,7 +252,7 @@ def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
     settings = report["settings"]
     yield (
         f"Figures are medians over {counted(settings['rounds'], 'round')}, in brackets the lowest and the "
-        f"highest, of starts that are measured for at least {settings['min_seconds']:g} s after a warm-up of "
+        f"highest, of starts measured for at least {settings['min_seconds']:g} s after a warm-up of "
         f"{settings['warmup']} batches per process. Each process has {counted(settings['cores'], 'core')} of "
         "its own. docs/bench.md says what each figure means."
     )
@@ -311,7 +311,7 @@ def draw(report: Mapping[str, Any], folder: Path) -> list[str]:
     settings = report["settings"]
     what = "training steps" if settings["train"] else "evaluation"
     figure.suptitle(
-        f"{report['job']['model']}, {what}, {settings['device']}, cores a process: {settings['cores']}",
+        f"{report['job']['model']}, {what}, {settings['device']}, cores per process: {settings['cores']}",
         fontsize=11,
     )
     figure.savefig(folder / _SPEED_UP, dpi=_DPI)

@@ -246,7 +246,7 @@ class _Runs(Trials):
             return row
         same = [one for one in references if one["device"] == trial.device and one["outcome"] == judging.OK]
         if not same and not trial.is_reference:
-            return {**row, "outcome": NOT_RUN, "reason": "one process has failed on this device"}
+            return {**row, "outcome": NOT_RUN, "reason": "one process failed on this device"}
         row["command"] = self.shown(trial, number)
         name, words = f"{number:03}", node_facts.dualeval_words()
         try:
@@ -278,7 +278,7 @@ class _Runs(Trials):
         try:
             found = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
         except FileNotFoundError:
-            missing = f"it ended well, but there is no {folder / RESULT}: do all nodes see this folder?"
+            missing = f"it succeeded, but there is no {folder / RESULT}: do all nodes see this folder?"
             return {"outcome": FAILED, "reason": missing}
         wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
         outcome, reason = judging.judge(found, wanted, self.limit, reference)

@@ -188,8 +188,8 @@ def _matrix(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         [[*key, *(found.get(size, "-") for size in sizes)] for key, found in cells.items()],
     )
     yield (
-        "`ok`: both digests of one process on the same device: the same samples, and the same bits. "
-        "`nproc` is `dualeval run --nproc N`."
+        "`ok`: both digests equal those of one process on the same device: the same samples and the same "
+        "bits. `nproc` is `dualeval run --nproc N`."
     )
     if any(row["outcome"] in (CLOSE, FAR) for row in rows):
         yield (

@@ -105,7 +105,7 @@ def doctor(context: click.Context, /, launcher: str | None, **flags: Any) -> Non
     if detection.world is None:
         # Nobody knows which rank this is: it speaks for itself.
         assert detection.error is not None
-        facts = _facts(detection, replace(World.alone(), launcher="a launcher that cannot be told"), asked)
+        facts = _facts(detection, replace(World.alone(), launcher="an unknown launcher"), asked)
         _show(_report(_Findings(size=1, ranks={0: facts}), asked), asked)
         context.exit(detection.error.exit_code)
     context.exit(_examine_together(detection, detection.world, asked))
@@ -161,7 +161,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         try:
             facts[name] = describe()
         except DualevalError as error:
-            # Missing is no problem, unless it is the backend that is asked for: then choosing it says so.
+            # A missing library matters only for the backend that was asked for: choosing that one says so.
             facts[name] = f"not usable: {error}"
     if detection.world is not None:
         try:
@@ -327,7 +327,7 @@ def _collect(store: TCPStore, findings: _Findings, stage: str, limit_s: float) -
         if missing:
             sleep(_PAUSE_S)
     for rank in missing & set(findings.ranks):
-        findings.ranks[rank]["errors"].append(f"it hung, or broke off: nothing more came in {limit_s:g} s")
+        findings.ranks[rank]["errors"].append(f"it hung or stopped: no more output for {limit_s:g} s")
 
 
 def _must_stop(findings: _Findings) -> bool:

@@ -219,7 +219,7 @@ def _show(plan: Plan) -> None:
 def _require(missing: Sequence[str]) -> None:
     if missing:
         items = "".join(f"\n  - {item}" for item in missing)
-        raise UsageError(f"Horovod cannot be set up yet; nothing was begun. What is missing:{items}")
+        raise UsageError(f"Horovod cannot be set up yet; nothing was started. Missing:{items}")
 
 
 # The cache.
@@ -284,7 +284,7 @@ def _run(step: str, command: Sequence[str], variables: Mapping[str, str], log: P
         output = log.read_bytes()[begin:].decode(errors="replace")
         kept = shutil.copy(log, folder.with_name(f"{folder.name}.failed.log"))
         raise DualevalError(
-            f"{step} ended with exit code {code}:\n{excerpt(output)}\nThe whole log: {kept}\n{hint(output)}"
+            f"{step} ended with exit code {code}:\n{excerpt(output)}\nFull log: {kept}\n{hint(output)}"
         )
 
 
@@ -316,7 +316,7 @@ def difference(build: Build, environ: Mapping[str, str]) -> str | None:
             timeout=_ASK_TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return f"importing it did not end in {_ASK_TIMEOUT:.0f} s."
+        return f"importing it took more than {_ASK_TIMEOUT:.0f} s."
     if done.returncode != 0:
         return f"it cannot be imported:\n{excerpt(done.stderr)}"
     found = done.stdout.splitlines()[-1]
@@ -367,4 +367,4 @@ def hint(log: str) -> str:
     for pattern, advice in _HINTS:
         if re.search(pattern, log):
             return advice
-    return "Nothing was installed over what was there. The first error in the log is the one to look at."
+    return "The previous installation is unchanged. Look at the first error in the log."

@@ -40,10 +40,10 @@ _SMALL_SHAPES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32)
 _WATCHED = 2
 
 # Where a difference comes from, if not from modules; for people.
-IN_BATCH = "the batch itself: collate makes other inputs of these samples in a batch of this size"
+IN_BATCH = "the batch itself: collate makes different inputs from these samples in a batch of this size"
 AFTER_MODEL = "the task's forward or observe: the model's own outputs have the same bits"
-NOT_SEEN = "not found: while the modules are looked at, the rows have the same bits"
-ONE_PROGRAM = "not looked for: the model is one program, compiled or scripted, and takes no hooks"
+NOT_SEEN = "not found: while the modules are inspected, the rows have the same bits"
+ONE_PROGRAM = "not searched: the model is one program, compiled or scripted, and takes no hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def _diagnose_shapes(
         notes += [*computed.notes, *failed, *tracer.notes, *held.check_after_loop()]
     if again.rows_differ:
         notes.append(
-            f"the model does not give the same bits twice for one batch of {again.shape}: what differs in "
+            f"the model does not give the same bits twice for one batch of {again.shape}: differences in "
             "other shapes may have nothing to do with the shape"
         )
     return [*found, again]
@@ -210,8 +210,8 @@ class _Tracer:
             self._watched = self._computed.columns(whole)
         if any(len(differing_rows(rows, self._computed.job[name])) for name, rows in self._watched.items()):
             self.notes.append(
-                "a fused kernel is left out where modules are looked at, and the rows have other bits then: "
-                "the modules named are those of the computation without it"
+                "inspecting modules leaves out a fused kernel, which gives the rows other bits: the modules "
+                "named are those of the computation without it"
             )
 
 
@@ -220,8 +220,8 @@ _WIDTH = 120
 # Modules that are named of one shape.
 _NAMED = 3
 _NO_LICENCE = (
-    "A diagnosis, no licence: where all rows are equal here, other samples, another machine or another "
-    "version may differ. The batch size stays in the job's identity."
+    "This is a diagnosis, not a guarantee: even if all rows are equal, other samples, another machine or "
+    "another version may differ. The batch size stays in the job's identity."
 )
 
 
@@ -246,7 +246,7 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "computed in", f"{found.options.precision}, {found.options.layout}"
     yield "rows", f"{found.rows} samples, the job's first batch, each compared with itself in that batch"
     machine = found.machine
-    threads = ", one thread a kernel" if machine["device"] == "cpu" else ""
+    threads = ", one thread per kernel" if machine["device"] == "cpu" else ""
     yield (
         "machine",
         f"{machine['model']}, {machine['cpu_capability']}, torch {machine['versions']['torch']}{threads}",

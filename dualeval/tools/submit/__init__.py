@@ -48,7 +48,7 @@ _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PALS_", "OMPI_COMM_
 def _word(default: str | None, help: str, shown: str | None = None) -> Any:
     """A field that is one word for sbatch."""
     expected = (
-        "one word that sbatch takes as it stands, without white space, control characters, quotes, \\ and #"
+        "one word that sbatch takes unchanged, without white space, control characters, quotes, \\ and #"
     )
     return option(
         default, help, shown=shown, fits=lambda word: word is None or _is_plain(str(word)), expected=expected
@@ -68,7 +68,7 @@ class SlurmJob:
     partition: str | None = _word(None, "Partition.", "the cluster's")
     account: str | None = _word(None, "Account to charge.", "yours")
     qos: str | None = _word(None, "Quality of service.", "yours")
-    array: str | None = _word(None, "Job array, such as 0-9; %a in ARGS is a task's number.")
+    array: str | None = _word(None, "Job array, such as 0-9; %a in ARGS is the task's number.")
     # Without `array` all of them; with it those that it names.
     shares: int | None = option(None, "Evaluate in N shares, each a task of an array.", shown="none", least=1)
     job_name: str = _word("dualeval", "Name in Slurm's lists.")
@@ -136,7 +136,7 @@ class _Submit(click.Command):
 @click.option(
     "--check/--no-check",
     default=None,
-    help="Do all that 'dualeval run --dry-run' does, here and first; or not even look for paths and names.",
+    help="First do all that 'dualeval run --dry-run' does; or do not even look for paths and names.",
 )
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
 def submit(dry_run: bool, check: bool | None, arguments: tuple[str, ...], **asked: Any) -> None:
@@ -150,7 +150,7 @@ def submit(dry_run: bool, check: bool | None, arguments: tuple[str, ...], **aske
     flags = _look(job, arguments, check)
     if job.shares is not None:
         if "%a" in str(flags["out"]):
-            raise UsageError(f"--out {flags['out']}: all shares have one folder, and %a is another for each")
+            raise UsageError(f"--out {flags['out']}: all shares use one folder, and %a differs for each")
         arguments = (*arguments, "--share", f"%a/{job.shares}")
     folder = Path(sys.executable).parent
     if dry_run:
@@ -235,7 +235,7 @@ def _submit(job: SlurmJob, arguments: Sequence[str], environ: Mapping[str, str])
     found = re.search(r"^(\d+)(;\S+)?\s*\Z", done.stdout, re.MULTILINE)
     if found is None:
         raise DualevalError(
-            f"sbatch ended well, but printed no job's number: {done.stdout!r}. Look into 'squeue'."
+            f"sbatch succeeded, but printed no job number: {done.stdout!r}. Look into 'squeue'."
         )
     return found[1]
 

@@ -161,7 +161,9 @@ class Board:
 
     def _check_link(self) -> None:
         if self._link is not None and os.path.lexists(self._link) and not self._link.is_symlink():
-            raise UsageError(f"--best {self._link}: this exists and is no symbolic link. Give another name.")
+            raise UsageError(
+                f"--best {self._link}: this exists and is not a symbolic link. Give another name."
+            )
 
     # -- one checkpoint ----------------------------------------------------------------------------
 

@@ -109,9 +109,7 @@ class Watching:
                 if session.world.is_main:
                     self._finish(checkpoint, result, failure)
             if session.world.is_main and self.board.rows and not self._took:
-                session.note(
-                    "no new checkpoint came, and nothing was evaluated: the results are those of before"
-                )
+                session.note("no new checkpoint came, and nothing was evaluated: the results are unchanged")
         except OSError as error:
             # Of a link and of a file that is put in its place, it is the second.
             path = error.filename2 or error.filename or self.board.folder
@@ -184,7 +182,7 @@ class Watching:
             return False
         if self.board.changed(checkpoint):
             self.session.note(
-                f"{printable(checkpoint.name)} has changed since it was evaluated, and is not evaluated "
+                f"{printable(checkpoint.name)} has changed since it was evaluated, but is not evaluated "
                 "again: save each checkpoint under a name of its own"
             )
         return True
@@ -192,7 +190,7 @@ class Watching:
     def _note_waiting(self, names: Sequence[str]) -> None:
         """Say what is waited for, once while nothing changes."""
         where = Path(self.checkpoints.where)
-        there = "" if names or self.board.rows or where.exists() else ", which is not there yet"
+        there = "" if names or self.board.rows or where.exists() else ", which does not exist yet"
         more = f" Not complete, or evaluated by another watcher: {_named(names)}" if names else ""
         self.session.note(f"waits for checkpoints in {where}{there}. {self._progress()}{more}")
 
@@ -257,7 +255,7 @@ def _flag(*declared: str, **named: Any) -> GroupedOption:
 
 _FLAGS: list[click.Parameter] = [
     click.Argument(["checkpoints"], metavar="CKPTS", nargs=-1, required=True),
-    _flag("--out", type=PATH, required=True, metavar="DIR", help="Folder of the runs, one a checkpoint."),
+    _flag("--out", type=PATH, required=True, metavar="DIR", help="Folder of the runs, one per checkpoint."),
     _flag(
         "--settle",
         type=float,
@@ -266,13 +264,19 @@ _FLAGS: list[click.Parameter] = [
         help="Complete: unchanged for S seconds.  [default: 10]",
     ),
     _flag("--marker", metavar="NAME", help="Complete: NAME in its folder, or FILE.NAME beside FILE."),
-    _flag("--as", "option", default="weights", metavar="NAME", help="Option that it is.  [default: weights]"),
+    _flag(
+        "--as",
+        "option",
+        default="weights",
+        metavar="NAME",
+        help="Option that takes each checkpoint.  [default: weights]",
+    ),
     _flag("--newest", "newest_first", is_flag=True, help="The newest first."),
-    _flag("--every", type=click.IntRange(min=1), metavar="K", help="Only steps that K divides."),
+    _flag("--every", type=click.IntRange(min=1), metavar="K", help="Only steps divisible by K."),
     _flag("--until-step", type=click.IntRange(min=0), metavar="N", help="No later steps; end at step N."),
-    _flag("--stop-file", type=PATH, metavar="FILE", help="End when FILE is there, and all is evaluated."),
+    _flag("--stop-file", type=PATH, metavar="FILE", help="End when FILE exists and all is evaluated."),
     _flag("--best", type=PATH, metavar="LINK", help="Keep a link to the best checkpoint."),
-    _flag("--best-by", metavar="METRIC", help="What ranks them.  [default: the first metric]"),
+    _flag("--best-by", metavar="METRIC", help="Metric that ranks checkpoints.  [default: the first metric]"),
     _flag("--top", type=click.IntRange(min=1), default=10, metavar="K", help="Rows shown.  [default: 10]"),
 ]
 
@@ -307,14 +311,12 @@ def watch(context: click.Context, /, **flags: Any) -> None:
             f"--as {option}: the task has no option of this name. 'dualeval watch --help' lists them."
         )
     if flags[flag] is not None:
-        raise UsageError(f"--{option} {flags[flag]}: each checkpoint takes its place. Leave it out.")
+        raise UsageError(f"--{option} {flags[flag]}: each checkpoint replaces it. Leave it out.")
     given = dict.fromkeys(_NOT_OF_RUN) | flags | {"out": out, flag: _STAND_IN.get(option, where)}
     jobs, asked = prepared(context, given, checks_paths=option in _STAND_IN)
     name, job = jobs[0]
     if name is not None:
-        raise UsageError(
-            "[[models]] belongs to 'dualeval run': a watcher has one model, and its checkpoints."
-        )
+        raise UsageError("[[models]] belongs to 'dualeval run': a watcher has one model and its checkpoints.")
     cache, said, in_hand = DataCache(), set[str](), ""
 
     def note(sentence: str) -> None:

@@ -118,9 +118,9 @@ def come_to_meeting(host: str, port: int, run_id: str, world: World, purpose: st
                 last_reached = now
             elif (answer.unknown and last_reached == start) or now - last_reached >= _UNREACHABLE_S:
                 raise BackendError(
-                    f"rank 0's host cannot be reached: {host}, {ports} ({host}: {answer.problem}). Its "
-                    f"name has to lead to it from {socket.gethostname()}, in DNS or in /etc/hosts ('getent "
-                    f"hosts {host}' shows where it leads), and these ports must be open between the nodes."
+                    f"rank 0's host cannot be reached: {host}, {ports} ({host}: {answer.problem}). Its name "
+                    f"must resolve on {socket.gethostname()}, in DNS or in /etc/hosts ('getent hosts {host}' "
+                    "shows its address), and these ports must be open between the nodes."
                 )
             if now - start > LATE_S:
                 raise BackendError(
@@ -146,7 +146,7 @@ class _Answer:
 
 def _ask_ports(host: str, port: int, run_id: str, purpose: str) -> _Answer:
     """Ask a host for the payload of a run's meeting, at each port where that may be held."""
-    answer = _Answer(problem="it answers, but no meeting of this run is held there yet")
+    answer = _Answer(problem="it answers, but the ranks of this run do not meet there yet")
     for number in range(port, port + _PORTS_TRIED):
         try:
             said = _ask(host, number, run_id)
@@ -304,8 +304,8 @@ class AtMaster(MeetingAtStore):
             if "EADDRINUSE" not in str(error):
                 raise
             raise BackendError(
-                f"port {port} of {socket.gethostname()}, where rank 0 is to serve by MASTER_PORT, is another "
-                f"program's. Set another MASTER_PORT on all ranks: each job on a host needs its own."
+                f"port {port} of {socket.gethostname()}, where rank 0 is to serve by MASTER_PORT, is used by "
+                "another program. Set another MASTER_PORT on all ranks: each job on a host needs its own."
             ) from error
 
     def _agree_on_name(self, store: Store, world: World) -> str:
@@ -329,8 +329,8 @@ class AtMaster(MeetingAtStore):
             while monotonic() - start < PATIENCE.total_seconds():
                 if self.served_by_rank_0 and store.get(arrival(world.rank)).decode() != own:
                     raise LaunchError(
-                        f"another process has come to {at(*self.address)} as rank {world.rank}, too. Give "
-                        f"each rank a RANK of its own, and each job on a host a MASTER_PORT of its own."
+                        f"another process joined {at(*self.address)} as rank {world.rank}. Give each rank a "
+                        "RANK of its own, and each job on a host a MASTER_PORT of its own."
                     )
                 if world.is_main and store.check(all_here):
                     # Of ranks that have ended, perhaps: theirs do not agree, and are written over.

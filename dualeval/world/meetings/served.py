@@ -79,9 +79,10 @@ class _Client:
             mode = 0
         if not stat.S_ISSOCK(mode):
             raise LaunchError(
-                f"PMI_FD={descriptor} is not a connection to the launcher in this process: something between "
-                f"has closed it. Have the launcher start dualeval itself, or give the ranks an address to "
-                f"meet at, as in 'flux run -o pmi=none --env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500'."
+                f"PMI_FD={descriptor} is not a connection to the launcher in this process: something in "
+                "between has closed it. Have the launcher start dualeval itself, or give the ranks an "
+                "address to meet at, as in 'flux run -o pmi=none --env=MASTER_ADDR=FIRST_HOST "
+                "--env=MASTER_PORT=29500'."
             )
 
     def ask(self, request: str, limit_s: float = LATE_S) -> dict[str, str]:
@@ -107,9 +108,7 @@ class _Client:
         while b"\n" not in self._read:
             ready, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - monotonic()))
             if not ready:
-                raise BackendError(
-                    f"not all ranks have come to the launcher's PMI in {limit_s / 60:.0f} minutes"
-                )
+                raise BackendError(f"not all ranks reached the launcher's PMI in {limit_s / 60:.0f} minutes")
             part = os.read(self._descriptor, 4096)
             if not part:
                 raise BackendError("the launcher has closed its PMI")
@@ -144,7 +143,7 @@ class AtHorovodrun(MeetingAtStore):
                 if status == HTTPStatus.OK:
                     return json.loads(content)
                 sleep(_PAUSE_S)
-        raise BackendError(f"rank 0 has left no message at {where}")
+        raise BackendError(f"rank 0 left no message at {where}")
 
 
 def _ask(address: tuple[str, int], method: str, body: bytes | None = None) -> tuple[int, bytes]:
