@@ -130,7 +130,7 @@ def evaluate(
     others = {name: given[name] for name in given if name not in names - {"mix_machines"}}
     # Before the ranks meet: a wrong argument fails on all of them alike.
     LINE.speak(speaks=may_print(os.environ) and given.get("note") is None)
-    with refusing(), doing("opening the data"):
+    with refusing(), doing("setting up the task"):
         made = task() if inspect.isfunction(task) else cast("Task | None", task)
         what, of_run = _task_of(made, others)
     with Session(**of_session) as session:

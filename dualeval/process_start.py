@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
+DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR2")
 INTERRUPTED = 128 + signal.SIGINT
 # In the environment of ranks that `--nproc` has started: its process id.
 STARTED_BY = "DUALEVAL_STARTED_BY"
@@ -94,8 +94,19 @@ def end_with_parent(number: signal.Signals) -> None:
 
 def end_with_launcher() -> None:
     """Stop this rank if the `--nproc` that has started it is killed: nobody else would end the ranks."""
-    if os.environ.get(STARTED_BY) == str(os.getppid()):
+    launcher = os.environ.get(STARTED_BY)
+    if launcher is None:
+        return
+    is_child = launcher == str(os.getppid())
+    if is_child:
         end_with_parent(signal.SIGTERM)
+    try:
+        os.kill(int(launcher), 0)
+        has_ended = is_child and launcher != str(os.getppid())
+    except ProcessLookupError:
+        has_ended = True
+    if has_ended:  # before it could be said
+        signal.raise_signal(signal.SIGTERM)
 
 
 def end_with(code: int) -> None:

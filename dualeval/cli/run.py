@@ -370,5 +370,5 @@ def task_of(job: Job, invocation: Invocation, session: Session, cache: DataCache
         if session.world.local_rank == 0:
             fetch()
         session.control.meet()
-    with doing("opening the data"):
+    with doing("setting up the task"):
         return job.make_task(cache)

@@ -100,7 +100,7 @@ def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
     return model
 
 
-@doing("opening the data")
+@doing("setting up the task")
 def samples_of(task: Task, run: Run) -> Dataset:
     """The task's samples, or those that the options select; decides how many processes read them."""
     step = partial(run.control.progress.step, "setup")

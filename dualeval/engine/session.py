@@ -441,6 +441,9 @@ class Session:
         self._check_usable()
         self._conclusion.progress = progress
         self._idle()
+        if self.world.is_main:
+            # It meets the others as soon as there is something: nobody is late.
+            self.control.progress.step("meet")
         found: _T | None = None
         while self.world.is_main and (found := look()) is None:
             self.control.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,11 @@ def refused_images(
         return UsageError(
             f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({said}). "
             f"{_of_channels(channels[0], wanted)}"
+        )
+    flat = re.search(r"\(\d+x(\d+) and (\d+)x\d+\)", said)
+    if flat is not None and shape[0] == 3 and int(flat[1]) == 3 * int(flat[2]):
+        return UsageError(
+            f"{begin}: a layer takes a third of these values ({said}). {_of_channels(1, wanted)}"
         )
     return UsageError(f"{begin}: {said}. Set the size with {size}, or give data of the model's size.")
 

@@ -21,6 +21,7 @@ from dualeval.options.fields import fields_of
 from dualeval.result import read_job
 from dualeval.tasks import Task
 from dualeval.tasks.options import TASKS
+from dualeval.wording import listed
 
 _OF_OWN_MODELS = f"{tasks.__name__}.own_model.ModelTask"
 
@@ -44,8 +45,17 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     if others and len(others) == len(names):
         return _of_no_task(others, content)
     make = _stored_metrics(task_class)
-    if task_class == _OF_OWN_MODELS and (found := _of_own_model(content, names)):
-        return found
+    if task_class == _OF_OWN_MODELS:
+        if found := _of_own_model(content, names):
+            return found
+        own = [name for name in names if not _of_own_model(content, [name])]
+        if len(own) < len(names):
+            by_name = next(name for name in names if name not in own)
+            raise UsageError(
+                f"only your code has the metric {listed(own)} of {job_file.parent}. Those by name are "
+                f"computed by 'dualeval score {job_file.parent} --metric {by_name}'; all, as objects, "
+                f"in Python by dualeval.rescore({str(job_file.parent)!r}, metrics=[...])."
+            )
     if make is None:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "

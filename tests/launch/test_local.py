@@ -126,6 +126,13 @@ def test_ranks_end_with_a_parent_that_is_killed(launch: Launch) -> None:
         assert process.communicate(timeout=60)[0] == "saved\nsaved\n"
 
 
+def test_a_rank_whose_parent_has_ended_before_it_could_hear_of_it(launch: Launch) -> None:
+    code = "import dualeval.process_start as it; it.end_with_launcher()"
+    gone = launch([sys.executable, "-c", "import os; print(os.getpid())"]).ok().stdout.strip()
+    done = launch([sys.executable, "-c", code], variables={"DUALEVAL_STARTED_BY": gone})
+    assert done.returncode == -signal.SIGTERM
+
+
 def test_a_signal_while_the_ranks_are_started(launch: Launch, tmp_path: Path) -> None:
     """A signal that comes when the first rank is there and the last is not yet ends all of them.
 

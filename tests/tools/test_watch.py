@@ -199,7 +199,14 @@ def test_each_is_evaluated_once_and_a_broken_one_again_when_it_changes(
     assert watch(*words) == EXIT_DONE
     said = capsys.readouterr().err
     assert "epoch1.pt has changed since it was evaluated, but is not evaluated again" in said
-    assert {row["status"] for row in leaderboard(pictures)} == {"done"}
+    rows = leaderboard(pictures)
+    assert {row["status"] for row in rows} == {"done"}
+    # Its figures are of weights that are gone.
+    assert (rows[-1]["model"], rows[-1]["reason"]) == (
+        "epoch1.pt",
+        "its files have changed since it was evaluated",
+    )
+    assert (pictures / "best.pt").resolve() == pictures / "ckpts" / rows[0]["model"]
     assert sorted(row["step"] for row in leaderboard(pictures)) == ["1", "10", "2", "3"]
     for name in ("epoch1.pt", "epoch10.pt"):
         assert read_result(pictures / "runs" / name / RESULT).samples["evaluated"] == 18

@@ -169,7 +169,7 @@ def _look(job: SlurmJob, arguments: Sequence[str], check: bool | None) -> dict[s
     """Read and check the options of ``dualeval run`` now: the queue may be an hour long."""
     if job.array is not None and job.shares is None:
         # The array's first task stands for all.
-        arguments = [word.replace("%a", re.findall(r"\d+|$", job.array)[0]) for word in arguments]
+        arguments = [word.replace("%a", re.findall(r"(?!0\d)\d+|$", job.array)[0]) for word in arguments]
     try:
         flags = run.make_context("dualeval run", list(arguments)).params
     except click.UsageError as error:

@@ -215,6 +215,13 @@ class Board:
         stamp = self._stamp(checkpoint.name) if row is None else row.stamp
         return stamp not in (None, checkpoint.stamp)
 
+    def set_aside(self, checkpoint: Checkpoint) -> None:
+        """Rank a checkpoint no longer: its files are not those that were evaluated."""
+        row = self.rows[checkpoint.name]
+        if row.reason is None:
+            self.rows[checkpoint.name] = replace(row, reason="its files have changed since it was evaluated")
+            self._is_written = False
+
     def begin(self, checkpoint: Checkpoint, waiting: Callable[[], None]) -> bool | None:
         """Take a checkpoint in hand; returns whether what lies in its folder is of other files.
 

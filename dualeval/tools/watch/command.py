@@ -181,6 +181,7 @@ class Watching:
         if not self.board.is_settled(checkpoint):
             return False
         if self.board.changed(checkpoint):
+            self.board.set_aside(checkpoint)
             self.session.note(
                 f"{printable(checkpoint.name)} has changed since it was evaluated, but is not evaluated "
                 "again: save each checkpoint under a name of its own"
