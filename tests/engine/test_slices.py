@@ -204,7 +204,7 @@ def test_a_changed_value_is_another_job(tmp_path: Path) -> None:
     evaluate(ScannedTask(), tmp_path / "out", batch_size=32)
     other = ScannedTask()
     other.dataset().older = 1  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match=r"holds another job \(job.data_columns.age: "):
+    with pytest.raises(UsageError, match=r"holds another job \(.* \(job.data_columns.age\): "):
         evaluate(other, tmp_path / "out", batch_size=32)
     # One that is not kept decides nothing.
     evaluate(ScannedTask(), tmp_path / "few", batch_size=32, keep=("scanner",))

@@ -475,7 +475,7 @@ def test_default_metrics() -> None:
     ("name", "classes", "message"),
     [
         ("los", 10, r"no metric 'los'\. Nearest: loss\. Metrics: loss, .*top<k> for k from 1 to 10"),
-        ("precision", 10, "Nearest: precision_recall"),
+        ("precision", 10, "Nearest: .*precision_recall"),
         ("confusion_matrix", 10, "Nearest: confusion"),
         ("top0", 10, "k from 1 to 10"),
         ("top01", 10, "Nearest: top1"),

@@ -721,7 +721,8 @@ def test_folders_that_are_none(vit: Path, tmp_path: Path) -> None:
 def test_a_library_that_is_not_installed(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == library else find(asked))
-    assert f"pip install {library}" in fails(name, "random:0")
+    extra = {"transformers": "hf"}.get(library, library)
+    assert f"pip install 'dualeval[{extra}]'" in fails(name, "random:0")
 
 
 # -- whole jobs ----------------------------------------------------------------------------------------

@@ -104,7 +104,9 @@ def test_other_answers_are_another_job(tmp_path: Path) -> None:
         path = write(tmp_path / f"{text}.json", dict.fromkeys(ids, text))
         task = GivenAnswers(data=file, predictions=path)
         if text == "two":
-            with pytest.raises(UsageError, match=r"another job \(job\.task_options\.predictions"):
+            with pytest.raises(
+                UsageError, match=r"another job \(the option predictions \(job\.task_options\.predictions"
+            ):
                 evaluate(task, tmp_path / "out")
         evaluate(task, tmp_path / "out", fresh=True)
 

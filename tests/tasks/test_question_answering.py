@@ -39,7 +39,7 @@ def test_a_module_and_its_tokenizer(tiny: Path, data: dict[str, Path]) -> None:
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"model": make}, "the model make was given without a tokenizer. Give tokenizer=DIR"),
         ({"model": tiny, "tokenizer": tiny}, "has the model's own. Leave it out"),
-        ({"model": make, "tokenizer": tiny, "weights": "x.pt"}, "make has its weights. Leave weights out"),
+        ({"model": make, "tokenizer": tiny, "weights": "x.pt"}, "make has its weights. Load them in make"),
     ]
     for given, said in refusals:
         with pytest.raises(UsageError, match=re.escape(said)):

@@ -249,7 +249,7 @@ def test_interrupted(number: signal.Signals, step: str, bench: Bench) -> None:
         await_that((bench.site / "waiting").exists, process)
         process.send_signal(number)
         _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "interrupted" in stderr
     assert (bench.site / "rolled back").exists()
     assert list(bench.temporary.iterdir()) == []

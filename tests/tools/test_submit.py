@@ -178,7 +178,7 @@ REFUSED = {
     "no such function": (
         ["--", "--model", "nets:nett", "--weights", "random:0", "--data", "."],
         UsageError,
-        ["--model nets:nett: module nets has no callable 'nett'. Nearest: net"],
+        ["--model nets:nett: nets has no callable 'nett'. Nearest: net"],
     ),
     "no such preprocessing": (
         ["--", "--model", "nets:net", "--data", ".", "--preprocessing", "nets.py:prepare"],

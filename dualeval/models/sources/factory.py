@@ -231,7 +231,8 @@ def _import_factory(name: str) -> Any:
     if not callable(factory):
         made = vars(module).items()
         own = [key for key, value in made if getattr(value, "__module__", "") == module.__name__]
-        hint = nearest(attribute, dir(module), most=5) or f" It has {listed(own)}."
+        callables = [key for key in dir(module) if callable(getattr(module, key))]
+        hint = nearest(attribute, callables, most=5) or f" It has {listed(own)}."
         raise UsageError(f"--model {name}: {place} has no callable {attribute!r}.{hint}")
     return factory
 

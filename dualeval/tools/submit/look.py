@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dualeval.errors import UsageError, text_of, with_type
+from dualeval.errors import LibraryError, UsageError, text_of, with_type
 from dualeval.models.weights_name import is_published_name
 from dualeval.options.fields import paths_in
 from dualeval.options.job import Job
@@ -42,6 +42,8 @@ def findings(jobs: Sequence[tuple[str | None, Job]], reference: Path | None) -> 
             yield from missing
             if not any(said.startswith(("--model ", "--preprocessing ")) for said, _ in missing):
                 _check_names(task, options)
+    except LibraryError as error:
+        yield text_of(error), False
     except UsageError as error:
         yield text_of(error), True
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever code does that is imported
