@@ -202,7 +202,7 @@ class Conclusion:
             return EXIT_FAILED
         self._write_down(stop)
         where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        done = self.progress or ("" if self.watch.has_begun else "No batch was begun.")
+        done = self.progress or ("" if self.watch.has_begun else "No batch was started.")
         done += " " if done else ""
         if folder is None and not (self.progress or self.watch.has_begun):
             self._say(f"dualeval: stopped by {stop}. Nothing was started.")
