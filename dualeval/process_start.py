@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR2")
 INTERRUPTED = 128 + signal.SIGINT
 # In the environment of ranks that `--nproc` has started: its process id.
-STARTED_BY = "DUALEVAL_STARTED_BY"
+LAUNCHER_PID = "DUALEVAL_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
 _EVALUATING = ("run", "watch", "finish")
@@ -94,7 +94,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 def end_with_launcher() -> None:
     """Stop this rank if the `--nproc` that has started it is killed: nobody else would end the ranks."""
-    launcher = os.environ.get(STARTED_BY)
+    launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         return
     is_child = launcher == str(os.getppid())

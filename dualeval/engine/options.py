@@ -158,7 +158,7 @@ class SessionOptions:
     )
     stop_signals: tuple[str, ...] = option(
         DEFAULT_SIGNALS,
-        "Save and exit.",
+        "Save, exit.",
         group=LAUNCH,
         metavar="NAMES",
         fits=are_texts,

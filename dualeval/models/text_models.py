@@ -33,6 +33,7 @@ from dualeval.models.transformers_folder import (
 )
 from dualeval.models.weights import (
     LoadedWeights,
+    OtherClasses,
     load_state_dict,
     notes_of,
     options_of,
@@ -191,7 +192,14 @@ class TextModel:
         model = model.float()
         if seed is None:
             found = read_state_dict(Path(weights), self._key, trust=self.trust)
-            self.loaded = load_state_dict(model, found, prefix=self._prefix, source=f"the weights {weights}")
+            source = f"the weights {weights}"
+            try:
+                self.loaded = load_state_dict(model, found, prefix=self._prefix, source=source)
+            except OtherClasses as error:
+                raise UsageError(
+                    f"{error.said} (num_labels or id2label in {folder}/config.json). Give weights and "
+                    "a model of the same classes."
+                ) from error
         return model.eval()
 
     def build_late(self) -> nn.Module:

@@ -74,7 +74,7 @@ class OtherClasses(UsageError):
 
     def __init__(self, those_are: str, found: int, wanted: int) -> None:
         self.said = f"{those_are} for {found} classes, but {wanted} were expected"
-        super().__init__(f"{self.said}. Give weights and data of the same classes.")
+        super().__init__(f"{self.said}. Give --num-classes {found}, or weights and data of the same classes.")
         # The number of classes that they are for.
         self.found = found
 

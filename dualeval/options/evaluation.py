@@ -57,7 +57,7 @@ class EvaluationOptions:
     # Those with the smallest sha256 of seed and id, in data-set order.
     sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=DATA, least=1)
     seed: int | None = option(
-        None, "With --sample: another number draws other samples.", group=DATA, least=0, shown="0"
+        None, "With --sample: another number draws others.", group=DATA, least=0, shown="0"
     )
     # Equal entries of this column mark them, such as questions on one text; the intervals allow for that.
     # None: the task's own, which most have not.

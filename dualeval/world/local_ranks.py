@@ -26,7 +26,7 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, L
 from dualeval.launch import detect
 from dualeval.launch.cores import usable_cores
 from dualeval.launch.launchers import may_start_ranks
-from dualeval.process_start import STARTED_BY, end_with_launcher
+from dualeval.process_start import LAUNCHER_PID, end_with_launcher
 from dualeval.world import World
 from dualeval.world.devices import device_here
 from dualeval.world.network import LOOPBACK, check_own_name
@@ -192,7 +192,7 @@ def run_local(
     allow_connections(JOINING * processes, "the process that starts the ranks")
     # Port 0: the kernel picks a free one, so that two runs on one machine cannot collide.
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    shared = {**environ, **_variables_of_torchrun(processes, store.port), STARTED_BY: str(os.getpid())}
+    shared = {**environ, **_variables_of_torchrun(processes, store.port), LAUNCHER_PID: str(os.getpid())}
     ranks: list[subprocess.Popen[bytes]] = []
     with _SignalWatch(stop_signals) as watch:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals if takes_signals else ())

@@ -351,7 +351,7 @@ FINISHED: list[tuple[str, str, str]] = [
     ("compare runs/a runs/py/no", "Give the output folder of a finished run", "compare runs/a runs/a"),
     ("compare runs/a runs/a --gate top1=2", "give top1=0.02", "compare runs/a runs/a --gate top1=0.02"),
     ("compare runs/a runs/a --gate top1", "such as top1=0.002", "compare runs/a runs/a --gate top1=0.002"),
-    ("compare runs/a runs/a --gate top2=0", "it has loss, top1", "compare runs/a runs/a --gate loss=0"),
+    ("compare runs/a runs/a --gate top2=0", "has loss, top1", "compare runs/a runs/a --gate loss=0"),
     ("slice runs/a", "as in 'dualeval slice RUN --by scanner'", "slice runs/a --by target"),
     ("slice runs/a --by scanner", "target", "slice runs/a --by target"),
     (

@@ -118,7 +118,7 @@ def test_loops_and_depth_end() -> None:
     assert structure(holder) == structure(holder)
     for _ in range(10_000):
         deep = [deep]
-    with pytest.raises(UsageError, match="too many levels"):
+    with pytest.raises(UsageError, match="nested too deeply"):
         structure(Holder(deep))
 
 

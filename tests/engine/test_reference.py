@@ -209,7 +209,7 @@ def test_what_is_refused(first: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         (unfinished, r"--reference: .* holds no finished run: its state is 'stopped'"),
         (without, r"--reference: .* no predictions\.parquet any more"),
         (other, r"over different data: .* in labels, sizes or texts \(.*0{8}\)"),
-        (turned, r"in another order: sample 0 is 'tiny/299' there.*'dualeval compare"),
+        (turned, r"in a different order: sample 0 is 'tiny/299' there.*'dualeval compare"),
         (few, "no column is in both runs"),
         *((wrong, r"reference .*: expected the folder of a finished run") for wrong in ("", 3)),
     ]

@@ -129,7 +129,7 @@ def test_ranks_end_with_a_parent_that_is_killed(launch: Launch) -> None:
 def test_a_rank_whose_parent_has_ended_before_it_could_hear_of_it(launch: Launch) -> None:
     code = "import dualeval.process_start as it; it.end_with_launcher()"
     gone = launch([sys.executable, "-c", "import os; print(os.getpid())"]).ok().stdout.strip()
-    done = launch([sys.executable, "-c", code], variables={"DUALEVAL_STARTED_BY": gone})
+    done = launch([sys.executable, "-c", code], variables={"DUALEVAL_LAUNCHER_PID": gone})
     assert done.returncode == -signal.SIGTERM
 
 

@@ -170,7 +170,7 @@ def test_ragged_columns_count_by_element(make: Callable[[int], Metric]) -> None:
     with pytest.raises(UsageError, match="give both the same shape"):
         metric.update(ledgers[1], {**ragged, "prediction": prediction.reshape(2, 60)})
     ragged["target"] = Text(["cat", "dog"])
-    with pytest.raises(UsageError, match="of Text: expected classes"):
+    with pytest.raises(UsageError, match="is Text: expected classes"):
         metric.update(ledgers[1], ragged)
 
 

@@ -213,8 +213,11 @@ class CopiesByHand(nn.Linear):
     ("kind", "why"),
     [
         (lambda: Odd(lambda it: it.weight.max().item()), "it needs values while it is built"),
-        (lambda: Odd(lambda it: it.register_buffer("twice", it.bias.detach() * 2, False)), "makes twice of"),
-        (lambda: Odd(keep), "it keeps Odd.mine"),
+        (
+            lambda: Odd(lambda it: it.register_buffer("twice", it.bias.detach() * 2, False)),
+            "computes twice from",
+        ),
+        (lambda: Odd(keep), "it also keeps Odd.mine"),
         (lambda: Odd(lambda it: it.register_buffer("noise", torch.randn(3), False)), "draws noise at random"),
         (lambda: Odd(change_what_is_loaded), "values are in a file"),
         (CopiesByHand, "no file gives it weight, bias"),

@@ -401,7 +401,7 @@ def test_a_manifest(home: Path, tmp_path: Path) -> None:
     assert found.metrics_digest == evaluate(task(home), None, batch_size=4).metrics_digest
     with pytest.raises(UsageError, match="--mask-column nothing"):
         task(home, data=path, masks=None, mask_column="nothing")
-    with pytest.raises(UsageError, match="none of its masks is there"):
+    with pytest.raises(UsageError, match="none of its masks exists"):
         task(home, data=path, masks=tmp_path)
 
 
@@ -737,13 +737,15 @@ def test_most_pixels_are_ignored(counted: int, ignored: int, share: str) -> None
         PixelCheck(2), check_columns([counted, 0], [counted, 0], [counted, 0], ignored=ignored)
     )
     said = [text.partition(",")[0] for text in measured.warnings if "of the pixels are ignored" in text]
-    assert said == [f"{share} % of the pixels are ignored"] * bool(share)
+    assert said == [
+        f"{share} % of the pixels are ignored by all metrics: check first which labels the masks hold"
+    ] * bool(share)
 
 
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        (([0, 2, 0], [0, 6, 4], [5, 5, 0]), "class 0, which 50.0 % of the pixels are"),
+        (([0, 2, 0], [0, 6, 4], [5, 5, 0]), "class 0, predicted for 50.0 % of the pixels"),
         (([0, 0, 0], [6, 4, 0], [0, 6, 4]), "labels are other classes, type --mask-values"),
         # As good as guessing, a class that few pixels are taken for, a model that misses: no other numbers.
         (([0, 4, 0], [0, 6, 4], [5, 5, 0]), ""),

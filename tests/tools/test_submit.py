@@ -318,7 +318,7 @@ def test_a_job_that_would_not_find_dualeval_is_refused(
 
 def test_an_answer_without_a_number_is_an_error(sbatch: Sbatch) -> None:
     sbatch.answers("echo no number")
-    with pytest.raises(DualevalError, match=r"printed no job.s number: .*squeue"):
+    with pytest.raises(DualevalError, match=r"printed no job number: .*squeue"):
         call()
 
 

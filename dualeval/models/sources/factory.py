@@ -232,7 +232,7 @@ def _import_factory(name: str) -> Any:
         made = vars(module).items()
         own = [key for key, value in made if getattr(value, "__module__", "") == module.__name__]
         callables = [key for key in dir(module) if callable(getattr(module, key))]
-        hint = nearest(attribute, callables, most=5) or f" It has {listed(own)}."
+        hint = nearest(attribute, callables, most=5) or (f" It has {listed(own)}." if own else "")
         raise UsageError(f"--model {name}: {place} has no callable {attribute!r}.{hint}")
     return factory
 
