@@ -150,7 +150,7 @@ def test_a_factory_in_a_file(place: str) -> None:
         (":make", ["expected package.module:NAME or FILE.py:NAME"]),
         ("zoo.models:", ["is a file of code", "--model zoo.models:with_classes. It has with_classes, "]),
         (".models:make", ["expected package.module:NAME or FILE.py:NAME"]),
-        ("models:make", ["There is a file zoo/models.py. Type --model zoo/models.py:make."]),
+        ("needs_more:make", ["There is a file zoo/needs_more.py. Type --model zoo/needs_more.py:make."]),
         ("zoo/relative.py:make", ["it belongs to a package: name it as PACKAGE.MODULE:NAME"]),
         ("zoo/models.py:make", ["zoo/models.py has no callable 'make'. It has with_classes"]),
         ("zoo/models.py", ["is a file of code", "Type: --model zoo/models.py:with_classes."]),
