@@ -25,6 +25,7 @@ _PREPARED = "check first that the trained weights were loaded, and that inputs a
 _COUNTED = (
     "check first whether labels and model both count from 0, and whether one of them has an extra class"
 )
+_SAME = "check first that a label is the same {} in data and model (names, order, and from where they count)"
 _ORDERED = "check first in which order the model was trained (--class-order, --class-map)"
 
 
@@ -99,15 +100,9 @@ def _of_classes(
         part, said, check = max(fits, key=lambda each: each[0])
         yield f"{part:.1%} of the predictions are {said}, {right:.1%} are right: {check}"
     elif not guessed and len(only) and samples >= least:
-        yield (
-            f"no prediction is a {noun} that any sample has: check first that a label is the same {noun} in "
-            "data and model (names, order, and from where they count)"
-        )
+        yield f"no prediction is a {noun} that any sample has: {_SAME.format(noun)}"
     elif right < 0.9 * guessed and _evidence(right, guessed, samples) > _EVIDENCE:
-        yield (
-            f"{right:.1%} are right, fewer than the {guessed:.1%} of guessing: check first that a label is "
-            f"the same {noun} in data and model (names, order, and from where they count)"
-        )
+        yield f"{right:.1%} are right, fewer than the {guessed:.1%} of guessing: {_SAME.format(noun)}"
 
 
 def _exchanges(order: Any, target: Any, predicted: Any, count: Any, weight: float) -> bool:
