@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR2")
 INTERRUPTED = 128 + signal.SIGINT
+NOTHING_STARTED = "Nothing was started."
 # In the environment of ranks that `--nproc` has started: its process id.
 LAUNCHER_PID = "DUALEVAL_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
@@ -66,7 +67,7 @@ def take_signals(words: Sequence[str]) -> None:
     is ignored stays ignored.
     """
     global _process, _begun
-    _process, _begun = os.getpid(), "Nothing was started." if _command(words) in _EVALUATING else ""
+    _process, _begun = os.getpid(), NOTHING_STARTED if _command(words) in _EVALUATING else ""
     stopping = _stop_signals(words) if _command(words) in _STOPPABLE else set()
     for number in {*stopping, signal.SIGINT}:
         if signal.getsignal(number) is signal.SIG_IGN:

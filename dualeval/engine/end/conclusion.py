@@ -40,6 +40,7 @@ from dualeval.errors import (
     text_of,
     with_type,
 )
+from dualeval.process_start import NOTHING_STARTED
 from dualeval.world.store import limit_for
 
 # How long rank 0 waits for the others to save, and how long these wait for rank 0 to record that. With up to
@@ -201,14 +202,14 @@ class Conclusion:
             self._say(f"dualeval: error: {message}")
             return EXIT_FAILED
         self._write_down(stop)
-        where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        done = self.progress or ("" if self.watch.has_begun else "No batch was started.")
-        done += " " if done else ""
-        if folder is None and not (self.progress or self.watch.has_begun):
-            self._say(f"dualeval: stopped by {stop}. Nothing was started.")
+        has_begun = bool(self.progress) or self.watch.has_begun
+        if folder is None and not has_begun:
+            self._say(f"dualeval: stopped by {stop}. {NOTHING_STARTED}")
             return EXIT_STOPPED
+        where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
+        done = self.progress if has_begun else "No batch was started."
         again = how_to_resume(None if folder is None else folder.path)
-        self._say(f"dualeval: stopped by {stop}. {done}{where} {again}.")
+        self._say(f"dualeval: stopped by {stop}. {f'{done} ' if done else ''}{where} {again}.")
         return EXIT_STOPPED
 
     def _is_done(self, folder: RunFolder) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from dualeval.errors import EXIT_STOPPED, DualevalError, PeerError, UsageError, text_of
 from dualeval.own_code import own_code
-from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.process_start import DEFAULT_SIGNALS, NOTHING_STARTED
 from dualeval.status_line import LINE
 from dualeval.wording import printable_lines
 
@@ -289,7 +289,7 @@ class Signals:
                 if self._stop is None:
                     # There is nothing to save, and nobody knows yet whom to tell.
                     close_displays()
-                    say(f"dualeval: stopped by {name}. Nothing was started.")
+                    say(f"dualeval: stopped by {name}. {NOTHING_STARTED}")
                     end_process(EXIT_STOPPED)
                 self._stop(name)
             elif number == signal.SIGINT and monotonic() - self._first[1] > _SECOND_AFTER_S:
