@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from dualeval.engine.folder.layout import SUFFIX
@@ -44,9 +46,10 @@ def kill(batch: Batch, name: str) -> None:
     text = name.replace("-of-", "/")
     for host in batch.cluster.hosts:
         for process in batch.cluster.processes(host):
-            command = process.cmdline()
-            if text in command and "python" in command[0]:
-                process.kill()
+            with suppress(psutil.NoSuchProcess):  # one that ends between the list and the look
+                command = process.cmdline()
+                if text in command and "python" in command[0]:
+                    process.kill()
 
 
 def run_array(batch: Batch, typed: str, *, variables: Mapping[str, str], killed: Sequence[str] = ()) -> str:

@@ -98,7 +98,9 @@ def first_example() -> str:
 def printed_by_first_example(launch: Launch, folder: Path, start: str) -> set[str]:
     """What each rank prints: the number of samples, the metrics and the digest."""
     (folder / "mine.py").write_text(first_example())
-    done = launch([*start.split(), "mine.py"], cwd=folder, timeout=90).ok()
+    # Unbuffered, the words of one print by two ranks mix.
+    unbuffered = {"PYTHONUNBUFFERED": ""}
+    done = launch([*start.split(), "mine.py"], variables=unbuffered, cwd=folder, timeout=90).ok()
     return set(re.findall(r"1000 \{.*\} [0-9a-f]{8}", done.stdout))
 
 
