@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from dualeval.engine.folder.layout import SUFFIX
