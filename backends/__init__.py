@@ -17,7 +17,7 @@ import sys
 from dualeval.backends.base import Backend, no_mesh
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
-from dualeval.wording import did_you_mean
+from dualeval.messages import did_you_mean
 from dualeval.world import World
 
 __all__ = [

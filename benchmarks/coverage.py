@@ -30,7 +30,7 @@ import torch
 from common import BIN, ONE_THREAD, end_on_sigterm, machine, run_process, table, write_results
 from scipy import stats
 
-from dualeval.engine.measured import with_clusters
+from dualeval.engine.values.measured import with_clusters
 from dualeval.metrics import Mean, Metric, Ratio
 from dualeval.metrics.clusters import cluster_intervals
 from dualeval.metrics.intervals import NORMAL_95, Spread, skewed_ends, wilson_interval

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 from dualeval.result import checksum_of
 from tests.cluster.hosts import Cluster
 from tests.conftest import Launch
-from tests.requirements import SYSTEM_BIN
+from tests.vehicles.requirements import SYSTEM_BIN
 
 LAUNCHERS = ("variables", "nproc", "torchrun", "horovodrun", "mpirun", "srun")
 FAULTS = (TERM, INT, ERROR, KILL, DISK, LAUNCHER)

@@ -22,12 +22,11 @@ from dualeval import cli
 from dualeval.engine import finish
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.job.run_state import Run
 from dualeval.engine.joining import Joined
-from dualeval.engine.run_state import Run
 from dualeval.launch import detect
-from dualeval.report import page
 from dualeval.report.loggers import log
-from dualeval.report.page import html
+from dualeval.report.page import html, page
 from dualeval.report.page.content import PageContent
 
 HARM = "DUALEVAL_ENDS"

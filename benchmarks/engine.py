@@ -8,9 +8,9 @@ from typing import Any
 from dualeval import Backend, Result, Task, World, connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.end.watch import Watch
-from dualeval.engine.options import RunOptions
+from dualeval.engine.job.run_state import Run
 from dualeval.engine.run import evaluate
-from dualeval.engine.run_state import Run
+from dualeval.engine.values.options import RunOptions
 
 
 class Engine:

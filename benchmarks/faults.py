@@ -28,7 +28,7 @@ from common import ROOT, machine, missing, table, write_results
 sys.path.insert(0, str(ROOT))
 
 from tests.conftest import Launch
-from tests.faults import KILL, KILL_0, POINTS, SAMPLES, TERM, Round, play, uninterrupted
+from tests.vehicles.faults import KILL, KILL_0, POINTS, SAMPLES, TERM, Round, play, uninterrupted
 
 # In every twenty rounds.
 _MIX = [*[KILL] * 11, *[KILL_0] * 3, *[TERM] * 3, *POINTS]

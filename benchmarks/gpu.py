@@ -425,7 +425,12 @@ def pictures(trial: Trial) -> None:
 def ends(trial: Trial) -> None:
     """A run that is killed and typed again, and one whose device has no memory left."""
     data = str(ROOT / "dualeval/assets")
-    job = ["--model", "tests.faulty_models:fashion_cnn", "--weights", f"{data}/fashion_cnn.safetensors"]
+    job = [
+        "--model",
+        "tests.vehicles.faulty_models:fashion_cnn",
+        "--weights",
+        f"{data}/fashion_cnn.safetensors",
+    ]
     job += ["--data", data, "--batch-size", "20", "--limit", "4000"]
 
     def killed() -> Verdict:

@@ -28,9 +28,9 @@ from torch.utils.data import TensorDataset
 import dualeval
 from dualeval import ModelTask, Session, connect, detect
 from dualeval.backends.selftest import check_operations, measure_all_reduce
-from dualeval.engine.accelerator import accelerator_of
-from dualeval.engine.compute import Uploads, start_download
-from dualeval.engine.numerics import NumericSettings, autocast
+from dualeval.engine.device.accelerator import accelerator_of
+from dualeval.engine.device.numerics import NumericSettings, autocast
+from dualeval.engine.device.transfer import Uploads, start_download
 from dualeval.errors import DualevalError
 
 _BATCH = 64
@@ -52,7 +52,7 @@ def _task(name: str, device: str, images: int, *, sharded: bool = False) -> Mode
     A precision casts the inputs of the model: only floats, as the other problems' images are not.
     """
     if name == "transformer":
-        from tests import large_model
+        from tests.vehicles import large_model
 
         def build() -> torch.nn.Module:
             torch.manual_seed(0)

@@ -19,7 +19,7 @@ from engine import Engine
 from torch import nn
 
 from dualeval import ModelTask
-from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.vision_library import torchvision
 
 _BATCH = 32

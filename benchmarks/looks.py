@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import dualeval
-from dualeval.engine import forward, looks, trial
+from dualeval.engine.checks import first_batch as trial
+from dualeval.engine.checks import repeatability as looks
+from dualeval.engine.loop import forward
 
 _TIMEOUT_S = 600
 _WIDTH, _LAYERS = 4096, 16  # 1.07 GB

@@ -27,7 +27,7 @@ from common import ONE_THREAD, ROOT, machine, run_process, spread, table, take_t
 # The model is the tests' own.
 sys.path.insert(0, str(ROOT))
 
-from tests import large_model
+from tests.vehicles import large_model
 
 RANKS = 2
 WANTED = 0.65

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dualeval.errors import UsageError
 from dualeval.metrics import is_of_rows
-from dualeval.metrics.torchmetrics import find_class, from_torchmetrics, torchmetrics
+from dualeval.metrics.torchmetrics.metric import find_class, from_torchmetrics, torchmetrics
 from dualeval.metrics.torchmetrics.routes import measured_of
 from dualeval.metrics.torchmetrics.states import State, StateKind, isolated, states_of
 

@@ -55,7 +55,7 @@ from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.layout import file_name
-from dualeval.engine.recorder import Recorder
+from dualeval.engine.folder.recorder import Recorder
 
 WANTED = 1.01
 SIZES = (1, 2)

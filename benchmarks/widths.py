@@ -23,7 +23,7 @@ from typing import Any
 from common import ROOT, machine, run_process, table, write_results
 
 # Where a batch begins; and which of the job's 20 is counted: neither of the first, nor of the last.
-_BATCH, _COUNTED = ("engine/compute.py", "_columns"), 12
+_BATCH, _COUNTED = ("engine/model/compute.py", "_columns"), 12
 _SAMPLES = 20_000
 _HEAD = "", "calls a batch", "its files", "its changes of file", "files of an end", "watch entered"
 

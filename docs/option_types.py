@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualeval.engine.options import RunOptions, SessionOptions
+from dualeval.engine.values.options import RunOptions, SessionOptions
 from dualeval.options.fields import IN_PYTHON
 from dualeval.tasks import options as of_tasks
 
@@ -40,7 +40,7 @@ _OF_ENGINE = """    import os
 
     import torch
 
-    from dualeval.engine.options import NewFolder
+    from dualeval.engine.values.options import NewFolder
 """
 _OF_TASKS = """    from collections.abc import Sequence
     from pathlib import Path
@@ -58,7 +58,7 @@ def modules() -> dict[Path, str]:
     ]
     classes = [_typed(kind, name, f"the class {name}") for name, kind in kinds]
     return {
-        PACKAGE / "engine/keywords.py": _text("sessions and evaluations", _OF_ENGINE, of_engine),
+        PACKAGE / "engine/values/keywords.py": _text("sessions and evaluations", _OF_ENGINE, of_engine),
         PACKAGE / "tasks/keywords.py": _text("the tasks' classes", _OF_TASKS, classes),
     }
 

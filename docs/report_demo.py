@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualeval.data.small_images import read_idx
-from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.tasks.image_data import ASSETS
 
 DOCS = Path(__file__).resolve().parent

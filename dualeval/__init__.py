@@ -12,16 +12,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dualeval.backends.base import Backend as Backend
-    from dualeval.columns import Ragged as Ragged
-    from dualeval.columns import Text as Text
+    from dualeval.columns.ragged import Ragged as Ragged
+    from dualeval.columns.ragged import Text as Text
     from dualeval.comparison.compared import compare as compare
     from dualeval.door import evaluate as evaluate
     from dualeval.door import export as export
-    from dualeval.early_stopping import EarlyStopping as EarlyStopping
-    from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
-    from dualeval.engine.rescoring import rescore as rescore
-    from dualeval.engine.samples import wrap as wrap
+    from dualeval.engine.samples.samples import wrap as wrap
+    from dualeval.engine.scoring.rescoring import rescore as rescore
     from dualeval.engine.session import Session as Session
+    from dualeval.engine.values.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.errors import BackendError as BackendError
     from dualeval.errors import DualevalError as DualevalError
     from dualeval.errors import ExactlyOnceError as ExactlyOnceError
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from dualeval.tasks import Dataset as Dataset
     from dualeval.tasks import Task as Task
     from dualeval.tasks.own_model import ModelTask as ModelTask
+    from dualeval.training.early_stopping import EarlyStopping as EarlyStopping
     from dualeval.world import World as World
     from dualeval.world.devices import connect as connect
 
@@ -47,13 +47,13 @@ __version__ = "0.1.0"
 # The public names by their modules.
 _NAMES = {
     "dualeval.backends.base": ("Backend",),
-    "dualeval.columns": ("Ragged", "Text"),
+    "dualeval.columns.ragged": ("Ragged", "Text"),
     "dualeval.comparison.compared": ("compare",),
     "dualeval.door": ("evaluate", "export"),
-    "dualeval.early_stopping": ("EarlyStopping",),
-    "dualeval.engine.options": ("NEW_FOLDER",),
-    "dualeval.engine.rescoring": ("rescore",),
-    "dualeval.engine.samples": ("wrap",),
+    "dualeval.training.early_stopping": ("EarlyStopping",),
+    "dualeval.engine.values.options": ("NEW_FOLDER",),
+    "dualeval.engine.scoring.rescoring": ("rescore",),
+    "dualeval.engine.samples.samples": ("wrap",),
     "dualeval.engine.session": ("Session",),
     "dualeval.errors": (
         "BackendError",

@@ -21,7 +21,7 @@ if sys.path and os.path.realpath(sys.path[0]) == _HERE:
 
 def main() -> NoReturn:
     """Take signals and open the standard streams; then import the command line, and run it."""
-    from dualeval.process_start import prepare
+    from dualeval.process.start import prepare
 
     prepare(sys.argv[1:])
     from dualeval import cli

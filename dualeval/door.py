@@ -9,18 +9,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
-from dualeval.engine.end.process import numbers_of
 from dualeval.engine.joining import refusing
-from dualeval.engine.keywords import RunKeywords, SessionKeywords
-from dualeval.engine.options import RunOptions, SessionOptions, check_session_options
 from dualeval.engine.session import Session
+from dualeval.engine.values.keywords import RunKeywords, SessionKeywords
+from dualeval.engine.values.options import RunOptions, SessionOptions, check_session_options
 from dualeval.errors import UsageError
+from dualeval.messages import did_you_mean
 from dualeval.options.fields import with_keywords
-from dualeval.process_start import DEFAULT_SIGNALS, may_print
-from dualeval.status_line import LINE, doing
+from dualeval.process.signals import numbers_of
+from dualeval.process.start import DEFAULT_SIGNALS, may_print
+from dualeval.process.status_line import LINE, doing
 from dualeval.tasks.keywords import ImageClassificationKeywords
 from dualeval.tasks.options import ImageClassificationOptions
-from dualeval.wording import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,8 +137,8 @@ def evaluate(
         result = session.evaluate(what, last=True, **of_run)
         session.say_warnings(result)
     if of_run.get("loggers") and session.world.is_main:
-        from dualeval.report.loggers import targets_of
         from dualeval.report.loggers.log import log_result
+        from dualeval.report.loggers.loggers import targets_of
 
         step = of_run.get("step")
         log_result(result, targets_of(of_run["loggers"], step), step, session.note)
@@ -157,9 +157,9 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
         UsageError: a text names no logger, a package is not installed, or no finished run is there.
         DualevalError: a tracker failed; the others have the result.
     """
-    from dualeval.engine.end.process import say
-    from dualeval.report.loggers import check_installed, targets_of
+    from dualeval.process.speech import say
     from dualeval.report.loggers.log import export_result, stored_result
+    from dualeval.report.loggers.loggers import check_installed, targets_of
     from dualeval.world.local_ranks import rank_of_script
 
     def note(said: str) -> None:

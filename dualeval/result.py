@@ -10,8 +10,8 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
+from dualeval.atomic_files import write_text
 from dualeval.errors import DualevalError, UsageError
-from dualeval.whole_files import write_text
 
 if TYPE_CHECKING:
     import pyarrow

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dualeval.data.small_images import read_idx
-from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.tasks.image_classification import FASHION_MEAN, FASHION_STD
 
 

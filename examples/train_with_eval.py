@@ -41,7 +41,7 @@ from training_ranks import Ranks, device_of, join_ranks
 
 import dualeval
 from dualeval.models.classifiers import create
-from dualeval.report.loggers import check_installed, targets_of
+from dualeval.report.loggers.loggers import check_installed, targets_of
 
 # -- precision -------------------------------------------------------------------------------------------
 

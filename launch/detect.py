@@ -21,7 +21,7 @@ from dualeval.launch.launchers.base import Environment, LeftOver, Variable
 from dualeval.launch.launchers.env import LAUNCHER as ENV
 from dualeval.launch.launchers.slurm import LAUNCHER as SRUN
 from dualeval.launch.launchers.torchrun import LAUNCHER as TORCHRUN
-from dualeval.wording import did_you_mean
+from dualeval.messages import did_you_mean
 from dualeval.world import World
 
 # Variables in which MPI's own launchers give a rank its number; some set only these.

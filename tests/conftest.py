@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import forks, groups, requirements
+from tests.vehicles import forks, groups, requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds that a process or thread gets to end on its own once nothing holds it any more.
@@ -226,9 +226,9 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture
 def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that count reads and forwards: without those of the look at the first samples."""
-    from dualeval.engine.looks import Looked
+    from dualeval.engine.checks.repeatability import Looked
 
-    monkeypatch.setattr("dualeval.engine.forward.look", lambda *_: Looked(threads=1))
+    monkeypatch.setattr("dualeval.engine.loop.forward.look", lambda *_: Looked(threads=1))
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +268,7 @@ def _variables() -> dict[str, str]:
 
 def _children() -> list[psutil.Process]:
     """List this process's children, but for multiprocessing's own, which last as long as their parent."""
-    helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "tests.fork_server")
+    helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "tests.vehicles.fork_server")
     found = []
     # A look at all processes would take each test some milliseconds.
     for file in Path("/proc/self/task").glob("*/children"):

@@ -17,17 +17,17 @@ from typing import Any, NoReturn
 
 import click
 
-from dualeval import __version__, errors, process_start
+from dualeval import __version__, errors
 from dualeval.launch import detect
-from dualeval.own_code import wants_debug
-from dualeval.status_line import LINE
-from dualeval.wording import printable_lines
+from dualeval.messages import printable_lines
+from dualeval.process import start as process_start
+from dualeval.process import streams
+from dualeval.process.status_line import LINE
+from dualeval.user_code.tracebacks import wants_debug
 from dualeval.world import World
 
 _HEAD_START_S = 1.0
 _EXIT_FUNCTIONS_WITHIN_S = 10.0
-
-
 # Each command, and where it is: the module is imported when the command is typed, or its help.
 COMMANDS = {
     "run": "dualeval.cli.run:run",
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _show_code(error, words)
         _say(errors.with_type(error), words)
         code = errors.EXIT_FAILED
-    problem = process_start.unwritten()
+    problem = streams.unwritten()
     # Whoever read it may have seen enough, as head.
     if code == errors.EXIT_DONE and problem is not None and not isinstance(problem, BrokenPipeError):
         _say(f"standard output cannot be written: {problem.strerror}", words)
@@ -133,7 +133,7 @@ def _end_process(code: int) -> NoReturn:
 
 
 def _show_code(error: Exception, words: Sequence[str]) -> None:
-    from dualeval.engine.end.process import say_traceback
+    from dualeval.process.speech import say_traceback
 
     say_traceback(
         error,

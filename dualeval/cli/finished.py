@@ -12,10 +12,10 @@ import click
 from dualeval.cli import options
 from dualeval.cli.options import BINS, BY, PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_GATE, UsageError
+from dualeval.messages import printable, printable_lines
 from dualeval.options.choices import check_groups
-from dualeval.report.loggers import check_installed, targets_of
+from dualeval.report.loggers.loggers import check_installed, targets_of
 from dualeval.result import JOB, json_text
-from dualeval.wording import printable, printable_lines
 
 if TYPE_CHECKING:
     from dualeval.comparison.worst import JudgedRows, Sample
@@ -33,10 +33,11 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
 
     RUN is the output folder of the run and is not changed. Exit code 1 if something differs.
     """
-    from dualeval.engine import rescoring
+    from dualeval.engine.folder.finished import check_finished
+    from dualeval.engine.scoring import rescoring
     from dualeval.tasks.stored import metrics_of_run
 
-    rescoring.check_finished(run)
+    check_finished(run)
     own = metrics_of_run(run / JOB)
     found = []
     for check in rescoring.verify(run, own):
@@ -74,9 +75,9 @@ def report(run: Path, against: Sequence[Path], out: Path | None) -> None:
     """
     if out is not None and (out.suffix.lower() != ".html" or out.is_dir()):
         raise UsageError(f"--out {out}: expected the name of a file that ends in .html")
-    from dualeval.engine.agreement import contents_now
-    from dualeval.engine.rescoring import check_finished
-    from dualeval.report.page import check_installed, write_report
+    from dualeval.engine.folder.finished import check_finished
+    from dualeval.engine.job.agreement import contents_now
+    from dualeval.report.page.page import check_installed, write_report
     from dualeval.result import JOB, read_job
     from dualeval.tasks.stored import task_of_run
 
@@ -122,8 +123,9 @@ def slice_run(
     if not by:
         raise UsageError("--by is missing: name a column, as in 'dualeval slice RUN --by scanner'")
     check_groups(by, bins or (), sign="--")
-    from dualeval.engine.rescoring import check_columns, check_finished, finished_run
-    from dualeval.engine.slices import Slicing
+    from dualeval.engine.folder.finished import check_finished, finished_run
+    from dualeval.engine.scoring.rescoring import check_columns
+    from dualeval.engine.scoring.slices import Slicing
     from dualeval.report.table import make_console, print_slices
     from dualeval.tasks.stored import metrics_of_run
 

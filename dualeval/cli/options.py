@@ -13,15 +13,16 @@ import click
 from click.shell_completion import CompletionItem
 
 from dualeval.errors import EXIT_DONE, DualevalError
+from dualeval.messages import refuse_url
 from dualeval.options.evaluation import LAUNCH
 from dualeval.options.fields import Given, OptionField
 from dualeval.options.job import COMMON
-from dualeval.process_start import end_with, unwritten
-from dualeval.wording import refuse_url
+from dualeval.process.start import end_with
+from dualeval.process.streams import unwritten
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
-    from dualeval.report.loggers import Target
+    from dualeval.report.loggers.loggers import Target
     from dualeval.result import Result
 
 
@@ -229,7 +230,7 @@ def work_in_session(
     session: Session, work: Callable[[Session], _T], code_of: Callable[[Any], int] | None = None
 ) -> tuple[int, _T | None]:
     """Do something in a session of its own; returns the exit code, and what came of it if anything did."""
-    from dualeval.engine.end.process import end_process
+    from dualeval.process.speech import end_process
 
     session.is_command = True
     try:

@@ -18,9 +18,8 @@ import click
 from dualeval.cli import options
 from dualeval.cli.options import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, flags_of, job_flags, jobs_of, task_flags
-from dualeval.engine.end.process import numbers_of, say
-from dualeval.engine.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.engine.session import Session
+from dualeval.engine.values.options import NEW_FOLDER, RunOptions, SessionOptions
 from dualeval.errors import EXIT_DONE, UsageError
 from dualeval.launch import examine
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS, may_start_ranks
@@ -29,14 +28,16 @@ from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.fields import Given, fields_of
 from dualeval.options.job import Job, owners_of, start_of
 from dualeval.options.several import is_several
-from dualeval.report.loggers import Target, check_installed, counted_from, targets_of
+from dualeval.process.signals import numbers_of
+from dualeval.process.speech import say
+from dualeval.process.status_line import LINE, doing
+from dualeval.report.loggers.loggers import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
-from dualeval.status_line import LINE, doing
 from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
-    from dualeval.engine.run_state import Show
+    from dualeval.engine.job.run_state import Show
     from dualeval.result import Result
     from dualeval.tasks import Task
 
@@ -335,9 +336,9 @@ def _evaluate_share(job: Job, invocation: Invocation, share: str, session: Sessi
 @contextmanager
 def _progress(invocation: Invocation, session: Session, name: str = "") -> Iterator[Show | None]:
     """What shows the progress of an evaluation, on rank 0 where it is wanted."""
-    from dualeval.engine.end.process import show_until_end
+    from dualeval.process.speech import show_until_end
+    from dualeval.process.status_line import on_screen
     from dualeval.report.progress import Progress
-    from dualeval.status_line import on_screen
 
     if not (invocation.progress and session.world.is_main):
         yield None

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from dualeval.atomic_files import write_text
 from dualeval.cli import options
 from dualeval.cli.options import PATH, GroupedCommand, Words, flag_for, grouped, with_flags
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
@@ -19,7 +20,6 @@ from dualeval.options.job import COMMON
 from dualeval.options.plugins import made_task, scored_kind
 from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS
 from dualeval.tasks.options import SCORED
-from dualeval.whole_files import write_text
 
 # The kinds of evaluation whose answers can be had as a file.
 TASKS = tuple(SCORED)
@@ -77,7 +77,8 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
 
 
 def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> None:
-    from dualeval.engine.rescoring import check_finished, rescore
+    from dualeval.engine.folder.finished import check_finished
+    from dualeval.engine.scoring.rescoring import rescore
     from dualeval.tasks.stored import metrics_of_run
 
     given = [f"--{name.replace('_', '-')}" for name in ("task", *_FIELDS, "fresh") if flags[name]]
@@ -109,8 +110,8 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
 
 
 def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
-    from dualeval.engine.options import NEW_FOLDER
     from dualeval.engine.session import Session
+    from dualeval.engine.values.options import NEW_FOLDER
 
     _keep_apart(flags)
     given = {name: flags[name] for name in _FIELDS if flags[name] is not None}

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualeval.atomic_files import write_text
 from dualeval.data.cache import DataCache
-from dualeval.engine.end.process import say
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError, text_of
 from dualeval.options.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
-from dualeval.process_start import unwritten
+from dualeval.process.speech import say
+from dualeval.process.streams import unwritten
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import JOB, RESULT, STATUS, json_text, sha256_of_json
-from dualeval.whole_files import write_text
 
 if TYPE_CHECKING:
     from dualeval.engine.folder.lease import Lease
     from dualeval.engine.session import Session
     from dualeval.options.job import Job
-    from dualeval.report.loggers import Target
+    from dualeval.report.loggers.loggers import Target
     from dualeval.result import Result
 
 # Evaluates one model, into that folder, with data that may have been read for another one.
@@ -153,7 +153,7 @@ class Models:
 
     def _folder(self, session: Session) -> Path:
         """The folder of all models: the one that was asked for, that of this launch, or a new one."""
-        from dualeval.engine.folder.layout import check_path
+        from dualeval.atomic_files import check_path
         from dualeval.engine.folder.opening import launch_of
 
         self._launch = launch_of(session.world)
@@ -196,8 +196,8 @@ class Models:
 
     def _log(self, session: Session, row: ModelRow) -> None:
         """Log one result, under the model's name."""
-        from dualeval.report.loggers import of_model
         from dualeval.report.loggers.log import log_result
+        from dualeval.report.loggers.loggers import of_model
 
         if row.result is None or not self._targets or not session.world.is_main:
             return

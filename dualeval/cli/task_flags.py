@@ -122,8 +122,6 @@ def flags_of(options_class: type, *names: str) -> Callable[[Any], Any]:
 
 # Those of a job.
 job_flags = partial(flags_of, Job)
-
-
 config_flag = grouped(
     "--config",
     group=RUN,

@@ -13,12 +13,12 @@ from dualeval.comparison import statistics
 from dualeval.comparison.estimates import NO_AVERAGE, Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
-from dualeval.engine.measured import rough_warnings
-from dualeval.engine.row_comparison import PREDICTION_COLUMNS, same_entries
-from dualeval.engine.slices import bins_without_use
+from dualeval.engine.scoring.slices import bins_without_use
+from dualeval.engine.values.measured import rough_warnings
+from dualeval.engine.values.row_comparison import PREDICTION_COLUMNS, same_entries
 from dualeval.errors import UsageError
+from dualeval.messages import counted, csv_cell
 from dualeval.options.choices import check_groups
-from dualeval.wording import counted, csv_cell
 
 # Ids of flipped samples in JSON; --flips writes all.
 _LISTED = 10

@@ -19,8 +19,8 @@ from dualeval.comparison.statistics import (
     mean_difference,
 )
 from dualeval.errors import UsageError
+from dualeval.messages import counted, did_you_mean
 from dualeval.metrics.scores import Score
-from dualeval.wording import counted, did_you_mean
 
 # Differences that vary by a smaller part of their size do so because float32 rounds.
 _ROUNDING = 2.0**-20

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.differences import differing_fingerprints
-from dualeval.engine.rescoring import finished_run
-from dualeval.engine.row_comparison import same_entries
-from dualeval.engine.stored_rows import StoredRows
+from dualeval.engine.folder.finished import finished_run
+from dualeval.engine.folder.stored_rows import StoredRows
+from dualeval.engine.values.differences import differing_fingerprints
+from dualeval.engine.values.row_comparison import same_entries
 from dualeval.errors import DualevalError, UsageError
+from dualeval.messages import counted
 from dualeval.metrics.scores import Score, score_from
 from dualeval.result import RESULT, Result
-from dualeval.wording import counted
 
 # Ids of one kind that a message names.
 _NAMED = 3

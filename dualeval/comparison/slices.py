@@ -13,10 +13,10 @@ import numpy.typing as npt
 from dualeval.comparison.estimates import Estimate, differences_of
 from dualeval.comparison.pairing import Pairs, taken
 from dualeval.comparison.statistics import LEVEL, Difference, largest_loss
-from dualeval.engine.slices import Keys, groups_of, too_small
+from dualeval.engine.scoring.slices import Keys, groups_of, too_small
 from dualeval.errors import UsageError
+from dualeval.messages import counted, did_you_mean
 from dualeval.options.choices import columns_of_groups
-from dualeval.wording import counted, did_you_mean
 
 # Groups that a note names.
 _NAMED = 5

@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from dualeval.comparison.compared import Comparison
 from dualeval.comparison.estimates import Flips
-from dualeval.engine.rescoring import finished_run
-from dualeval.engine.row_comparison import PREDICTION_COLUMNS
-from dualeval.engine.slices import is_of
-from dualeval.engine.stored_rows import StoredRows
+from dualeval.engine.folder.finished import finished_run
+from dualeval.engine.folder.stored_rows import StoredRows
+from dualeval.engine.scoring.slices import is_of
+from dualeval.engine.values.row_comparison import PREDICTION_COLUMNS
 from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.metrics.scores import Score, score_from
 from dualeval.result import PREDICTIONS, Result
-from dualeval.wording import nearest
 
 TARGET, PREDICTION, CONFIDENCE, LOSS = "target", "prediction", "confidence", "loss"
 By = Literal["mistake", "loss", "any"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from dualeval.data.labels import are_wnids
 from dualeval.errors import UsageError
-from dualeval.wording import counted, first_of
+from dualeval.messages import counted, first_of
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pictures that are not read: a data set may have lost samples by them.

@@ -6,7 +6,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from dualeval.wording import listed
+from dualeval.messages import listed
 
 HEAD = 512
 _SHOWN = 60

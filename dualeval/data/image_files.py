@@ -23,8 +23,8 @@ from dualeval.data.cache import DataCache
 from dualeval.data.labels import Labels
 from dualeval.data.pictures import left_out_of, picture_in, read_pixels
 from dualeval.data.preprocessing import Normalisation, shape_of
+from dualeval.messages import counted
 from dualeval.vision_library import torchvision
-from dualeval.wording import counted
 
 # The size that stands for a file that is not there.
 MISSING = -1

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dualeval.columns.of_data import KeptColumns, WithColumns
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
 from dualeval.data.image_files import FileNames, ImageFiles
@@ -17,9 +18,8 @@ from dualeval.data.labels import LEFT_OUT, Labeler, Labels, TableLabels, choose_
 from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.table import AS_USUAL, Table, TableOptions, column_of, open_table
 from dualeval.errors import UsageError
-from dualeval.further_columns import KeptColumns, WithColumns
-from dualeval.status_line import doing
-from dualeval.wording import counted
+from dualeval.messages import counted
+from dualeval.process.status_line import doing
 
 
 class ImageFolder(ImageFiles):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dualeval.errors import UsageError
-from dualeval.wording import counted, first_of, is_unicode, nearest
+from dualeval.messages import counted, first_of, is_unicode, nearest
 
 if TYPE_CHECKING:  # neither is needed for a help
     import numpy as np
     import numpy.typing as npt
 
-    from dualeval.further_columns import KeptColumns
+    from dualeval.columns.of_data import KeptColumns
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dualeval.columns.of_data import NO_COLUMNS, KeptColumns
 from dualeval.data.table import AS_USUAL, PythonRows, Rows, TableOptions, column_of, is_table, read_rows
 from dualeval.data.token_groups import Document
 from dualeval.errors import UsageError
-from dualeval.further_columns import NO_COLUMNS, KeptColumns
 
 DOCUMENTS, CHOICES, ANSWERS = "documents", "choices", "answers"
 _TEXTS = ("text", "content", "document", "page")

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, images_in
 from dualeval.data.image_files import FileNames, ImageFiles
@@ -27,8 +28,7 @@ from dualeval.data.pictures import StoredPicture, prepare, read_picture, size_of
 from dualeval.data.preprocessing import Normalisation
 from dualeval.data.table import AS_USUAL, TableOptions, column_of, is_table, open_table
 from dualeval.errors import UsageError, text_of
-from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
-from dualeval.wording import counted, first_of
+from dualeval.messages import counted, first_of
 
 NO_LABEL, _NO_CLASS = -1, -2
 MASK_COLUMNS = ("mask", "mask_path", "annotation", "segmentation", "label", "target")

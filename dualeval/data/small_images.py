@@ -22,8 +22,8 @@ from dualeval.data.labels import Labels, indices_of_classes
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, shape_of
 from dualeval.data.set_names import NamedSet
 from dualeval.errors import UsageError
+from dualeval.messages import first_of
 from dualeval.vision_library import torchvision
-from dualeval.wording import first_of
 
 
 class SmallImages:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
-from dualeval.wording import is_unicode, listed
+from dualeval.messages import is_unicode, listed
 
 _SHOWN_AT_MOST = 5
 # "v2.0" and the like; not a date, as "2024-03-01".

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dualeval.columns.of_data import NO_COLUMNS, FurtherColumns, KeptColumns
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
-from dualeval.further_columns import NO_COLUMNS, FurtherColumns, KeptColumns
+from dualeval.messages import first_of, is_unicode
 from dualeval.options.choices import STANDARD_QUOTES
-from dualeval.status_line import doing
-from dualeval.wording import first_of, is_unicode
+from dualeval.process.status_line import doing
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}

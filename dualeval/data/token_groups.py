@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
 from dualeval.data.table import Rows
 from dualeval.errors import UsageError
-from dualeval.further_columns import NO_COLUMNS, KeptColumns, WithColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

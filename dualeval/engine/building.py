@@ -11,21 +11,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualeval.engine import numerics
-from dualeval.engine.feed import checked_workers, why_not_forked
-from dualeval.engine.forward import settle_layout
-from dualeval.engine.guest import Snapshot
+from dualeval.engine.device import numerics
 from dualeval.engine.identity.model import ModelIdentity
-from dualeval.engine.parts import drawn
-from dualeval.engine.preparation import check_initialized, check_model, prepare
-from dualeval.engine.rounds import settle_schedule
-from dualeval.engine.run_state import Run
-from dualeval.engine.samples import as_dataset
+from dualeval.engine.job.run_state import Run
+from dualeval.engine.loop.forward import settle_layout
+from dualeval.engine.model.preparation import check_initialized, check_model, prepare
+from dualeval.engine.model.snapshot import Snapshot
+from dualeval.engine.samples.feed import checked_workers, why_not_forked
+from dualeval.engine.samples.samples import as_dataset
+from dualeval.engine.samples.subset import drawn
 from dualeval.engine.sharding.fsdp import check_torch
+from dualeval.engine.sharding.gathers import watching
+from dualeval.engine.sharding.lockstep import settle_schedule
 from dualeval.engine.sharding.model import ShardedModel, release, return_large_blocks
 from dualeval.engine.sharding.parameters import check_device, check_owned, has_late, read_all
 from dualeval.errors import UsageError
-from dualeval.status_line import doing
+from dualeval.process.status_line import doing
 from dualeval.tasks import Dataset, Task
 
 _MOST_AUTOMATIC_WORKERS = 8
@@ -140,7 +141,7 @@ def identify_and_prepare(
     identity = ModelIdentity.of(model, around_gather)
     check_model(model, run.options)
     # After the identity: its hooks are no part of the model.
-    stack.enter_context(run.watching(model))
+    stack.enter_context(watching(model, run))
     settle_layout(task, dataset, model, run)
     model = prepare(model, run.options, owned=not run.guest, note=lambda said: run.note_all([said]))
     return model, identity
@@ -163,7 +164,7 @@ def _divided(
     settle_layout(task, dataset, model, run)
     model, identity = sharded.filled()
     settle_schedule(model, run)
-    stack.enter_context(run.watching(model))
+    stack.enter_context(watching(model, run))
     return model, identity
 
 

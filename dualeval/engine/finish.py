@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 
-from dualeval.columns import Rows
-from dualeval.engine.evaluation import Evaluation
+from dualeval.columns.ragged import Rows
+from dualeval.engine.checks.replay import Proven, batches_of_predictions, comparable, metric_digests
+from dualeval.engine.device.machines import chunks_by_machine
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.layout import what_they_said
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
+from dualeval.engine.folder.stored_rows import MemoryWriter, NewRows, collect_rows
 from dualeval.engine.folder.windows import PLAIN, RowsOfChunks, read_columns
-from dualeval.engine.loop import Loop, unwritable
-from dualeval.engine.machines import chunks_by_machine
-from dualeval.engine.measured import (
+from dualeval.engine.job.evaluation import Evaluation
+from dualeval.engine.job.opened import Opened
+from dualeval.engine.loop.loop import Loop, unwritable
+from dualeval.engine.samples.subset import findings_of, part_of, warnings_of, whole_set_intervals
+from dualeval.engine.scoring.slices import slicing_of
+from dualeval.engine.values.measured import (
     check_keys,
     columns_of,
     columns_wanted,
@@ -32,17 +37,12 @@ from dualeval.engine.measured import (
     plain,
     with_clusters,
 )
-from dualeval.engine.opened import Opened
-from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
-from dualeval.engine.plan import EvalPlan
-from dualeval.engine.proving import Proven, batches_of_predictions, comparable, metric_digests
-from dualeval.engine.slices import slicing_of
-from dualeval.engine.stored_rows import MemoryWriter, NewRows, collect_rows
+from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, UsageError
+from dualeval.messages import counted, first_of
 from dualeval.metrics import mistakes
 from dualeval.result import FIRST_SAMPLES, INTERVAL_FORMULAS, PREDICTIONS, Result, checksum_of
 from dualeval.tasks import Task
-from dualeval.wording import counted, first_of
 
 _NAMED_AT_MOST = 5
 # Fields of a result that rank 0 computes from all ranks' counts and from the rows.

@@ -11,20 +11,20 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dualeval.engine.end.process import (
-    Signals,
+from dualeval.engine.values.options import SessionOptions
+from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
+from dualeval.process.signals import Signals
+from dualeval.process.speech import say
+from dualeval.process.start import may_print
+from dualeval.process.status_line import LINE
+from dualeval.process.uncaught import (
     conclude_quietly,
     install_hook,
     note_outer_hook,
     remove_hook,
-    say,
     say_if_uncaught,
 )
-from dualeval.engine.options import SessionOptions
-from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
-from dualeval.own_code import wants_debug
-from dualeval.process_start import may_print
-from dualeval.status_line import LINE
+from dualeval.user_code.tracebacks import wants_debug
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from dualeval.columns import (
+from dualeval.columns.ragged import (
     Column,
     Ragged,
     as_column,
@@ -23,21 +24,22 @@ from dualeval.columns import (
     refuse_masked,
     to_rows,
 )
-from dualeval.engine import numerics
-from dualeval.engine.agreement import agree
-from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
-from dualeval.engine.feed import FailedSample, checked_workers
+from dualeval.engine.checks.replay import prove, stored_batches
+from dualeval.engine.device import numerics
+from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.finish import finish, let_go
-from dualeval.engine.guest import rank_0s_buffers, unwrapped
-from dualeval.engine.loop import Loop, compute_alone
-from dualeval.engine.opened import open_rows
-from dualeval.engine.options import RunOptions
-from dualeval.engine.parts import drawn
-from dualeval.engine.preparation import check_initialized, training_note
-from dualeval.engine.proving import prove, stored_batches
-from dualeval.engine.run_state import Run
-from dualeval.engine.samples import Samples, check_samples, wrap
-from dualeval.engine.sharding.fsdp import is_sharded
+from dualeval.engine.job.agreement import agree
+from dualeval.engine.job.evaluation import Evaluation, evaluation_of, plan_of
+from dualeval.engine.job.opened import open_rows
+from dualeval.engine.job.reading import compute_alone
+from dualeval.engine.job.run_state import Run
+from dualeval.engine.loop.loop import Loop
+from dualeval.engine.model.preparation import check_initialized, training_note
+from dualeval.engine.model.snapshot import Snapshot, unwrapped
+from dualeval.engine.samples.feed import FailedSample, checked_workers
+from dualeval.engine.samples.samples import Samples, check_samples, wrap
+from dualeval.engine.samples.subset import drawn
+from dualeval.engine.values.options import RunOptions
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import as_metrics
@@ -465,3 +467,25 @@ def _listed(kinds: Mapping[str, Sequence[Any]]) -> str:
         f"{name}: {' '.join([*form, dtype.removeprefix('torch.')])}"
         for name, (dtype, _, *form) in kinds.items()
     )
+
+
+@contextmanager
+def rank_0s_buffers(given: nn.Module | None, run: Run) -> Iterator[None]:
+    """Until the loop ends, a caller's model computes alike on all ranks, and without collectives."""
+    if given is None or not run.guest:
+        yield
+        return
+    snapshot, model = Snapshot(), unwrapped(given)
+    snapshot.remember_buffers(model)
+    wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
+    broadcasts = wrapper is not None and wrapper.broadcast_buffers
+    try:
+        if wrapper is not None:
+            # Ranks have different numbers of batches: one would wait for a forward that never comes.
+            wrapper.broadcast_buffers = False
+        run.note_all(snapshot.share_buffers(model, run.backend, run.control))
+        yield
+    finally:
+        if wrapper is not None:
+            wrapper.broadcast_buffers = broadcasts
+        snapshot.put_back()

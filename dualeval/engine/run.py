@@ -11,24 +11,24 @@ from contextlib import ExitStack, nullcontext
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualeval.engine import numerics
-from dualeval.engine.agreement import agree
 from dualeval.engine.building import build, check, identify_and_prepare, mesh_of, samples_of
-from dualeval.engine.evaluation import evaluation_of
+from dualeval.engine.checks.repeatability import as_before
+from dualeval.engine.checks.replay import prove, stored_batches
+from dualeval.engine.device import numerics
 from dualeval.engine.finish import finish, finish_share, let_go
-from dualeval.engine.forward import evaluate_all, evaluated_alone, first_columns
-from dualeval.engine.guest import as_it_was
-from dualeval.engine.identity import task_attributes
-from dualeval.engine.looks import as_before
-from dualeval.engine.loop import Loop
-from dualeval.engine.opened import open_rows
-from dualeval.engine.preparation import compiler_settings, set_evaluation_mode
-from dualeval.engine.proving import prove, stored_batches
-from dualeval.engine.rounds import evaluate_in_rounds, evaluated_together
-from dualeval.engine.run_state import Run
+from dualeval.engine.identity.job import task_attributes
+from dualeval.engine.job.agreement import agree
+from dualeval.engine.job.evaluation import evaluation_of
+from dualeval.engine.job.opened import open_rows
+from dualeval.engine.job.run_state import Run
+from dualeval.engine.loop.forward import evaluate_all, evaluated_alone, first_columns
+from dualeval.engine.loop.loop import Loop
+from dualeval.engine.model.guest import as_it_was
+from dualeval.engine.model.preparation import compiler_settings, set_evaluation_mode
+from dualeval.engine.sharding.lockstep import evaluate_in_rounds, evaluated_together
 from dualeval.options.choices import LOCKSTEP
+from dualeval.process.status_line import doing
 from dualeval.result import Result
-from dualeval.status_line import doing
 from dualeval.tasks import Dataset, Task
 
 

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dualeval.engine.end.process import conclude_quietly, say
 from dualeval.engine.joining import Joined
-from dualeval.engine.keywords import RunKeywords
-from dualeval.engine.options import RunOptions, SessionOptions, run_options_of
+from dualeval.engine.values.keywords import RunKeywords
+from dualeval.engine.values.options import RunOptions, SessionOptions, run_options_of
 from dualeval.errors import EXIT_DONE, BackendError, DualevalError, PeerError, Stopped, UsageError, text_of
 from dualeval.options.fields import with_keywords
-from dualeval.process_start import DEFAULT_SIGNALS
-from dualeval.status_line import LINE
+from dualeval.process.speech import say
+from dualeval.process.start import DEFAULT_SIGNALS
+from dualeval.process.status_line import LINE
+from dualeval.process.uncaught import conclude_quietly
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from dualeval.engine.control.plane import ControlPlane
     from dualeval.engine.end.conclusion import Conclusion
     from dualeval.engine.end.watch import Watch
+    from dualeval.engine.job.run_state import Run
     from dualeval.engine.own_loop import OwnLoop
-    from dualeval.engine.run_state import Run
     from dualeval.metrics import Metric, RowMetric
     from dualeval.result import Result
     from dualeval.tasks import Task
@@ -220,10 +221,10 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
         from dualeval.engine.run import evaluate
-        from dualeval.report.loggers import check_installed, targets_of
+        from dualeval.report.loggers.loggers import check_installed, targets_of
 
         if report:
-            from dualeval.report.page import check_report, write_at_end
+            from dualeval.report.page.page import check_report, write_at_end
 
         self._check_usable()
         run_options = run_options_of(**options)
@@ -300,7 +301,7 @@ class Session:
         Returns:
             The options as the result would have them.
         """
-        from dualeval.engine.reference import Reference
+        from dualeval.engine.job.reference import Reference
         from dualeval.engine.run import try_out
 
         self._check_usable()
@@ -321,7 +322,7 @@ class Session:
         show: Callable[[int, int], None] | None,
         **more: Any,
     ) -> Run:
-        from dualeval.engine.run_state import Run
+        from dualeval.engine.job.run_state import Run
 
         # A script that takes notes itself reads no standard error.
         LINE.speak(speaks=self.world.is_main and (self._options.note is None or LINE.is_of_command))
@@ -396,7 +397,7 @@ class Session:
 
     def _free_memory(self) -> None:
         """Free the memory of a finished attempt."""
-        from dualeval.engine.accelerator import accelerator_of
+        from dualeval.engine.device.accelerator import accelerator_of
 
         gc.collect()
         device = self.backend.device
@@ -550,7 +551,7 @@ class Session:
 
     def say_warnings(self, result: Result) -> None:
         """Note the warnings about a result, for a caller who prints only its numbers."""
-        from dualeval.engine.measured import rough_warnings
+        from dualeval.engine.values.measured import rough_warnings
 
         of_intervals = rough_warnings(result.rough)
         for sentence in result.warnings if self.world.is_main else ():

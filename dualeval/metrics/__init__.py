@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dualeval.metrics.means import Mean as Mean
     from dualeval.metrics.means import Ratio as Ratio
     from dualeval.metrics.rows import Rows as Rows
-    from dualeval.metrics.torchmetrics import from_torchmetrics as from_torchmetrics
+    from dualeval.metrics.torchmetrics.metric import from_torchmetrics as from_torchmetrics
 
 # Where the metrics are, which are imported at their first use.
 _HOME = {
@@ -37,7 +37,7 @@ _HOME = {
     "Ratio": "dualeval.metrics.means",
     "Rows": "dualeval.metrics.rows",
     "TopK": "dualeval.metrics.classification",
-    "from_torchmetrics": "dualeval.metrics.torchmetrics",
+    "from_torchmetrics": "dualeval.metrics.torchmetrics.metric",
 }
 
 __all__ = [

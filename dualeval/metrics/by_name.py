@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.metrics.metric import Metric, RowMetric, by_names
 from dualeval.metrics.rows import Rows
 from dualeval.options.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
-from dualeval.wording import nearest
 
 # The columns of NonfiniteLogits and TieWarning, whose module imports torch.
 _NONFINITE, _TIES = ("nan_logits", "inf_logits"), ("ties", "rank")
@@ -99,7 +99,7 @@ def of_no_task(asked: Sequence[str]) -> list[str]:
 def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:
     """A metric that is none of the task's."""
     if text.startswith("torchmetrics:"):
-        from dualeval.metrics.torchmetrics import from_text
+        from dualeval.metrics.torchmetrics.metric import from_text
 
         return from_text(text, sorted({*columns, *(name for metric in own for name in metric.columns)}))
     found: Metric | RowMetric | None = plugin_metric(text)

@@ -24,8 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.columns import LateColumns
+from dualeval.columns.late import LateColumns
 from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.metrics import exact
 from dualeval.metrics.confusion import NO_CLASS, Confusion, Matthews, PrecisionRecall
 from dualeval.metrics.intervals import wilson_interval
@@ -34,7 +35,6 @@ from dualeval.metrics.metric import FRACTION, Described, Measured, Metric, RowMe
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_kind
-from dualeval.wording import nearest
 
 # Columns of shape (samples, num_classes): they are large, and few metrics read them. A float32 probability
 # is 1 from a margin of 17 on.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dualeval.columns import Ragged, Text
+from dualeval.columns.ragged import Ragged, Text
 from dualeval.errors import UsageError
 from dualeval.metrics.metric import FRACTION, Measured, Value
 from dualeval.options.choices import check_kind

@@ -15,8 +15,6 @@ _KINDS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-
-
 # What ``Moments`` hold: counts of samples and of the metric's own; how many values were NaN, +inf and -inf,
 # whose samples are in no sum; sums in units of 2**-1074, then those of products of two columns in units of
 # 2**-2148, then of three in units of 2**-3222.

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dualeval.messages import counted, listed
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.confusion import of_classes
 from dualeval.metrics.means import Mean, Ratio
 from dualeval.metrics.metric import FRACTION, Measured, Metric
-from dualeval.wording import counted, listed
 
 # A part of the pixels that is predicted for a class without any.
 _OFTEN = 0.2

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.errors import UsageError
+from dualeval.messages import counted, nearest
 from dualeval.metrics.exact import nonfinite_counts
 from dualeval.metrics.means import Mean
 from dualeval.metrics.metric import Described, Measured, Metric, RowMetric
 from dualeval.metrics.squad import WindowWork
-from dualeval.wording import counted, nearest
 
 _Numbers = npt.NDArray[np.float64]
 

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from dualeval.errors import UsageError
-from dualeval.models.fashion_cnn import EMBEDDED as EMBEDDED
-from dualeval.models.fashion_cnn import EmbeddedModel
-from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource
 from dualeval.models.sources.factory import ModuleModel
+from dualeval.models.sources.fashion_cnn import EMBEDDED as EMBEDDED
+from dualeval.models.sources.fashion_cnn import EmbeddedModel
+from dualeval.models.sources.source import NO_ARGUMENTS, Loading, ModelSource, WeightsSource
 from dualeval.models.weights import LoadedWeights
 
 # What --model takes besides torchvision's names and the embedded one: how it is written, and what it is.

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dualeval.errors import DualevalError, UsageError
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.messages import listed
+from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.late import InMemory, LateTensor
 from dualeval.models.model_errors import first_line
 from dualeval.models.weights import are_equal, load_state_dict, warnings_of
-from dualeval.wording import listed
 
 _DEVICE = Tensor.device.__get__
 _OF_META = ("meta tensor", "incompatible tensor type")

@@ -13,8 +13,8 @@ from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import DualevalError, UsageError
+from dualeval.messages import nearest
 from dualeval.vision_library import torchvision
-from dualeval.wording import nearest
 
 # torch.hub's rule: the first characters of the file's sha256 stand in its name, as in resnet50-0676ba61.pth.
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")

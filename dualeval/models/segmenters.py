@@ -10,14 +10,14 @@ from torch import nn
 
 from dualeval.data.preprocessing import Uncropped
 from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.models import classifiers, published
-from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource
 from dualeval.models.sources.processors import said_by_folder, uncropped_of
 from dualeval.models.sources.program import is_path_of_program
+from dualeval.models.sources.source import NO_ARGUMENTS, ModelSource, WeightsSource
 from dualeval.models.sources.transformers_models import PREFIX, TransformersModel
 from dualeval.models.sources.vision import TorchvisionModel
 from dualeval.models.transformers_folder import CONFIG
-from dualeval.wording import nearest
 
 
 class TorchvisionSegmenter(TorchvisionModel):

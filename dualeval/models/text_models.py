@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from dualeval.data.token_groups import TokenizerFacts
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.model_errors import first_line
 from dualeval.models.sources.factory import ModuleModel

@@ -16,12 +16,12 @@ from torch import nn
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import read_state_dict, unread_beside
+from dualeval.messages import counted, listed
+from dualeval.models.checkpoints.checkpoint import read_state_dict, unread_beside
 from dualeval.models.late_building import NotLate, is_building
 from dualeval.models.model_errors import first_line
 from dualeval.models.weights import LoadedWeights, load_into, numbered
 from dualeval.vision_library import torchvision
-from dualeval.wording import counted, listed
 
 CONFIG = "config.json"
 # In the order in which the library looks for them.

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import StateDict, saved_in, unread_beside
+from dualeval.messages import counted, first_of, listed
+from dualeval.models.checkpoints.checkpoint import StateDict, saved_in, unread_beside
 from dualeval.models.checkpoints.finding import is_read
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.weights_name import is_published_name
-from dualeval.wording import counted, first_of, listed
 
 # Which are converted to each other. Not the eighth-size ones: these go with scales, as integers do.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

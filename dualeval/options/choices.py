@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 
 from dualeval.errors import UsageError
-from dualeval.wording import did_you_mean
+from dualeval.messages import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp16", "bf16")
 # Those whose weights and inputs are cast.

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from dualeval.errors import UsageError
+from dualeval.messages import did_you_mean, refuse_url
 from dualeval.options.choices import check_choice, check_count, check_kind
-from dualeval.wording import did_you_mean, refuse_url
 
 _BOOLS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.options.choices import columns_of_groups
 from dualeval.options.evaluation import LAUNCH, EvaluationOptions
 from dualeval.options.fields import Given, OptionField, as_json, check_fields, fields_of, flag_of, option
@@ -23,7 +24,6 @@ from dualeval.options.plugins import (
     task_kind,
 )
 from dualeval.tasks.options import TASKS
-from dualeval.wording import nearest
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache

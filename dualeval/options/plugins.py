@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dualeval.errors import DualevalError, UsageError
+from dualeval.messages import did_you_mean, nearest
 from dualeval.options.fields import OptionField, fields_of, options_of_call
-from dualeval.own_code import broken, own_module
 from dualeval.tasks.options import SCORED, TASKS
-from dualeval.wording import did_you_mean, nearest
+from dualeval.user_code.importing import broken, own_module
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

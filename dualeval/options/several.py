@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dualeval.errors import UsageError
+from dualeval.messages import first_of
 from dualeval.options.job import MODELS_KEY, Job
 from dualeval.options.plugins import BUILT_IN
 from dualeval.result import JOB, MODELS, RESULT, STATUS
-from dualeval.wording import first_of
 
 _WILD = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"([0-9]+)")

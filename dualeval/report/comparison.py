@@ -14,8 +14,8 @@ from rich.table import Table
 from dualeval.comparison.compared import Comparison, Gate, MetricComparison
 from dualeval.comparison.slices import WorstGate
 from dualeval.comparison.statistics import LEVEL
+from dualeval.messages import first_of, printable
 from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
-from dualeval.wording import first_of, printable
 
 # Ids of flipped samples that are shown.
 _NAMED = 3

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from dualeval.messages import csv_cell, printable
 from dualeval.report.table import make_console, print_line, shown_numbers
 from dualeval.result import Result
-from dualeval.wording import csv_cell, printable
 
 DONE, FAILED, NOT_DONE = "done", "failed", "not done"
 _DIGESTS = ("metrics_digest", "samples_digest")

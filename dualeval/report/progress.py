@@ -6,8 +6,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
-from dualeval.status_line import LINE
-from dualeval.wording import printable
+from dualeval.messages import printable
+from dualeval.process.status_line import LINE
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dualeval.messages import printable, printable_lines
+from dualeval.process.status_line import on_screen
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, Result, described_part
-from dualeval.status_line import on_screen
-from dualeval.wording import printable, printable_lines
 
 # Of the lines around the table.
 LABEL_WIDTH = 16

@@ -166,7 +166,7 @@ class Task(ABC):
         """
         from torch.utils.data import default_collate
 
-        from dualeval.columns import refuse_masked
+        from dualeval.columns.ragged import refuse_masked
 
         refuse_masked("the samples have", samples)
         return default_collate(samples)

@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Column
+from dualeval.columns.ragged import Column
 from dualeval.data.squad import Questions, read_null_odds, read_predictions, read_questions
 from dualeval.errors import UsageError
+from dualeval.messages import first_of
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.squad import BestThresholds
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
-from dualeval.wording import first_of
 
 # Behind all odds that a run writes.
 _NEVER = float(np.finfo(np.float32).max)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from dualeval.columns import KEEPING_LATE, keeps_late
+from dualeval.columns.late import KEEPING_LATE, keeps_late
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import KnownClasses, check_indices
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
+from dualeval.messages import counted, first_of
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import ON_REQUEST, classification_metrics, observed_logits
 from dualeval.models import classifiers
@@ -26,7 +27,6 @@ from dualeval.tasks.keywords import ImageClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, agreed_classes, check_classes, hint_for, names_of
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
-from dualeval.wording import counted, first_of
 
 if TYPE_CHECKING:
     from dualeval.tasks.image_data import ImageData

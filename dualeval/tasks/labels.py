@@ -17,10 +17,10 @@ from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
 from dualeval.data.table import Rows
 from dualeval.errors import UsageError
+from dualeval.messages import first_of
 from dualeval.models import published
-from dualeval.models.checkpoints import read_class_names
+from dualeval.models.checkpoints.checkpoint import read_class_names
 from dualeval.options.choices import CLASS_ORDERS, check_choice
-from dualeval.wording import first_of
 
 
 class FolderLabels:

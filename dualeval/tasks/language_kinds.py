@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Column, Ragged, Text
+from dualeval.columns.of_data import KeptColumns, WithColumns
+from dualeval.columns.ragged import Column, Ragged, Text
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, answers_of, choices_of
 from dualeval.data.table import Rows
 from dualeval.data.token_groups import DocumentWindows, collate_prompts, collate_sequences
 from dualeval.errors import UsageError
-from dualeval.further_columns import KeptColumns, WithColumns
 from dualeval.metrics import Metric
 from dualeval.metrics.means import BitsPerByte, Count, Mean, Ratio
 from dualeval.metrics.squad import plain_text

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from dualeval.columns import Column
+from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, LanguageData, read_language_data
 from dualeval.data.table import PythonRows, TableOptions

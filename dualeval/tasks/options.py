@@ -31,7 +31,7 @@ from dualeval.options.fields import check_fields, option
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
-    from dualeval.models.sources import ModelSource
+    from dualeval.models.sources.source import ModelSource
     from dualeval.tasks import Task
     from dualeval.tasks.given_answers import GivenAnswers
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import KEEPING_LATE, LateColumns, keeps_late
+from dualeval.columns.late import KEEPING_LATE, LateColumns, keeps_late
 from dualeval.errors import UsageError, text_of
+from dualeval.messages import did_you_mean
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import as_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
@@ -25,7 +26,6 @@ from dualeval.metrics.means import Mean
 from dualeval.metrics.metric import DEFAULT, by_names
 from dualeval.metrics.texts import regression_metric
 from dualeval.tasks import Task, refusals
-from dualeval.wording import did_you_mean
 
 _TOP = 5
 _CALLED = {"collate": ("samples",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dualeval.data.preprocessing import STEPS, Normalisation, OwnPreprocessing, Preprocessing, Uncropped
 from dualeval.errors import DualevalError, UsageError
-from dualeval.models.sources import Loading, ModelSource, WeightsSource
+from dualeval.messages import nearest
+from dualeval.models.sources.source import Loading, ModelSource, WeightsSource
 from dualeval.models.weights import (
     LoadedWeights,
     notes_of,
@@ -22,11 +23,10 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
     warnings_of,
 )
-from dualeval.own_code import own_module
 from dualeval.tasks import Task
 from dualeval.tasks.options import PictureOptions
 from dualeval.tasks.refusals import for_a_trial, refused_images
-from dualeval.wording import nearest
+from dualeval.user_code.importing import own_module
 
 # What decides the numbers of picture files, and is never assumed.
 NEEDED = ("resize", "crop", "mean", "std")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from dualeval.columns import Column
+from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.squad import questions_of_rows, read_questions
 from dualeval.data.windows import EncodedQuestions, WindowEncoder

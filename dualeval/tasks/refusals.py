@@ -16,7 +16,7 @@ from dualeval.data.preprocessing import Normalisation, OwnPreprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import are_probabilities
 from dualeval.models.model_errors import channels_of, first_line, floating_dtypes
-from dualeval.own_code import is_raised_by_own_code
+from dualeval.user_code.tracebacks import is_raised_by_own_code
 
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
 OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with one row for each sample"

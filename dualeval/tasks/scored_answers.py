@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualeval.columns import Text
+from dualeval.columns.ragged import Text
 from dualeval.data.squad import Questions
 from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.metric import called
 from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
 from dualeval.tasks import Task, place_of
-from dualeval.wording import nearest
 
 NAME = "question-answering"
 # The column of the articles' titles: questions on one article are not independent.

@@ -23,6 +23,7 @@ from dualeval.data.pictures import prepare
 from dualeval.data.preprocessing import OwnPreprocessing
 from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
+from dualeval.messages import listed
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
@@ -33,7 +34,6 @@ from dualeval.tasks.options import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import described
 from dualeval.tasks.scored_answers import chosen
-from dualeval.wording import listed
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)

@@ -13,6 +13,7 @@ from torch import nn
 
 from dualeval import tasks
 from dualeval.errors import DualevalError, UsageError, text_of
+from dualeval.messages import listed
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
 from dualeval.metrics.classification import SCORES, Auroc, classification_metrics
@@ -21,7 +22,6 @@ from dualeval.options.fields import fields_of
 from dualeval.result import read_job
 from dualeval.tasks import Task
 from dualeval.tasks.options import TASKS
-from dualeval.wording import listed
 
 _OF_OWN_MODELS = f"{tasks.__name__}.own_model.ModelTask"
 

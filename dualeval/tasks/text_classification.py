@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from dualeval.columns import Column
+from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import LEFT_OUT, KnownClasses, Labels, TableLabels, refuse_other_names
 from dualeval.data.table import Choose, PythonRows, Rows, TableOptions, column_of, read_rows

@@ -45,8 +45,8 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     import torch
 
     from dualeval.backends import horovod, mpi
-    from dualeval.engine.accelerator import nvidia_driver
-    from dualeval.engine.machines import machine_facts
+    from dualeval.engine.device.accelerator import nvidia_driver
+    from dualeval.engine.device.machines import machine_facts
 
     machine = machine_facts(torch.device("cpu"), ())
     facts: dict[str, Any] = {

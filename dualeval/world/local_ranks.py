@@ -26,7 +26,7 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, L
 from dualeval.launch import detect
 from dualeval.launch.cores import usable_cores
 from dualeval.launch.launchers import may_start_ranks
-from dualeval.process_start import LAUNCHER_PID, end_with_launcher
+from dualeval.process.start import LAUNCHER_PID, end_with_launcher
 from dualeval.world import World
 from dualeval.world.devices import device_here
 from dualeval.world.network import LOOPBACK, check_own_name

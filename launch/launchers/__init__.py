@@ -11,8 +11,8 @@ from importlib import import_module
 from dualeval.errors import UsageError
 from dualeval.launch.launchers.base import Launcher, Way
 from dualeval.launch.site import Site, spread
-from dualeval.process_start import RANK_VARIABLES
-from dualeval.wording import counted
+from dualeval.messages import counted
+from dualeval.process.start import RANK_VARIABLES
 from dualeval.world import World
 
 __all__ = ["BACKENDS", "LAUNCHERS", "WAYS", "Launcher", "Way"]

@@ -17,10 +17,10 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
 from tests.conftest import Launch
-from tests.engine.test_endings import await_that
-from tests.environments import read_variables, world_at
+from tests.engine.end.test_endings import await_that
 from tests.launch.test_env_ranks import free_port
-from tests.launchers import start
+from tests.vehicles.environments import read_variables, world_at
+from tests.vehicles.launchers import start
 
 
 def world_of(launcher: str) -> World:

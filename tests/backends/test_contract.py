@@ -18,7 +18,7 @@ from _pytest.mark.structures import ParameterSet
 from dualeval.launch.launchers import BACKENDS, WAYS
 from tests.backends.checks import CHECKS
 from tests.conftest import Finished, Launch
-from tests.launchers import needs, start, variables
+from tests.vehicles.launchers import needs, start, variables
 
 WORKER = Path(__file__).with_name("worker.py")
 

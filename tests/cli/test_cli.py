@@ -21,9 +21,9 @@ from dualeval.errors import UsageError
 from dualeval.options.job import start_of
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
 from dualeval.tasks.image_data import ASSETS
-from dualeval.tools.submit import SlurmJob
+from dualeval.tools.submit.command import SlurmJob
 from tests.conftest import ROOT, Launch
-from tests.environments import read_variables
+from tests.vehicles.environments import read_variables
 
 RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run"]
 

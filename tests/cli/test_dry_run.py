@@ -14,12 +14,12 @@ import torch
 from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
 from dualeval.models import classifiers
-from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
 from tests.data.test_image_folder import save
-from tests.launchers import start
+from tests.vehicles.launchers import start
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 torchvision()

@@ -21,9 +21,9 @@ from dualeval.errors import UsageError
 from dualeval.options.job import COMMON, Job
 from dualeval.options.plugins import scored_kind, task_kind
 from dualeval.tasks.options import SCORED, TASKS
-from tests import causal_models, texts
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
+from tests.vehicles import causal_models, texts
 
 GROUPS = ["Model:", "Data:", "Run:", "Launch:"]
 MINE = '''

@@ -17,7 +17,7 @@ from dualeval.backends.horovod import _meets_over_mpi
 from dualeval.errors import LaunchError
 from dualeval.world import World
 from tests.conftest import BIN, ROOT, Launch
-from tests.launchers import start
+from tests.vehicles.launchers import start
 
 RUN: list[str | Path] = [BIN / "dualeval", "run", "--limit", "200"]
 # Python imports this module of every process at its start, wherever it lies on the path.

@@ -24,19 +24,19 @@ from dualeval.cli.several import exit_code_of
 from dualeval.data import image_files, labelled_images
 from dualeval.data.class_folders import class_folders
 from dualeval.data.image_files import digest_of_file
-from dualeval.engine import preparation
+from dualeval.engine.model import preparation
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from dualeval.options.job import Job
 from dualeval.options.several import TABLES, candidates_of, expanded, found_models, is_several, names_of
-from dualeval.report.loggers import of_model, targets_of
+from dualeval.report.loggers.loggers import of_model, targets_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
 from tests.data.test_image_folder import save
-from tests.engine.test_endings import await_that
-from tests.launchers import needs, start
+from tests.engine.end.test_endings import await_that
 from tests.report.test_report import result as made_result
+from tests.vehicles.launchers import needs, start
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 torchvision()

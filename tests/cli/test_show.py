@@ -13,12 +13,12 @@ from PIL import Image
 import dualeval
 from dualeval.cli.finished import show
 from dualeval.errors import UsageError
+from dualeval.messages import csv_cell, printable, printable_lines
 from dualeval.metrics import Mean, Metric, RowMetric
-from dualeval.wording import csv_cell, printable, printable_lines
 from tests.comparison.test_comparison import SeededTask, table_of
 from tests.engine.test_evaluator import evaluate
 from tests.report.test_page_content import COUNT, EVIL, NamedTask, runs
-from tests.tiny import TinyDataset
+from tests.vehicles.tiny import TinyDataset
 
 __all__ = ["runs"]  # a fixture
 

@@ -21,16 +21,16 @@ from rich.console import Console
 
 import dualeval
 from dualeval import cli
-from dualeval.engine import rescoring
+from dualeval.engine.scoring import rescoring
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import classification_metric, default_metrics
 from dualeval.report.table import print_result
 from dualeval.result import checksum_of, read_result, sha256_of_json
 from dualeval.tasks.given_answers import GivenAnswers
-from tests import questions
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
-from tests.tiny import CLASSES, TinyTask
+from tests.vehicles import questions
+from tests.vehicles.tiny import CLASSES, TinyTask
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
 BROKEN = (3, 40)
@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "its own folder": (["score", "{run}", "--out", "{run}"], ["--out", "holds a result.json already"]),
     "no run": (["score", "{tmp}"], ["holds no run", "status.json"]),
     "no folder": (["verify", "{tmp}/nowhere"], ["there is no folder"]),
-    "a task of one's own": (["verify", "{run}"], ["task tests.tiny.TinyTask", "dualeval.rescore("]),
+    "a task of one's own": (["verify", "{run}"], ["task tests.vehicles.tiny.TinyTask", "dualeval.rescore("]),
     "no run named": (["verify"], ["Missing argument 'RUN'"]),
 }
 

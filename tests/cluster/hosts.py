@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from tests.conftest import BIN, GRACE, MPI_VARIABLES, ROOT
-from tests.requirements import SYSTEM_BIN
+from tests.vehicles.requirements import SYSTEM_BIN
 
 # Seconds that any step of the start-up may take, on a machine that does other things as well.
 PATIENCE = 30.0

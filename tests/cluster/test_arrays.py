@@ -17,7 +17,7 @@ from tests.conftest import ROOT, Launch
 
 pytestmark = pytest.mark.needs("cluster")
 
-PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/joining_worker.py", "place"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/vehicles/workers/joining_worker.py", "place"]
 COUNT_OF_TASKS = 3
 
 # Asked for by the tests below, as this module's own.

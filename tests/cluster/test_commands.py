@@ -16,8 +16,8 @@ from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
 from tests.conftest import Launch
 from tests.docs.test_readme import commands, needs_slurm
-from tests.engine import test_sharded_runs
-from tests.engine.test_sharded_runs import SHARD, Job, Run, check
+from tests.engine.sharding import test_sharded_runs
+from tests.engine.sharding.test_sharded_runs import SHARD, Job, Run, check
 from tests.tools.test_conformance import outcomes, shared
 
 pytestmark = pytest.mark.needs("cluster")

@@ -21,7 +21,7 @@ from dualeval.engine.folder.journal import read_journal_file
 from dualeval.tasks.image_classification import ImageClassification
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Launch
-from tests.faults import (
+from tests.vehicles.faults import (
     GONE_WITHIN_S,
     HEARTBEAT_S,
     JOB,
@@ -38,12 +38,12 @@ from tests.faults import (
     look_into,
     play,
 )
-from tests.faulty_models import FAULT, FLUSH_S, began
-from tests.launchers import start, way
-from tests.sessions import evaluate
+from tests.vehicles.faulty_models import FAULT, FLUSH_S, began
+from tests.vehicles.launchers import start, way
+from tests.vehicles.sessions import evaluate
 
 ROUNDS = 3
-JOINING = ROOT / "tests" / "workers" / "joining_worker.py"
+JOINING = ROOT / "tests/vehicles/workers" / "joining_worker.py"
 SEED = "DUALEVAL_TEST_SEED"
 NEEDS = {"torch": [], "horovod": ["horovod"], "mpi": ["mpi"]}
 
@@ -136,7 +136,7 @@ def test_torchrun_starts_ranks_on_two_hosts_again(
 class Standstill:
     """A way in which one rank is no longer there, or does not go on."""
 
-    fault: str | None  # in the words of ``tests.faulty_models``; None where a reading hangs
+    fault: str | None  # in the words of ``tests.vehicles.faulty_models``; None where a reading hangs
     rank: int  # whose it is
     says: str  # what the others say of it, a regular expression
     stack: str | None = None  # what its own stacks contain; None where it cannot write them
@@ -220,7 +220,7 @@ def job_of(kind: Standstill, images: Path) -> list[str]:
     if kind.fault is not None:
         return [*JOB, *common]
     # The pipe is in chunk 3, rank 1's of two.
-    words = "--model tests.faulty_models:means --weights random:0 --batch-size 2"
+    words = "--model tests.vehicles.faulty_models:means --weights random:0 --batch-size 2"
     sizes = "--resize 20 --crop 20 --mean 0 --std 1"
     return [
         *(*words.split(), *sizes.split(), "--no-progress", "--data", str(images)),

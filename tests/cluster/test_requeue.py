@@ -16,14 +16,15 @@ from tests.cluster import test_launchers
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
 from tests.conftest import ROOT, Launch
-from tests.faulty_models import FAULT, FLUSH_S
-from tests.sessions import evaluate
+from tests.vehicles.faulty_models import FAULT, FLUSH_S
+from tests.vehicles.sessions import evaluate
 
 pytestmark = pytest.mark.needs("cluster")
 
 PATIENCE = 60.0
 ASSETS = ROOT / "dualeval/assets"
-MODEL = f"--model tests.faulty_models:fashion_cnn --weights {ASSETS}/fashion_cnn.safetensors --data {ASSETS}"
+FAULTY = "tests.vehicles.faulty_models:fashion_cnn"
+MODEL = f"--model {FAULTY} --weights {ASSETS}/fashion_cnn.safetensors --data {ASSETS}"
 JOB = f"{MODEL} --batch-size 20 --limit 1600 --out out"
 TASKS = "--nodes 2 --ntasks-per-node 1"
 SBATCH = f"sbatch {TASKS} slurm/eval.sbatch {JOB}"

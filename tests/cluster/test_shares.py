@@ -17,8 +17,8 @@ from tests.cluster import test_launchers
 from tests.cluster.test_launchers import Batch
 from tests.cluster.test_requeue import MODEL, PACKAGE, SLOW
 from tests.conftest import Launch
-from tests.faulty_models import FAULT
-from tests.sessions import evaluate
+from tests.vehicles.faulty_models import FAULT
+from tests.vehicles.sessions import evaluate
 
 pytestmark = pytest.mark.needs("cluster")
 

@@ -12,8 +12,8 @@ import pytest
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import PATIENCE, Batch
 from tests.conftest import ROOT, Launch
-from tests.engine.test_endings import read
-from tests.engine.test_training import (
+from tests.engine.end.test_endings import read
+from tests.training.test_training import (
     FILES,
     MODEL,
     ONE_THREAD,

@@ -15,7 +15,7 @@ from dualeval.world import network
 from tests.cluster.conftest import Typed
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Launch
-from tests.environments import read_variables
+from tests.vehicles.environments import read_variables
 from tests.world.test_waiting import WORKER, read_until
 
 pytestmark = pytest.mark.needs("cluster")
@@ -50,7 +50,7 @@ GUEST = """
 import os
 import torch.distributed as dist
 import dualeval
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}
 os.environ |= {"MASTER_ADDR": "h0", "MASTER_PORT": "29555"}
 dist.init_process_group("gloo")

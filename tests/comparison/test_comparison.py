@@ -29,7 +29,7 @@ from dualeval.metrics import Mean, Metric, Ratio, RowMetric
 from dualeval.report.comparison import as_markdown, in_unit
 from dualeval.result import PREDICTIONS, RESULT, STATUS, checksum_of
 from tests.engine.test_evaluator import evaluate
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 600

@@ -19,9 +19,9 @@ from dualeval.comparison.statistics import LEVEL, ProportionDifference
 from dualeval.errors import UsageError
 from dualeval.report.comparison import as_markdown
 from tests.comparison.test_comparison import changed, table_of
+from tests.engine.scoring.test_slices import Scanned
 from tests.engine.test_evaluator import evaluate
-from tests.engine.test_slices import Scanned
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 
 COUNT = 600
 

@@ -13,7 +13,7 @@ import pytest
 import dualeval
 from dualeval.comparison.compared import Comparison, Gate
 from dualeval.comparison.worst import JudgedRows, Listed
-from dualeval.engine import stored_rows
+from dualeval.engine.folder import stored_rows
 from dualeval.errors import UsageError
 from dualeval.result import read_result
 from tests.comparison.test_comparison import SeededTask, changed, table_of

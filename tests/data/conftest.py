@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualeval.vision_library import torchvision
-from tests.made_tokenizers import Made, make_all
+from tests.vehicles.made_tokenizers import Made, make_all
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 torchvision()

@@ -20,7 +20,7 @@ from dualeval.data.preprocessing import OwnPreprocessing, Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.vision_library import torchvision
 from tests.engine.test_evaluator import evaluate
-from tests.tiny import TinyDataset, TinyTask
+from tests.vehicles.tiny import TinyDataset, TinyTask
 
 SMALL = Preprocessing(resize=20, crop=16)
 TORCHVISION = torchvision()

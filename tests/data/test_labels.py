@@ -23,7 +23,7 @@ from dualeval.data.labels import (
 from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.vision_library import torchvision
-from tests.assets import package_folder
+from tests.vehicles.assets import package_folder
 
 TORCHVISION = torchvision()
 ENTRY = TORCHVISION.models.ResNet18_Weights.IMAGENET1K_V1

@@ -30,9 +30,9 @@ from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.image_data import ASSETS
 from dualeval.vision_library import torchvision
-from tests.assets import package_folder
 from tests.data.test_image_folder import save
 from tests.engine.test_evaluator import evaluate
+from tests.vehicles.assets import package_folder
 
 TORCHVISION = torchvision()
 CPU = torch.device("cpu")

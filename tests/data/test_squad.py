@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dualeval.data.squad import read_null_odds, read_predictions, read_questions
-from tests.assets import package_folder
-from tests.squad_files import (
+from tests.vehicles.assets import package_folder
+from tests.vehicles.squad_files import (
     INDENTED,
     READERS,
     changed,

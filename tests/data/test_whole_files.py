@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval import whole_files
-from dualeval.engine import recorder
+from dualeval import atomic_files as whole_files
+from dualeval.engine.folder import recorder
 from dualeval.errors import DualevalError
 from dualeval.result import checksum_of
+from tests.engine.folder.test_folder import await_that
+from tests.engine.folder.test_resume import begin, go_on
 from tests.engine.test_evaluator import evaluate, rows
-from tests.engine.test_folder import await_that
-from tests.engine.test_resume import begin, go_on
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 
 SAMPLES = 400
 

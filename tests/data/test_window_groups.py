@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dualeval.data.token_groups import FORWARD_TOKENS, TokenizerFacts, Tokens, grouped, in_groups
 from dualeval.data.windows import EncodedQuestion, WindowEncoder
-from dualeval.engine.nests import zeros_like
-from tests.made_tokenizers import CONTEXT_WORDS, QUESTION_WORDS, Made, same_bits, split
+from dualeval.engine.values.nests import zeros_like
+from tests.vehicles.made_tokenizers import CONTEXT_WORDS, QUESTION_WORDS, Made, same_bits, split
 
 Sample = dict[str, Tensor]
 

@@ -23,7 +23,7 @@ from dualeval.data.token_groups import (
 )
 from dualeval.data.windows import WindowEncoder
 from dualeval.errors import UsageError
-from tests.made_tokenizers import (
+from tests.vehicles.made_tokenizers import (
     ACCENTS,
     CONTEXT_WORDS,
     NAMES,

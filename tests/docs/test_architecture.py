@@ -19,8 +19,7 @@ PACKAGE = ROOT / "dualeval"
 # Each room and the rooms it may import from, besides itself and the ground floor; a module may have a line of
 # its own.
 GROUND = {
-    *("errors", "wording", "whole_files", "own_code", "process_start", "vision_library", "further_columns"),
-    "status_line",
+    *("errors", "messages", "atomic_files", "user_code", "process", "vision_library", "columns.of_data"),
     *("options.choices", "options.evaluation", "options.fields"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
     *("models.model_errors", "models.weights_name"),
@@ -47,7 +46,7 @@ ALLOWED = {
         "tasks.stored",
         "report.comparison",
     },
-    "early_stopping": {"backends", "launch", "result"},
+    "training": {"backends", "launch", "result"},
     "engine": {"columns", "metrics", "result", "tasks", "backends.base"},
     "tasks": {"columns", "models", "data", "metrics"},
     # It reads a run's job.json.
@@ -71,13 +70,12 @@ ALLOWED = {
     "backends": {"launch.launchers"},
     "launch": {"world.meetings.mpi"},
     "errors": set(),
-    "further_columns": set(),
+    "columns.of_data": set(),
     "vision_library": set(),
-    "own_code": set(),
-    "process_start": set(),
-    "status_line": set(),
-    "whole_files": set(),
-    "wording": set(),
+    "user_code": set(),
+    "process": set(),
+    "atomic_files": set(),
+    "messages": set(),
     "assets": set(),
 }
 # What joins the rooms: a session joins the ranks, whatever backend and launcher, and shows the result.
@@ -165,6 +163,44 @@ def test_no_module_imports_one_that_imports_it() -> None:
     graph["dualeval.comparison.compared"].remove("dualeval.report.comparison")  # likewise
     graph["dualeval.tasks"] -= {*class_names().values()}  # names for editors, as of dualeval itself
     TopologicalSorter(graph).prepare()
+
+
+ROOMS = ("engine", "tasks", "models", "metrics", "report", "tools", "process", "user_code", "columns", "data")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_inside_a_room_stand_on_floors(room: str) -> None:
+    """No folder or file in a room imports one that imports it, by way of others or for types either."""
+    inner: dict[str, set[str]] = {}
+    modules = {name_of(path) for path in sources()}
+    for path in sources():
+        _, top, *names = name_of(path).split(".") + [""]
+        if top != room or not names[0]:
+            continue  # the room's __init__.py, which offers what is inside
+        below = inner.setdefault(names[0], set())
+        for module, imported in imports(path):
+            for each in imported or {""}:
+                whole = f"{module}.{each}" if f"{module}.{each}" in modules else module
+                parts = whole.split(".")
+                if parts[:2] == ["dualeval", room] and len(parts) > 2 and parts[2] != names[0]:
+                    below.add(parts[2])
+    sorter = TopologicalSorter(inner)
+    sorter.prepare()
+    floor = 0
+    while ready := sorter.get_ready():
+        print(f"{room}, floor {floor}: {' '.join(sorted(ready))}")
+        sorter.done(*ready)
+        floor += 1
+
+
+def test_a_room_says_what_it_is() -> None:
+    """Each folder of the engine and of the package's new rooms has a door of at most ten lines."""
+    for door in [
+        *(PACKAGE / "engine").rglob("__init__.py"),
+        *(PACKAGE / name / "__init__.py" for name in ROOMS[6:9]),
+    ]:
+        lines = door.read_text("utf-8").splitlines()
+        assert len(lines) <= 10 and "Begin with" in "".join(lines), door
 
 
 def name_of(path: Path) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from dualeval.metrics import Mean
 from tests.conftest import ROOT, Launch
-from tests.requirements import PEERS_PYTHON
+from tests.vehicles.requirements import PEERS_PYTHON
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:

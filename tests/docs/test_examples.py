@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 from tests.conftest import ROOT, Launch
-from tests.engine.test_endings import read
-from tests.launchers import needs, start, way
+from tests.engine.end.test_endings import read
+from tests.vehicles.launchers import needs, start, way
 
 SCRIPT = ROOT / "examples" / "evaluate_in_a_script.py"
 TRAINING = ROOT / "examples" / "evaluate_while_training.py"
-WORKER = ROOT / "tests" / "workers" / "example_worker.py"
+WORKER = ROOT / "tests/vehicles/workers" / "example_worker.py"
 ALONE = [sys.executable]
 HOROVODRUN = ["horovodrun", "-np", "2", sys.executable]
 

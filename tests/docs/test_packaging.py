@@ -25,10 +25,10 @@ from torch import nn
 import dualeval
 from dualeval.options.job import Job
 from dualeval.tasks import options
-from tests import requirements
 from tests.conftest import ROOT, Launch
 from tests.docs.test_readme import a_clone
 from tests.engine.test_evaluator import evaluate
+from tests.vehicles import requirements
 
 SETUP = (ROOT / "setup.py").read_text("utf-8")
 [OLDEST] = re.findall(r'python_requires=">=([0-9.]+)"', SETUP)

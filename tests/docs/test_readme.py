@@ -17,7 +17,7 @@ import pytest
 from dualeval.tasks.image_classification import ImageClassification
 from tests.conftest import BIN, ROOT, Launch
 from tests.engine.test_evaluator import evaluate
-from tests.launchers import needs
+from tests.vehicles.launchers import needs
 
 README = (ROOT / "README.md").read_text("utf-8")
 # README has a few of these.
@@ -292,7 +292,7 @@ def in_one_shell(launch: Launch, clone: Path, typed: list[str], timeout: float) 
 @pytest.mark.needs("mpi", "horovod")
 def test_each_line_works_with_what_was_installed_before(launch: Launch, tmp_path: Path) -> None:
     clone, pictures = a_clone(tmp_path / "clone"), tmp_path / "pictures"
-    launch([sys.executable, "-m", "tests.readers_files", clone, pictures]).ok()
+    launch([sys.executable, "-m", "tests.vehicles.readers_files", clone, pictures]).ok()
     wanted = [line for line in lines() if line not in ELSEWHERE and not needs_slurm(line)]
     # For those who do without Horovod: tried last, when that is gone.
     wanted.remove(WITHOUT_HOROVOD)

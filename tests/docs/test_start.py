@@ -22,7 +22,7 @@ from dualeval.cli import dualeval as command
 from dualeval.cli.init import text_for
 from dualeval.vision_library import torchvision
 from tests.conftest import ROOT, Launch
-from tests.engine.test_endings import read
+from tests.engine.end.test_endings import read
 from tests.tasks.test_task_examples import ALL
 
 PAGE = (ROOT / "docs/start.md").read_text("utf-8")

@@ -15,11 +15,11 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from dualeval.engine.agreement import digest_of
-from tests.assets import build_pictures
+from dualeval.engine.samples.ids import digest_of
 from tests.conftest import ROOT, Launch
 from tests.engine.test_engine_ranks import run_ranks
-from tests.launchers import needs, start
+from tests.vehicles.assets import build_pictures
+from tests.vehicles.launchers import needs, start
 
 LIMITS = (10_000, 997, 3, 1)
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, Launch
-from tests.launchers import start, way
-from tests.sessions import FILES, evaluate
-from tests.tiny import TinyTask
-from tests.workers.engine_worker import ContentsTask, MedianTask
+from tests.vehicles.launchers import start, way
+from tests.vehicles.sessions import FILES, evaluate
+from tests.vehicles.tiny import TinyTask
+from tests.vehicles.workers.engine_worker import ContentsTask, MedianTask
 
-WORKER = ROOT / "tests" / "workers" / "engine_worker.py"
+WORKER = ROOT / "tests/vehicles/workers" / "engine_worker.py"
 OTHER_WAYS = [("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
 WAYS = [way("torchrun", "torch"), *(way(*names, long=True) for names in OTHER_WAYS)]
 

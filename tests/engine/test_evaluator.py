@@ -14,16 +14,17 @@ import torch
 import torch._dynamo  # here, not with the first export: the import sets an environment variable
 from torch import nn
 
-from dualeval.engine import numerics, plan, recorder
-from dualeval.engine.folder import journal, predictions, windows
-from dualeval.engine.options import NEW_FOLDER
-from dualeval.engine.preparation import set_evaluation_mode
+from dualeval.engine.device import numerics
+from dualeval.engine.folder import journal, predictions, recorder, windows
+from dualeval.engine.model.preparation import set_evaluation_mode
+from dualeval.engine.values import plan
+from dualeval.engine.values.options import NEW_FOLDER
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.options import choices
 from dualeval.tasks import Task
-from tests.sessions import FILES, noted
-from tests.sessions import evaluate as evaluate
-from tests.tiny import CLASSES, FEATURES, TinyTask
+from tests.vehicles.sessions import FILES, noted
+from tests.vehicles.sessions import evaluate as evaluate
+from tests.vehicles.tiny import CLASSES, FEATURES, TinyTask
 
 
 def rows(out: Path) -> dict[str, list[Any]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import large_model
 from tests.conftest import ROOT, Launch
-from tests.launchers import start
+from tests.vehicles import large_model
+from tests.vehicles.launchers import start
 
 ALLOWED_GROWTH = 20_000_000  # bytes
 
@@ -31,7 +31,7 @@ def test_metrics_of_all_rows_hold_none_of_them(launch: Launch, tmp_path: Path) -
     found = {}
     for count in (400_000, 4_000_000):
         command: list[str | Path] = [
-            *(sys.executable, "-m", "tests.workers.mapped_worker", str(count), tmp_path / str(count))
+            *(sys.executable, "-m", "tests.vehicles.workers.mapped_worker", str(count), tmp_path / str(count))
         ]
         done = launch(command, cwd=ROOT, timeout=240).ok()
         found[count] = json.loads(done.stdout)

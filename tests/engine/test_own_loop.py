@@ -23,11 +23,11 @@ from dualeval.result import Result, read_status
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
-from tests.launchers import start
-from tests.sessions import joined, watched
-from tests.workers.own_loop_worker import SAMPLES, make_data, make_model, observed, own_loop
+from tests.vehicles.launchers import start
+from tests.vehicles.sessions import joined, watched
+from tests.vehicles.workers.own_loop_worker import SAMPLES, make_data, make_model, observed, own_loop
 
-WORKER = ROOT / "tests" / "workers" / "own_loop_worker.py"
+WORKER = ROOT / "tests/vehicles/workers" / "own_loop_worker.py"
 
 
 @contextmanager

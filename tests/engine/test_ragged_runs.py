@@ -14,19 +14,19 @@ import pytest
 import torch
 
 import dualeval
-from dualeval.columns import Ragged, to_rows
-from dualeval.engine import proving, recorder
-from dualeval.engine.folder import windows
-from dualeval.engine.rescoring import verify
+from dualeval.columns.ragged import Ragged, to_rows
+from dualeval.engine.checks import replay as proving
+from dualeval.engine.folder import recorder, windows
+from dualeval.engine.scoring.rescoring import verify
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result
 from tests.conftest import Launch
 from tests.engine.test_engine_ranks import OTHER_WAYS, run_ranks
 from tests.engine.test_evaluator import evaluate, rows
 from tests.engine.test_own_loop import opened
-from tests.launchers import way
-from tests.ragged_task import RAGGED, WORDS, RaggedTask, length_of, unnamed
-from tests.workers.engine_worker import BROKEN_ROWS, RAGGED_SAMPLES
+from tests.vehicles.launchers import way
+from tests.vehicles.ragged_task import RAGGED, WORDS, RaggedTask, length_of, unnamed
+from tests.vehicles.workers.engine_worker import BROKEN_ROWS, RAGGED_SAMPLES
 
 BATCH = 8
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "on_error": "skip"}

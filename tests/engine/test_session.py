@@ -13,11 +13,11 @@ import dualeval
 from dualeval.errors import UsageError
 from tests.conftest import ROOT, Finished, Launch
 from tests.engine.test_evaluator import evaluate
-from tests.launchers import needs, start
-from tests.tiny import TinyTask
-from tests.workers.session_worker import BATCH, SAMPLES
+from tests.vehicles.launchers import needs, start
+from tests.vehicles.tiny import TinyTask
+from tests.vehicles.workers.session_worker import BATCH, SAMPLES
 
-WORKER = ROOT / "tests" / "workers" / "session_worker.py"
+WORKER = ROOT / "tests/vehicles/workers" / "session_worker.py"
 ALONE = [sys.executable]
 TORCHRUN = [*start("torchrun", 2), sys.executable]
 HOROVODRUN = ["horovodrun", "-np", "2", sys.executable]
@@ -181,7 +181,7 @@ CAUGHT = """
 import time
 import dualeval
 from dualeval.engine.end import watch
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 
 watch._AT_LAST_S = 0.5
 end = watch.Watch._end
@@ -210,7 +210,7 @@ OWN_ERROR = """
 import sys
 
 import dualeval
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 
 found = sys.excepthook
 for options in ({}, {"batchsize": 3}, {}):

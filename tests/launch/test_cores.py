@@ -16,8 +16,8 @@ from dualeval.errors import UsageError
 from dualeval.launch.cores import Cores, cpu_quotas, share_of_cores
 from dualeval.launch.gpus import Gpu, Sight, choose_gpus, promised_gpus
 from tests.conftest import BIN, Launch
-from tests.launchers import needs, start
-from tests.requirements import CPU_CGROUPS
+from tests.vehicles.launchers import needs, start
+from tests.vehicles.requirements import CPU_CGROUPS
 
 
 def on(host: str, numbers: range | list[int], **quotas: float) -> Cores:

@@ -20,7 +20,7 @@ from dualeval.launch.launchers.slurm import expand_hosts, expand_tasks
 from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
 from tests.conftest import Launch
-from tests.environments import ENVIRONMENTS, Environment, read_variables, world_at
+from tests.vehicles.environments import ENVIRONMENTS, Environment, read_variables, world_at
 
 TORCHRUN = read_variables(
     "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node0 MASTER_PORT=29500 "

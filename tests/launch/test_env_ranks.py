@@ -17,13 +17,13 @@ import pytest
 from dualeval.world import place_by_hosts
 from dualeval.world.meetings.address import AtMaster
 from tests.conftest import ROOT, Finished, Launch
-from tests.engine.test_endings import await_that
-from tests.environments import world_at
-from tests.requirements import MPI_WHEELS
+from tests.engine.end.test_endings import await_that
+from tests.vehicles.environments import world_at
+from tests.vehicles.requirements import MPI_WHEELS
 
-PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/joining_worker.py", "place"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/vehicles/workers/joining_worker.py", "place"]
 # Hydra answers a task in the same protocol of PMI-1 as Flux does.
-FLUX: list[str | Path] = [MPI_WHEELS / "mpich/bin/mpirun", "-np", "2", ROOT / "tests/play_flux.sh"]
+FLUX: list[str | Path] = [MPI_WHEELS / "mpich/bin/mpirun", "-np", "2", ROOT / "tests/vehicles/play_flux.sh"]
 
 
 def free_port() -> int:

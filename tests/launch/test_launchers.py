@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.conftest import Launch
-from tests.launchers import needs
+from tests.vehicles.launchers import needs
 
 # A model that takes its time, and says that it is there.
 SLOW = """

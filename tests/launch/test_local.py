@@ -16,11 +16,11 @@ from dualeval.errors import UsageError
 from dualeval.launch.cores import usable_cores
 from dualeval.world.local_ranks import exit_code_of, process_limit, run_local
 from tests.conftest import ROOT, Launch
-from tests.engine.test_endings import Words
-from tests.sessions import evaluate
-from tests.tiny import TinyTask
+from tests.engine.end.test_endings import Words
+from tests.vehicles.sessions import evaluate
+from tests.vehicles.tiny import TinyTask
 
-WORKER = ROOT / "tests/workers/local_worker.py"
+WORKER = ROOT / "tests/vehicles/workers/local_worker.py"
 # ``say`` makes one write of a line: the ranks share a pipe.
 RANK = (
     "import os, signal, sys; rank = int(os.environ['RANK']); "
@@ -118,7 +118,7 @@ def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals, launch: L
 
 def test_ranks_end_with_a_parent_that_is_killed(launch: Launch) -> None:
     leave = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(say('saved')))"
-    code = f"{leave}; __import__('dualeval.process_start').process_start.end_with_launcher(); {WAIT}"
+    code = f"{leave}; __import__('dualeval.process.start').process_start.end_with_launcher(); {WAIT}"
     with launch.started(parent(2, code)) as process:
         wait_for_ranks(process, 2)
         process.kill()
@@ -127,7 +127,7 @@ def test_ranks_end_with_a_parent_that_is_killed(launch: Launch) -> None:
 
 
 def test_a_rank_whose_parent_has_ended_before_it_could_hear_of_it(launch: Launch) -> None:
-    code = "import dualeval.process_start as it; it.end_with_launcher()"
+    code = "import dualeval.process.start as it; it.end_with_launcher()"
     gone = launch([sys.executable, "-c", "import os; print(os.getpid())"]).ok().stdout.strip()
     done = launch([sys.executable, "-c", code], variables={"DUALEVAL_LAUNCHER_PID": gone})
     assert done.returncode == -signal.SIGTERM
@@ -180,7 +180,7 @@ def test_twice_in_one_process_without_a_trace(monkeypatch: pytest.MonkeyPatch) -
 SCRIPT = """
 import os, sys
 import dualeval
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 
 os.write(1, b"before\\n")
 out, *more = sys.argv[1:]

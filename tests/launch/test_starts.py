@@ -21,7 +21,7 @@ from dualeval.launch.launchers import (
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
 from dualeval.tools.trials import plan_trials
 from tests.conftest import ROOT
-from tests.environments import read_variables, world_at
+from tests.vehicles.environments import read_variables, world_at
 
 PROGRAMS = {name: name for name in ("torchrun", "horovodrun", "mpirun", "srun", "ssh")}
 EVERYTHING = Libraries(horovod=frozenset({"gloo", "mpi"}), mpi="4.1.2 (Open MPI v4.1.4)")

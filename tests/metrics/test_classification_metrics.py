@@ -29,9 +29,9 @@ from dualeval.metrics.classification import (
     observed_logits,
 )
 from dualeval.metrics.intervals import wilson_interval
-from tests import measuring
-from tests.kernels import CountedKernels
-from tests.tiny import EVERY_METRIC
+from tests.vehicles import measuring
+from tests.vehicles.kernels import CountedKernels
+from tests.vehicles.tiny import EVERY_METRIC
 
 metric_of: Any = classification_metric
 

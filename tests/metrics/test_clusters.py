@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.columns import Text, to_rows
-from dualeval.engine.rescoring import verify
+from dualeval.columns.ragged import Text, to_rows
+from dualeval.engine.scoring.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Measured, Metric, Ratio, RowMetric, Score, TopK
 from dualeval.metrics.clusters import ClusterIntervals, Clusters, cluster_intervals, degrees_of_freedom
 from dualeval.metrics.intervals import few_decide, student_95, wilson_interval
-from tests.measuring import ledger_of
-from tests.squad_files import question
+from tests.vehicles.measuring import ledger_of
+from tests.vehicles.squad_files import question
 
 GENERATOR = np.random.default_rng(5)
 CLUSTER = GENERATOR.integers(0, 40, 500)

@@ -24,7 +24,7 @@ from dualeval.metrics.exact import (
     to_limbs,
 )
 from dualeval.metrics.intervals import student_95
-from tests.measuring import ledger_of, measure, same_bits
+from tests.vehicles.measuring import ledger_of, measure, same_bits
 
 LARGEST_32, SMALLEST_32 = 3.4028234663852886e38, 2.0**-149
 LARGEST = 1.7976931348623157e308

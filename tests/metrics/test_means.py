@@ -21,7 +21,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Count, Mean, Measured, Ratio
 from dualeval.metrics.clusters import cluster_intervals
 from dualeval.metrics.intervals import student_95, wilson_interval
-from tests.measuring import ledger_of, measure, same_bits
+from tests.vehicles.measuring import ledger_of, measure, same_bits
 
 moderate = st.one_of(st.floats(-1e6, 1e6), st.floats(-1.0, 1.0), st.sampled_from([5e-324, 1e-300, 1 / 3]))
 weights = st.integers(0, 2**20)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dualeval
-from dualeval.engine.rescoring import rescore, verify
+from dualeval.engine.scoring.rescoring import rescore, verify
 from dualeval.metrics import Confusion, Mean, TopK, mistakes
 from dualeval.metrics.segmentation import Overlap
 from tests.docs.test_benchmarks import benchmark

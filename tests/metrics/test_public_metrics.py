@@ -18,9 +18,9 @@ from torch import Tensor
 
 import dualeval
 from dualeval import Ragged, Text
-from dualeval.engine.identity import job_identity, metric_fingerprint
+from dualeval.engine.identity.job import job_identity, metric_fingerprint
 from dualeval.engine.identity.model import ModelIdentity
-from dualeval.engine.measured import plain
+from dualeval.engine.values.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import (
     Confusion,
@@ -36,8 +36,8 @@ from dualeval.metrics import (
 )
 from dualeval.metrics.classification import BY_NAME
 from tests.conftest import ROOT
-from tests.measuring import measure
-from tests.tiny import TinyTask
+from tests.vehicles.measuring import measure
+from tests.vehicles.tiny import TinyTask
 
 
 def test_public_names() -> None:

@@ -32,8 +32,8 @@ from dualeval.metrics.squad import (
     score_answer,
 )
 from dualeval.options.choices import IGNORED
-from tests import questions as real
-from tests.measuring import measure, same_bits
+from tests.vehicles import questions as real
+from tests.vehicles.measuring import measure, same_bits
 
 # Answers and gold answers that are not made of the pieces below.
 HARD: list[tuple[str, list[str]]] = [

@@ -14,7 +14,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from dualeval.metrics.classification import BinaryF1
 from dualeval.metrics.confusion import Matthews
 from dualeval.metrics.texts import Pearson, Spearman, TextWork
-from tests.measuring import measure
+from tests.vehicles.measuring import measure
 
 NAN, INF = math.nan, math.inf
 

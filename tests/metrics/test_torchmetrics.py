@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualeval.columns import Ragged, Text, to_rows
+from dualeval.columns.ragged import Ragged, Text, to_rows
 from dualeval.errors import UsageError
 from dualeval.metrics import from_torchmetrics, is_of_rows
 from dualeval.metrics.exact import SUM_SLOTS, add_each, each_rounded
-from dualeval.metrics.torchmetrics import Parsed, from_text, read, routes, torchmetrics
+from dualeval.metrics.torchmetrics import routes
+from dualeval.metrics.torchmetrics.metric import Parsed, from_text, read, torchmetrics
 from tests.conftest import ROOT
-from tests.tiny import CLASSES
+from tests.vehicles.tiny import CLASSES
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 PAIR = ["preds", "target"]

@@ -13,18 +13,26 @@ import pytest
 import torch
 
 import dualeval
-from dualeval.engine import recorder, stored_rows
-from dualeval.engine.rescoring import verify
+from dualeval.engine.folder import recorder, stored_rows
+from dualeval.engine.scoring.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured
-from dualeval.metrics.torchmetrics import read
+from dualeval.metrics.torchmetrics.metric import read
 from dualeval.result import Result, sha256_of_json
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run
 from tests.conftest import Launch
 from tests.engine.test_engine_ranks import run_ranks
 from tests.engine.test_evaluator import evaluate
-from tests.torchmetrics_task import BATCH, BROKEN, METRICS, SAMPLES, ManyMetricsTask, columns_of, made
+from tests.vehicles.torchmetrics_task import (
+    BATCH,
+    BROKEN,
+    METRICS,
+    SAMPLES,
+    ManyMetricsTask,
+    columns_of,
+    made,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 OPTIONS: dict[str, Any] = {"batch_size": BATCH, "on_error": "skip"}

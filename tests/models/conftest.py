@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dualeval.vision_library import torchvision
 from tests.models.test_weights import small
-from tests.published_weights import cache, publish
 from tests.tasks.conftest import tiny
+from tests.vehicles.published_weights import cache, publish
 
 __all__ = ["cache", "publish", "tiny"]  # fixtures
 

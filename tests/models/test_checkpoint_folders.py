@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.checkpoints.checkpoint import read_state_dict
+from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.models.transformers_folder import refuse_foreign_kernels
 from dualeval.models.weights import LoadedWeights, load_into, load_state_dict
-from tests.checkpoint_writers import tied
 from tests.conftest import ROOT, Launch
-from tests.launchers import start
 from tests.models.test_weights import assert_equal, small
+from tests.vehicles.checkpoint_writers import tied
+from tests.vehicles.launchers import start
 
 
 def refused(path: Path, key: str | None = None) -> str:
@@ -165,7 +165,7 @@ def test_other_dtypes_and_layouts(tmp_path: Path) -> None:
 
 def test_parts_of_a_tensor_are_put_together(tmp_path: Path, launch: Launch) -> None:
     """FSDP on two ranks has saved it."""
-    script = ROOT / "tests/workers/checkpoint_worker.py"
+    script = ROOT / "tests/vehicles/workers/checkpoint_worker.py"
     worker: list[str | Path] = [sys.executable, script, "model", tmp_path]
     launch([*start("torchrun", 2), *worker], variables={"OMP_NUM_THREADS": "1"}).ok()
     assert len(list((tmp_path / "folder").glob("*.distcp"))) == 2
@@ -262,9 +262,9 @@ def test_other_parts_of_deepspeed_are_refused(tmp_path: Path, state: dict[str, T
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
-    """The checkpoints of tests/checkpoint_writers.py; the libraries are imported in another process."""
+    """Those of tests/vehicles/checkpoint_writers.py; the libraries are imported in another process."""
     folder = tmp_path_factory.mktemp("written")
-    launch([sys.executable, "-m", "tests.checkpoint_writers", folder], cwd=ROOT).ok()
+    launch([sys.executable, "-m", "tests.vehicles.checkpoint_writers", folder], cwd=ROOT).ok()
     return folder
 
 

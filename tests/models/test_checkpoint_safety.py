@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.finding import is_read
 from tests.conftest import working_module
 from tests.models.test_checkpoint_folders import refused, save_distributed

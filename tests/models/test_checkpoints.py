@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.serialization import get_safe_globals, safe_globals
 
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.finding import KNOWN_KEYS
 from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
 from tests.models.test_checkpoint_folders import refused

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers, published
-from dualeval.models.fashion_cnn import FashionCNN
-from dualeval.models.sources import WeightsSource
+from dualeval.models.sources.fashion_cnn import FashionCNN
+from dualeval.models.sources.source import WeightsSource
 from dualeval.options.job import Job
 from dualeval.tasks.options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
-from tests.published_weights import Publish
+from tests.vehicles.published_weights import Publish
 
 TORCHVISION = torchvision()
 NAMES: list[str] = TORCHVISION.models.list_models(module=TORCHVISION.models)

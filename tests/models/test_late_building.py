@@ -21,12 +21,12 @@ from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.sharding.parameters import parameters_of, read_all
 from dualeval.errors import UsageError
 from dualeval.models import classifiers
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.weights import OtherClasses, load_state_dict
 from dualeval.tasks.question_answering import QuestionAnswering
-from tests import questions
 from tests.models.test_checkpoint_folders import save_distributed, sharded
+from tests.vehicles import questions
 
 
 def check_same(late: nn.Module, whole: nn.Module) -> None:

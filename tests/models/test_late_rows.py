@@ -14,11 +14,11 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.late import LateTensor
 from tests.conftest import ROOT, Launch
 from tests.models.test_checkpoint_folders import save_distributed, sharded
-from tests.workers.loading_worker import stack
+from tests.vehicles.workers.loading_worker import stack
 
 
 def tensors() -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def test_no_form_of_checkpoint_is_held_twice(tmp_path: Path, launch: Launch) -> 
     variables = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     paths = [tmp_path / name for name in ("zip.pt", "half.pt", "one.safetensors", "several", "distributed")]
     paths.append(tmp_path / "old.pt")
-    worker = [sys.executable, "-m", "tests.workers.loading_worker"]
+    worker = [sys.executable, "-m", "tests.vehicles.workers.loading_worker"]
     done = launch([*worker, *paths], variables=variables, cwd=ROOT).ok()
     factors = {Path(path).name: factor for path, factor in json.loads(done.stdout).items()}
     assert factors.pop("old.pt") > 1.8, "this format is held as torch loads it: the measure sees it"

@@ -20,8 +20,8 @@ import dualeval
 from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_fingerprint
 from dualeval.errors import DualevalError, UsageError
 from dualeval.models import classifiers
-from dualeval.models.sources import Loading, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.sources.factory import _OF_TRAINING
+from dualeval.models.sources.source import Loading, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.weights import LoadedWeights, OtherClasses
 from dualeval.models.weights_name import model_beside
 from dualeval.options.job import Job

@@ -18,7 +18,7 @@ from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models.sources import timm_models
 from dualeval.models.sources.processors import preprocessing_of_folder
-from tests.assets import package_folder
+from tests.vehicles.assets import package_folder
 
 timm_data: Any = importlib.import_module("timm.data")
 

@@ -14,8 +14,8 @@ from dualeval.errors import UsageError
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.text_models import TextModel, Use
 from dualeval.models.transformers_folder import load_pretrained
-from tests import questions
-from tests.causal_models import save_causal
+from tests.vehicles import questions
+from tests.vehicles.causal_models import save_causal
 
 USE = Use(name="language modeling", kind="AutoModelForCausalLM")
 

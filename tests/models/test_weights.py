@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.models import checkpoints
+from dualeval.models.checkpoints import checkpoint
 from dualeval.models.weights import load_into, load_state_dict
 
 CANARY = "canary"
@@ -33,7 +33,7 @@ def small() -> nn.Module:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    return checkpoints.read_state_dict(path).tensors
+    return checkpoint.read_state_dict(path).tensors
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -230,12 +230,12 @@ def test_an_extra_state_is_handed_on(tmp_path: Path, scale: Any, key: str) -> No
     state = nn.Sequential(Scaled(scale)).state_dict()
     torch.save({key: state} if key else state, tmp_path / "w.pt")
     model = nn.Sequential(Scaled("nothing yet"))
-    load_state_dict(model, checkpoints.read_state_dict(tmp_path / "w.pt"), source="the weights w.pt")
+    load_state_dict(model, checkpoint.read_state_dict(tmp_path / "w.pt"), source="the weights w.pt")
     assert model[0].scale == scale
     wrapped = {f"module.{name}": value for name, value in state.items()}
     torch.save(wrapped, tmp_path / "w.pt")
     model = nn.Sequential(Scaled("nothing yet"))
-    load_state_dict(model, checkpoints.read_state_dict(tmp_path / "w.pt"), source="the weights w.pt")
+    load_state_dict(model, checkpoint.read_state_dict(tmp_path / "w.pt"), source="the weights w.pt")
     assert model[0].scale == scale
 
 
@@ -249,7 +249,7 @@ def test_an_extra_state_is_handed_on(tmp_path: Path, scale: Any, key: str) -> No
 )
 def test_an_extra_state_that_cannot_be_read(tmp_path: Path, scale: Any, said: str) -> None:
     torch.save(Scaled(scale).state_dict(), tmp_path / "w.pt")
-    found = checkpoints.read_state_dict(tmp_path / "w.pt")
+    found = checkpoint.read_state_dict(tmp_path / "w.pt")
     with pytest.raises(UsageError) as caught:
         load_state_dict(Scaled(), found, source="the weights w.pt")
     assert said in str(caught.value)

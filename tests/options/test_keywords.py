@@ -11,7 +11,7 @@ import pytest
 
 import dualeval
 from dualeval import tasks
-from dualeval.engine.options import RunOptions
+from dualeval.engine.values.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.options.fields import fields_of
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import pytest
 
-from dualeval.engine.options import NEW_FOLDER, RunOptions, check_session_options
 from dualeval.engine.session import Session
+from dualeval.engine.values.options import NEW_FOLDER, RunOptions, check_session_options
 from dualeval.errors import UsageError
 from dualeval.options.fields import OptionField, as_json, check_fields, fields_of, option, options_of_call
 

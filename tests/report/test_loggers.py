@@ -21,15 +21,15 @@ from PIL import Image
 import dualeval
 from dualeval import cli
 from dualeval.errors import DualevalError, UsageError
-from dualeval.report.loggers import check_installed, counted_from, targets_of
 from dualeval.report.loggers.confusions import Confusion, confusions_of, draw_confusion, figures_of
 from dualeval.report.loggers.log import log_result, write_all
+from dualeval.report.loggers.loggers import check_installed, counted_from, targets_of
 from dualeval.report.loggers.trackers import record_of, write
 from dualeval.result import Result, read_result
 from tests.conftest import BIN, ROOT, Launch
-from tests.engine.test_endings import await_that
-from tests.readers_trackers import mlflow_runs, mlflow_steps, tensorboard_run, wandb_run
-from tests.tiny import TinyTask
+from tests.engine.end.test_endings import await_that
+from tests.vehicles.readers_trackers import mlflow_runs, mlflow_steps, tensorboard_run, wandb_run
+from tests.vehicles.tiny import TinyTask
 
 NAMES = ["Ant", "Bee", None, "a/b (c)", "Elk", "Fox", "Gnu"]
 COUNT = 120

@@ -17,7 +17,7 @@ from PIL import Image
 
 from dualeval.cli import dualeval
 from dualeval.errors import UsageError
-from dualeval.report import page as writing
+from dualeval.report.page import page as writing
 from dualeval.report.page.content import Shown
 from dualeval.report.page.html import render
 from tests.conftest import Launch

@@ -19,7 +19,7 @@ from dualeval.report.page.content import PageContent, Shown, build, limited_by
 from dualeval.result import read_result
 from tests.comparison.test_comparison import SeededTask, changed, table_of
 from tests.engine.test_evaluator import evaluate
-from tests.tiny import CLASSES
+from tests.vehicles.tiny import CLASSES
 
 COUNT = 600
 EVIL = ("</script><img src=x onerror=alert(1)>", "\x1b[2J\x1b[31mred\x07", "=cmd|' /C calc'!A0")

@@ -10,7 +10,7 @@ import pytest
 
 from dualeval.report.page.html import render
 from tests.report.pages import ESCAPED, MARKUP, content
-from tests.requirements import BROWSER
+from tests.vehicles.requirements import BROWSER
 
 pytestmark = [pytest.mark.needs("browser"), pytest.mark.xdist_group("browser")]
 

@@ -23,8 +23,8 @@ from dualeval.report.progress import Progress, progress_line
 from dualeval.report.table import print_result, shown_numbers
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch
-from tests.faulty_models import FAULT
-from tests.launchers import needs, start
+from tests.vehicles.faulty_models import FAULT
+from tests.vehicles.launchers import needs, start
 
 
 class Clock:
@@ -243,7 +243,7 @@ ranks = {os.environ.get(name, "0") for name in ("OMPI_COMM_WORLD_RANK", "PMI_RAN
 if ranks != {"0"}:
     sys.exit()
 from dualeval.report.progress import Progress
-from dualeval.status_line import on_screen
+from dualeval.process.status_line import on_screen
 from dualeval.report.table import make_console
 progress = Progress(sys.stdout, as_bar=on_screen(sys.stdout), name="epoch[3].pt")
 for done in (1, 2):
@@ -320,7 +320,12 @@ def test_output_to_a_file_is_no_screen(launch: Launch, tmp_path: Path) -> None:
 
 ASSETS = ROOT / "dualeval" / "assets"
 JOB = [
-    *("--model", "tests.faulty_models:fashion_cnn", "--weights", str(ASSETS / "fashion_cnn.safetensors")),
+    *(
+        "--model",
+        "tests.vehicles.faulty_models:fashion_cnn",
+        "--weights",
+        str(ASSETS / "fashion_cnn.safetensors"),
+    ),
     *("--data", str(ASSETS), "--batch-size", "20", "--limit", "2000"),
 ]
 DEADLINE_S = 60.0

@@ -13,9 +13,9 @@ from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.options.job import Job
 from dualeval.result import Result
 from dualeval.vision_library import torchvision
-from tests import questions
 from tests.engine.test_evaluator import evaluate
-from tests.published_weights import cache, publish
+from tests.vehicles import questions
+from tests.vehicles.published_weights import cache, publish
 
 __all__ = ["cache", "publish"]  # fixtures
 

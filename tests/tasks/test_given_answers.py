@@ -10,18 +10,18 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval
-from dualeval.engine.rescoring import rescore
+from dualeval.engine.scoring.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.result import JOB
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.stored import metrics_of_run
-from tests import questions
 from tests.engine.test_evaluator import evaluate, rows
-from tests.environments import read_variables
-from tests.questions import asked
-from tests.squad_files import file_of, question
 from tests.tasks.conftest import message_of
 from tests.tasks.test_question_answering import run
+from tests.vehicles import questions
+from tests.vehicles.environments import read_variables
+from tests.vehicles.questions import asked
+from tests.vehicles.squad_files import file_of, question
 
 
 def write(path: Path, content: Any) -> Path:

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from dualeval.data.small_images import IdxImages
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
-from dualeval.models.fashion_cnn import FashionCNN
-from dualeval.own_code import own_code
+from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.tasks.image_classification import (
     EMBEDDED_WEIGHTS,
     FASHION_MEAN,
     FASHION_STD,
     ImageClassification,
 )
+from dualeval.user_code.tracebacks import own_code
 from tests.conftest import working_module
 from tests.data.test_idx import idx, write
 

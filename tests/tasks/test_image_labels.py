@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from dualeval.data.labelled_images import ImageFolder
-from dualeval.engine.rescoring import verify
+from dualeval.engine.scoring.rescoring import verify
 from dualeval.errors import UsageError
 from dualeval.result import read_result
 from dualeval.tasks.image_classification import ImageClassification
@@ -21,8 +21,8 @@ from dualeval.tasks.stored import metrics_of_run
 from dualeval.vision_library import torchvision
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
-from tests.published_weights import Publish
 from tests.tasks.test_image_classification import refused
+from tests.vehicles.published_weights import Publish
 
 TORCHVISION = torchvision()
 CPU = torch.device("cpu")

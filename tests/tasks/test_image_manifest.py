@@ -21,8 +21,8 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.table import SUFFIXES
 from dualeval.errors import EXIT_USAGE, UsageError
-from dualeval.own_code import own_code
 from dualeval.tasks.labels import FolderLabels
+from dualeval.user_code.tracebacks import own_code
 from tests.conftest import working_module
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.test_image_labels import MODELS, class_map, lay_out, task

@@ -19,15 +19,15 @@ from dualeval.data.preprocessing import Preprocessing
 from dualeval.engine.finish import _samples
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers
-from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
 from dualeval.tasks.image_data import ASSETS
-from tests.assets import Pictures, build_pictures
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
-from tests.published_weights import Publish
 from tests.tasks.conftest import check_doors
 from tests.tasks.test_image_classification import idx_folder
+from tests.vehicles.assets import Pictures, build_pictures
+from tests.vehicles.published_weights import Publish
 
 CPU = torch.device("cpu")
 IMAGENET, OWN = "ImageNet mean and std", "the model's defaults"

@@ -20,8 +20,10 @@ from dualeval.errors import UsageError
 from dualeval.models.text_models import CausalTokens, read_tokenizer
 from dualeval.tasks.language_modeling import USE, LanguageModeling
 from dualeval.tasks.options import LanguageModelingOptions
-from tests import questions
-from tests.causal_models import (
+from tests.engine.test_evaluator import evaluate, rows
+from tests.tasks.conftest import check_doors
+from tests.vehicles import questions
+from tests.vehicles.causal_models import (
     POSITIONS,
     TEXTS,
     choice_rows,
@@ -30,9 +32,7 @@ from tests.causal_models import (
     write_lines,
     write_texts,
 )
-from tests.engine.test_evaluator import evaluate, rows
-from tests.made_tokenizers import RIVER
-from tests.tasks.conftest import check_doors
+from tests.vehicles.made_tokenizers import RIVER
 
 BATCH = 4
 Made = dict[str, Path]

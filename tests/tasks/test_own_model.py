@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, T
 
 import dualeval
 from dualeval.errors import UsageError
-from dualeval.metrics import Mean, torchmetrics
+from dualeval.metrics import Mean
+from dualeval.metrics.torchmetrics.metric import torchmetrics
 from dualeval.result import Result
 from tests.conftest import Launch
 
 SAMPLES = 70
 # Here: the import sets a variable.
-TORCHMETRICS = torchmetrics.torchmetrics()
+TORCHMETRICS = torchmetrics()
 
 
 @pytest.fixture(autouse=True)
@@ -426,7 +427,7 @@ def test_a_sample_that_cannot_be_read(broken: int) -> None:
 
 
 def test_workers_are_taken_where_samples_have_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dualeval.engine.feed import Feed
+    from dualeval.engine.samples.feed import Feed
 
     seen: list[int] = []
 
@@ -434,7 +435,7 @@ def test_workers_are_taken_where_samples_have_to_be_read(monkeypatch: pytest.Mon
         seen.append(workers)
         return Feed(*arguments, workers=0, **options)
 
-    monkeypatch.setattr("dualeval.engine.loop.Feed", watched)
+    monkeypatch.setattr("dualeval.engine.loop.loop.Feed", watched)
     data = Mapped()
     evaluate(model=linear(5, 7), data=data, metrics=["top1"], workers=None)
     assert seen and min(seen) >= 1

@@ -19,11 +19,11 @@ from torch import nn
 from dualeval.errors import UsageError
 from dualeval.metrics.squad import score_answer
 from dualeval.tasks.question_answering import QuestionAnswering
-from tests import questions
 from tests.engine.test_evaluator import evaluate, rows
-from tests.made_tokenizers import byte_level
-from tests.questions import asked
 from tests.tasks.conftest import check_doors
+from tests.vehicles import questions
+from tests.vehicles.made_tokenizers import byte_level
+from tests.vehicles.questions import asked
 
 BATCH = 4
 

@@ -25,11 +25,11 @@ from dualeval.options.fields import fields_of
 from dualeval.tasks.options import SegmentationOptions
 from dualeval.tasks.segmentation import Segmentation, _is_whole
 from dualeval.vision_library import torchvision
-from tests import masked_pictures as made
 from tests.engine.test_evaluator import evaluate, rows
-from tests.masked_pictures import CLASSES, IGNORED, Exact
-from tests.measuring import measure
 from tests.tasks.conftest import check_doors
+from tests.vehicles import masked_pictures as made
+from tests.vehicles.masked_pictures import CLASSES, IGNORED, Exact
+from tests.vehicles.measuring import measure
 
 CPU = torch.device("cpu")
 AS_STORED: dict[str, Any] = {"preprocessing": "none"}

@@ -25,10 +25,10 @@ from dualeval.tasks.question_answering import QuestionAnswering
 from dualeval.tasks.segmentation import Segmentation
 from dualeval.tasks.stored import task_of_run
 from dualeval.tasks.text_classification import TextClassification
-from tests import causal_models, masked_pictures, questions, texts
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate, rows
-from tests.tiny import TinyTask
+from tests.vehicles import causal_models, masked_pictures, questions, texts
+from tests.vehicles.tiny import TinyTask
 
 
 class Brightness(nn.Module):

@@ -17,14 +17,14 @@ import torch
 
 import dualeval
 from dualeval.result import Result
-from tests import causal_models, questions
 from tests.conftest import ROOT, Launch
-from tests.engine.test_endings import read
-from tests.launchers import start
-from tests.made_tokenizers import RIVER
+from tests.engine.end.test_endings import read
+from tests.vehicles import causal_models, questions
+from tests.vehicles.launchers import start
+from tests.vehicles.made_tokenizers import RIVER
 
 EXAMPLES = ROOT / "examples"
-WORKER = ROOT / "tests/workers/example_tasks_worker.py"
+WORKER = ROOT / "tests/vehicles/workers/example_tasks_worker.py"
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from dualeval.tasks.options import TASKS
-from tests import causal_models, masked_pictures, questions, texts
 from tests.conftest import BIN, ROOT, Launch
-from tests.launchers import needs, start
-from tests.workers.example_tasks_worker import KILL
+from tests.vehicles import causal_models, masked_pictures, questions, texts
+from tests.vehicles.launchers import needs, start
+from tests.vehicles.workers.example_tasks_worker import KILL
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
-WORKER = ROOT / "tests/workers/example_tasks_worker.py"
+WORKER = ROOT / "tests/vehicles/workers/example_tasks_worker.py"
 Run = Callable[..., dict[str, Any]]
 # Two texts that cannot be read, in the third of seven batches; no sample of the last batch is whole.
 EMPTY = (20, 22)

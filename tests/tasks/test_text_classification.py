@@ -16,15 +16,15 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 
 from dualeval.data.table import SUFFIXES
-from dualeval.engine.rescoring import rescore
+from dualeval.engine.scoring.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.result import JOB
 from dualeval.tasks.stored import metrics_of_run
 from dualeval.tasks.text_classification import TextClassification
-from tests import questions, texts
 from tests.engine.test_evaluator import evaluate
 from tests.tasks.conftest import check_doors
-from tests.texts import NAMES
+from tests.vehicles import questions, texts
+from tests.vehicles.texts import NAMES
 
 BATCH = 16
 MAX_LENGTH = 32

@@ -34,8 +34,8 @@ from dualeval.tools.bench.measuring import measure_evaluation, measure_training,
 from dualeval.tools.bench.page import MEASURED, draw, page, with_figures
 from dualeval.tools.trials import FAILED, NOT_HERE, Interrupted
 from tests.conftest import BIN, Launch
-from tests.engine.test_endings import await_that
-from tests.tiny import TinyTask
+from tests.engine.end.test_endings import await_that
+from tests.vehicles.tiny import TinyTask
 
 BENCH: list[str | Path] = [BIN / "dualeval", "bench"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -211,7 +211,10 @@ def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
     [
         (["--mode", "single,both"], "--mode 'both': expected one of single, dataparallel, torch, horovod"),
         (["--precision", "fp8"], "--precision 'fp8': expected one of fp32, tf32, amp-fp16, amp-bf16"),
-        (["--train", "--task", "tests.tiny:TinyTask", "-T", "count=9"], "--train times --task image-cl"),
+        (
+            ["--train", "--task", "tests.vehicles.tiny:TinyTask", "-T", "count=9"],
+            "--train times --task image-cl",
+        ),
         (["--train", "--metric", "top1", "--on-error", "skip"], "--metric, --on-error: not for --tr"),
         (["--device", "tpu", "--mode", "single"], "--device 'tpu' is not a device"),
         (["--model", "resnet"], "resnet"),
@@ -382,8 +385,8 @@ def test_one_and_two_processes(launch: Launch, tmp_path: Path, train: bool) -> N
 
 FAILS_WITH_LARGE = """
 import torch
-from tests.engine.test_endings import await_that
-from tests.tiny import TinyTask
+from tests.engine.end.test_endings import await_that
+from tests.vehicles.tiny import TinyTask
 
 class Mine(TinyTask):
     def __init__(self):

@@ -17,7 +17,7 @@ from dualeval.backends.single import SingleBackend
 from dualeval.tools.doctor.page import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
 from tests.conftest import BIN, Finished, Launch
-from tests.launchers import needs, start
+from tests.vehicles.launchers import needs, start
 
 DOCTOR: list[str | Path] = [BIN / "dualeval", "doctor"]
 # Rank 1 has other options, does not come, or hangs while it tries the backend.

@@ -22,8 +22,17 @@ from dualeval.tools.horovod.build import (
     Nccl,
     Torch,
 )
-from tests.environments import read_variables
-from tests.horovod_bench import BUILD, CUDA_BUILD, CUDA_TORCH, NCCL, OPEN_MPI, TORCH, programs, source_tree
+from tests.vehicles.environments import read_variables
+from tests.vehicles.horovod_bench import (
+    BUILD,
+    CUDA_BUILD,
+    CUDA_TORCH,
+    NCCL,
+    OPEN_MPI,
+    TORCH,
+    programs,
+    source_tree,
+)
 
 TORCH_FOLDER = Path(torch.__file__).parent / "share/cmake"
 

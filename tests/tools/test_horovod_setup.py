@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 from dualeval.tools.horovod.setup import cache_folder, excerpt, hint, setup_horovod
 from tests.conftest import Launch
-from tests.engine.test_endings import await_that
-from tests.horovod_bench import COMMAND, Bench, programs
+from tests.engine.end.test_endings import await_that
+from tests.vehicles.horovod_bench import COMMAND, Bench, programs
 
 # Where these tests run under nohup or in a shell's background, some signals come to them ignored.
 HEARD = ["env", "--default-signal=HUP,INT,TERM"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dualeval import ModelTask
 from dualeval.cli import dualeval
-from dualeval.engine.nests import tensors_in
-from dualeval.engine.options import RunOptions
+from dualeval.engine.values.nests import tensors_in
+from dualeval.engine.values.options import RunOptions
 from dualeval.errors import LaunchError, UsageError
 from dualeval.tasks import Task
 from dualeval.tools.invariance.computed import ShapeDiagnosis, batches_of
@@ -29,7 +29,7 @@ from dualeval.tools.invariance.diagnosis import (
     shapes_of,
 )
 from dualeval.tools.invariance.watched_modules import hashes_of_rows, row_dimension
-from tests.tiny import TinyTask
+from tests.vehicles.tiny import TinyTask
 
 CPU = torch.device("cpu")
 COUNT = 20
@@ -333,7 +333,7 @@ def test_a_shape_that_the_model_cannot_take_is_left_out() -> None:
 
 
 def test_the_layout_is_that_of_a_run() -> None:
-    """tests/engine/test_preparation.py has what a run makes of a model."""
+    """tests/engine/model/test_preparation.py has what a run makes of a model."""
     convolution = task_of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval(), inputs(3, 6, 6))
     for options in ({"precision": "bf16", "keep_batchnorm_fp32": True}, {"optimize": "fold"}):
         assert diagnosed(convolution, **options).options.layout == "channels-last"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from dualeval.errors import UsageError
 from dualeval.result import Status
-from dualeval.tools.submit import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
+from dualeval.tools.submit.command import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 from tests.conftest import ROOT, Finished, Launch
-from tests.environments import read_variables
+from tests.vehicles.environments import read_variables
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
 WORDS = ("mem", "time", "partition", "account", "qos", "array", "job_name", "log")

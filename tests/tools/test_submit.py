@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
-from dualeval.tools.submit import SlurmJob, directives, sbatch_text, submit
+from dualeval.tools.submit.command import SlurmJob, directives, sbatch_text, submit
 from tests.conftest import BIN, Finished, Launch
-from tests.environments import read_variables
+from tests.vehicles.environments import read_variables
 
 STUB = """\
 #!/bin/bash

@@ -22,8 +22,8 @@ from dualeval.tools.watch.checkpoints import Board, Checkpoint, Checkpoints, ste
 from dualeval.tools.watch.command import Wanted, Watching
 from tests.cli.test_several import Little, in_process, pictures
 from tests.conftest import Launch
-from tests.engine.test_endings import await_that
-from tests.launchers import start
+from tests.engine.end.test_endings import await_that
+from tests.vehicles.launchers import start
 
 __all__ = ["pictures"]  # a fixture
 

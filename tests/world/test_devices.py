@@ -21,8 +21,8 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.world import World, devices
 from dualeval.world.devices import connect, device_here, take_device
 from tests.conftest import Launch
-from tests.launchers import check_torchrun_reports, start
-from tests.played_gpus import played_gpus, played_uuid
+from tests.vehicles.launchers import check_torchrun_reports, start
+from tests.vehicles.played_gpus import played_gpus, played_uuid
 
 ALONE = World.alone()
 # What the driver of a MIG slice answers, in C, and a torch that says something else.
@@ -236,7 +236,7 @@ def test_a_slice_is_known_by_its_own_id(tmp_path: Path, launch: Launch) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(source)], check=True, timeout=60)
     code = (
         "from dualeval.world.devices import look\nfrom dualeval.world import World\n"
-        "from tests.played_gpus import played_gpus\n"
+        "from tests.vehicles.played_gpus import played_gpus\n"
         "with played_gpus('ABC'): print(*(f'{gpu.id} {gpu.whole}' for gpu in look(World.alone()).gpus))"
     )
     finished = launch(
@@ -251,7 +251,7 @@ def test_a_slice_is_known_by_its_own_id(tmp_path: Path, launch: Launch) -> None:
 def ranks(*letters: str) -> str:
     """A shell's words that start dualeval on a rank, which sees the GPUs of its number."""
     cases = " ".join(f"{rank}) export PLAYED_GPUS={seen};;" for rank, seen in enumerate(letters))
-    return f'case $RANK in {cases} esac; exec {sys.executable} -m tests.played_gpus "$@"'
+    return f'case $RANK in {cases} esac; exec {sys.executable} -m tests.vehicles.played_gpus "$@"'
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from dualeval.world.network import (
     reach,
 )
 from dualeval.world.store import names_of_absent
-from tests.environments import world_at
+from tests.vehicles.environments import world_at
 
 # The only other rank, on a node of its own.
 OTHER = world_at("srun", 1, 2, 0, 1, 1, node_sizes=(1, 1))

@@ -22,10 +22,10 @@ from dualeval.world import World
 from dualeval.world import waiting as module
 from dualeval.world.waiting import name_ranks, not_come, waiting
 from tests.conftest import ROOT, Launch
-from tests.environments import world_at
-from tests.launchers import start, way
+from tests.vehicles.environments import world_at
+from tests.vehicles.launchers import start, way
 
-WORKER = ROOT / "tests" / "workers" / "joining_worker.py"
+WORKER = ROOT / "tests/vehicles/workers" / "joining_worker.py"
 SOON_S = 0.02
 LIMIT_S = 30.0
 RANK_0 = World(rank=0, size=8, local_rank=0, local_size=4, node_rank=0, launcher="srun")

@@ -27,8 +27,8 @@ from dualeval.engine.control.meeting import VERDICT, Meetings
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
 from dualeval.engine.control.progress import LEFT, Heartbeat, Name, Progress, Tally, Work
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict
-from dualeval.engine.end.process import say
 from dualeval.errors import LaunchError, PeerError, Stopped
+from dualeval.process.speech import say
 from dualeval.world.network import at
 from dualeval.world.store import join_store, pause_for, serve_store
 from dualeval.world.waiting import CONNECTED, STARTED, waiting

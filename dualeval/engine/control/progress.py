@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from dualeval.engine.folder.lease import Process
+from dualeval.process.identity import Process
 
 # In the order of a run; a batch goes from "load" to "journal". "device" is the wait for what a GPU computes,
 # "collective" any collective of the backend, "idle" the time between two runs.

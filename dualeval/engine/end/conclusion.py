@@ -16,16 +16,6 @@ from functools import partial
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.end.process import (
-    close_displays,
-    how_to_resume,
-    say,
-    say_if_uncaught,
-    say_traceback,
-    spoken,
-    traceback_of,
-    try_for,
-)
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.errors import (
@@ -40,7 +30,17 @@ from dualeval.errors import (
     text_of,
     with_type,
 )
-from dualeval.process_start import NOTHING_STARTED
+from dualeval.process.speech import (
+    close_displays,
+    how_to_resume,
+    say,
+    say_traceback,
+    spoken,
+    traceback_of,
+    try_for,
+)
+from dualeval.process.start import NOTHING_STARTED
+from dualeval.process.uncaught import say_if_uncaught
 from dualeval.world.store import limit_for
 
 # How long rank 0 waits for the others to save, and how long these wait for rank 0 to record that. With up to

@@ -21,10 +21,10 @@ from time import monotonic, sleep
 from dualeval.engine.control.monitor import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.guardian import Guardian
-from dualeval.engine.end.process import end_process, how_to_resume, say, spoken
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.recorder import Recorder
+from dualeval.engine.folder.recorder import Recorder
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, message_of, with_type
+from dualeval.process.speech import end_process, how_to_resume, say, spoken
 from dualeval.result import STATUS
 from dualeval.world.store import limit_for
 

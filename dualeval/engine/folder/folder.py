@@ -8,15 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dualeval.engine.end.process import try_for
+from dualeval.atomic_files import check_path, writable, write_text
 from dualeval.engine.folder import layout, opening
 from dualeval.engine.folder.journal import JournalFile, read_journal, read_journal_file
 from dualeval.engine.folder.lease import Lease, gone
-from dualeval.engine.plan import EvalPlan
+from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of
+from dualeval.messages import counted
+from dualeval.process.speech import try_for
 from dualeval.result import JOB, RESULT, Result, Status, json_text, read_status
-from dualeval.whole_files import write_text
-from dualeval.wording import counted
 
 # The longest that a hanging file system delays the exit.
 _CLOSE_WITHIN_S = 3.0
@@ -60,13 +60,13 @@ class RunFolder:
         ``lost`` is called as by ``Lease.take``.
         """
         layout.check_file_names(facts["files"])
-        layout.check_path(path)
-        with layout.writable(path):
+        check_path(path)
+        with writable(path):
             is_new = not path.exists()
             path.mkdir(parents=True, exist_ok=True)
         held = folder = None
         try:
-            with layout.writable(path):
+            with writable(path):
                 held = Lease.take(path, token, waiting=step, lost=lost)
                 # Only with the lease: a run that ends here meanwhile removes its empty journal folder.
                 layout.journal_of(path).mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ class RunFolder:
         step: Callable[[], None],
     ) -> opening.PreviousRun:
         """Read what is there, remove what is not wanted, and record that this run is at work."""
-        with layout.writable(self.path):
+        with writable(self.path):
             # With its own lease held: of a share and a run that joins shares, at least one sees the other.
             (layout.check_idle if share is None else layout.check_joined_by_none)(self.path, step)
             if opening.begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):

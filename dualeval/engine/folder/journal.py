@@ -29,12 +29,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.columns import Column
+from dualeval.atomic_files import partial_of, whole_file
+from dualeval.columns.ragged import Column
 from dualeval.engine.folder.layout import SUFFIX, file_name
 from dualeval.engine.folder.windows import RowsOfChunks, describe_columns, place_columns
-from dualeval.engine.plan import EvalPlan
+from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError
-from dualeval.whole_files import partial_of, whole_file
 
 _MAGIC = b"DUALEVL3"
 _MAGIC_OF_RAGGED = b"DUALEVL4"

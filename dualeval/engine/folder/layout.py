@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.folder.lease import LEASE, at_work
 from dualeval.errors import UsageError
+from dualeval.messages import counted, listed
 from dualeval.result import JOB, PREDICTIONS, REPORT, RESULT, STATUS, read_fields, read_job, read_status
-from dualeval.wording import counted, listed
 
 if TYPE_CHECKING:
-    from dualeval.engine.plan import EvalPlan
+    from dualeval.engine.values.plan import EvalPlan
 
 _JOURNAL = "journal"
 STACKS = "stacks"
@@ -56,21 +54,6 @@ def file_name(prefix: str, number: int) -> str:
     return f"{prefix}-{number:06d}{SUFFIX}"
 
 
-def check_path(path: Path) -> None:
-    """Check that a folder can hold a run."""
-    try:
-        str(path).encode("utf-8")
-    except UnicodeEncodeError:
-        raise UsageError(
-            f"the output folder's name, {str(path)!a}, is not UTF-8: it could not be written into "
-            f"{RESULT}. Give another --out."
-        ) from None
-    with writable(path):  # its name may be too long
-        is_file = path.is_file()
-    if is_file:
-        raise UsageError(f"{path} is a file, and a run needs a folder. Give another --out.")
-
-
 def check_file_names(names: Sequence[str]) -> None:
     """Check the names of a task's own files."""
     for name in names:
@@ -79,20 +62,6 @@ def check_file_names(names: Sequence[str]) -> None:
                 f"a task's exports has {name!r}: expected a name such as predictions.json, without a "
                 f"folder, and none of {', '.join((RESULT, STATUS, JOB, LEASE))}"
             )
-
-
-@contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write in a folder into a message."""
-    try:
-        yield
-    except OSError as error:
-        # The target of a failed rename.
-        named = f"{Path(error.filename2).name}: " if error.filename2 else ""
-        raise UsageError(
-            f"the output folder {path} cannot be written on {socket.gethostname()} "
-            f"({named}{error.strerror or error}). Give a folder of your own with --out."
-        ) from error
 
 
 def files_of_a_run(path: Path) -> list[Path]:

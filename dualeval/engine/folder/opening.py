@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from dualeval.engine.differences import job_differences, listing, structure_hint, typed_differences
+from dualeval.atomic_files import writable, write_text
+from dualeval.engine.device.machines import check_kinds_of_parts
 from dualeval.engine.folder import layout
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
-from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S, Process
-from dualeval.engine.machines import check_kinds_of_parts
-from dualeval.engine.plan import EvalPlan
+from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S
+from dualeval.engine.values.differences import job_differences, listing, structure_hint, typed_differences
+from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
+from dualeval.process.identity import Process
 from dualeval.result import (
     JOB,
     MODELS,
@@ -36,7 +38,6 @@ from dualeval.result import (
     read_status,
     result_from,
 )
-from dualeval.whole_files import write_text
 from dualeval.world import World
 
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics", "options")
@@ -142,7 +143,7 @@ def join_shares(
 
     Returns False if the result of all shares is there already, so that nothing is left to do.
     """
-    with layout.writable(out):
+    with writable(out):
         _check_same_job(out, facts)
         if finished_result(out, facts) is not None:
             return False

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import RaggedRows, Rows, TextRows
+from dualeval.atomic_files import whole_file
+from dualeval.columns.ragged import RaggedRows, Rows, TextRows
 from dualeval.engine.folder.windows import EVALUATED, RowsOfChunks, evaluated_of, windows_of
-from dualeval.engine.parts import indices_of, texts_of
-from dualeval.engine.plan import EvalPlan
+from dualeval.engine.samples.subset import indices_of, texts_of
+from dualeval.engine.values.plan import EvalPlan
 from dualeval.tasks import Dataset, Task
-from dualeval.whole_files import whole_file
 
 # Metadata of a field that is a column of text, and not made by the task's ``texts`` from other columns.
 COLUMN_OF_TEXT = {b"dualeval": b"column of text"}

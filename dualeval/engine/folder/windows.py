@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import (
+from dualeval.columns.ragged import (
     Column,
     RaggedRows,
     Rows,
@@ -33,7 +33,7 @@ from dualeval.columns import (
     to_rows,
     values_of,
 )
-from dualeval.engine.plan import EvalPlan
+from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.result import PREDICTIONS
 

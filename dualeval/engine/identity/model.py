@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from dualeval.engine.device.divided import class_of, is_of_fsdp, is_state_of_fsdp, whole
 from dualeval.engine.identity.hasher import Hasher, script_code
 from dualeval.engine.identity.plain import attributes_of, is_incidental, short_hex, tensor_digest
-from dualeval.engine.sharding.fsdp import class_of, is_of_fsdp, is_state_of_fsdp, whole
 
 # Attributes of an nn.Module that are read in another way, or that no forward in evaluation reads.
 _BOOKKEEPING = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dualeval.engine.nests import own_attributes
+from dualeval.engine.values.nests import own_attributes
 from dualeval.errors import UsageError
 
 # The attribute in which a class or an object names its attributes that decide no number.

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 from dualeval.engine.identity.plain import module_name, sha256_of, short_hex
-from dualeval.own_code import library_of
+from dualeval.user_code.origin import library_of
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Files of this package that define inputs, or what is made of them.
 _OWN_FILES = (
     *("columns.py", "further_columns.py", "data", "metrics", "models", "tasks"),
-    *("engine/parts.py", "engine/samples.py"),
+    *("engine/samples/subset.py", "engine/samples/samples.py"),
 )
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made
 _COMPILED = (*EXTENSION_SUFFIXES, ".pyc")

@@ -1,1 +1,4 @@
-"""Models whose parameters are divided over the ranks: their identity, their values, and their gathers."""
+"""Models whose parameters are divided over the ranks: identity, values, gathers, and a loop in lockstep.
+
+It imports loop and what that imports. Begin with ``model.py``, then ``lockstep.py``.
+"""

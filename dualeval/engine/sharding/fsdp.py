@@ -10,8 +10,8 @@ the bits. Torch refuses to mix a divided parameter with other tensors. But a num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -20,22 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
-from dualeval.engine.accelerator import is_out_of_memory
-from dualeval.engine.nests import map_tensors
-from dualeval.errors import BackendError, UsageError, text_of
+from dualeval.engine.device.divided import NOT_GATHERED, class_of, is_sharded, names_of_classes
+from dualeval.engine.values.nests import map_tensors
+from dualeval.errors import UsageError
 from dualeval.world import World
 
-# By name: importing torch.distributed.fsdp takes a second, and a sharded model has imported it.
-_UNIT = "FSDPModule"
 _FLAT = "FullyShardedDataParallel"
-_OF_FSDP = "torch.distributed.fsdp"
 # The first torch version whose FSDP is tested here.
 _FIRST = "2.13"
-NOT_GATHERED = (
-    "the forward computes with the weights of a part without calling it, but they are gathered only in its "
-    "call. Call the part (self.part(x)); or shard the model yourself where it is built "
-    "(torch.distributed.fsdp.fully_shard on the part that uses them), and leave --shard out"
-)
 _ONE_NUMBER = (
     "outside of the unit that gathers it, the forward reads numbers of a parameter that is divided over the "
     "ranks: each rank would read only its own part. Read them in the forward of that unit, or of the whole "
@@ -49,78 +41,16 @@ _NUMBERS = {
 }
 
 
-def is_unit(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` (FSDP2) was called on a module, so that a call of it gathers its parameters."""
-    return _UNIT in _names(module)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, is sharded by ``fully_shard``: its forward holds collectives."""
-    return any(is_unit(module) for module in model.modules())
-
-
-def class_of(value: object) -> type[Any]:
-    """The class of an object; for a module that ``fully_shard`` was called on, its earlier class."""
-    kind = type(value)
-    if _UNIT not in _names(value):
-        return kind
-    # FSDPLinear: FSDPLinear, FSDPModule, Linear, ...
-    return next(base for base in kind.__mro__[1:] if not base.__module__.startswith("torch.distributed"))
-
-
-def is_of_fsdp(hook: Any) -> bool:
-    """Whether a hook of a module is FSDP's own."""
-    function = getattr(hook, "func", hook)
-    return str(getattr(function, "__module__", "")).startswith(_OF_FSDP)
-
-
-def is_state_of_fsdp(name: str) -> bool:
-    """Whether FSDP keeps state in an attribute of this name."""
-    return name.startswith(("_is_fsdp", "_fsdp", "__composable_api_state_key"))
-
-
-def whole(
-    tensor: Tensor, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
-) -> Tensor:
-    """A tensor with all its values; if it is divided over ranks, a collective gathers them."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return tensor
-    divided: Any = tensor.detach()
-    if divided.device.type != mesh.device_type:
-        # A tensor in host memory: the group may only be able to send from devices.
-        divided = divided.to(mesh.device_type)
-    try:
-        with torch.no_grad(), around_gather():
-            gathered: Tensor = divided.full_tensor()
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise BackendError(
-            f"torch.distributed broke while gathering a parameter: {text_of(error).strip().rstrip('.')}. "
-            "Where another rank failed first, its message has the cause."
-        ) from error
-    return gathered
-
-
 def has_forward(module: nn.Module) -> bool:
     """Whether a module has a forward of its own."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def reshard(modules: Iterable[nn.Module]) -> None:
-    """Have each unit free its gathered parameters, and keep only its own part; no collective."""
-    for module in modules:
-        if is_unit(module):
-            unit: Any = module
-            unit.reshard()
 
 
 def check_sharded(model: nn.Module, world: World) -> None:
     """Check that a sharded model can be evaluated here."""
     if world.size == 1:
         return
-    flat = [type(module).__name__ for module in model.modules() if _FLAT in _names(module)]
+    flat = [type(module).__name__ for module in model.modules() if _FLAT in names_of_classes(module)]
     if flat:
         raise UsageError(
             f"the model is sharded by {flat[0]} (FSDP1), which keeps no parameter by itself. Shard it with "
@@ -139,10 +69,6 @@ def check_sharded(model: nn.Module, world: World) -> None:
                 "has different ones. Shard the model with torch.distributed.fsdp.fully_shard alone, or give "
                 "a model that is whole on each rank."
             )
-
-
-def _names(value: object) -> set[str]:
-    return {kind.__name__ for kind in type(value).__mro__}
 
 
 def check_torch(version: str = torch.__version__) -> None:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualeval.engine import numerics
+from dualeval.engine.device import numerics
 from dualeval.engine.identity.model import ModelIdentity, model_fingerprint
-from dualeval.engine.layouts import converter
-from dualeval.engine.options import RunOptions
-from dualeval.engine.preparation import convert_each, dtype_in, set_door
-from dualeval.engine.run_state import Run
+from dualeval.engine.job.run_state import Run
+from dualeval.engine.model.layouts import converter
+from dualeval.engine.model.preparation import convert_each, dtype_in, set_door
 from dualeval.engine.sharding.fsdp import has_forward, of_rows, refuse_own_rows, set_strides
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
+from dualeval.engine.values.options import RunOptions
 
 _LARGEST_PART = 32
 _SMALLEST_PART = 1024

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dualeval.backends.base import Backend
-from dualeval.engine.compute import is_compiled
-from dualeval.engine.guest import Snapshot, named_by
+from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import rows_digest, tensor_digest
-from dualeval.engine.layouts import fixed_part
-from dualeval.engine.sharding.fsdp import has_forward, is_sharded
+from dualeval.engine.model.compute import is_compiled
+from dualeval.engine.model.layouts import fixed_part
+from dualeval.engine.model.snapshot import Snapshot, named_by
+from dualeval.engine.sharding.fsdp import has_forward
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Task

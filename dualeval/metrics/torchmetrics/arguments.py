@@ -30,8 +30,6 @@ Columns: TypeAlias = "str | Parsed | Sequence[Any] | Mapping[str, Any]"
 _KINDS = "a column's name, a list [...] of one entry per sample, a dict {...} or Parsed(column)"
 # TorchMetrics is written for int64 classes: some of its kernels take no other integer.
 _WIDENED = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
-
-
 _SCORES = "torchmetrics.classification."
 _SOFTMAX = {"MulticlassPrecisionRecallCurve", "MulticlassCalibrationError", "MulticlassHingeLoss"}
 

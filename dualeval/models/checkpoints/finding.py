@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.wording import listed
+from dualeval.messages import listed
 
 # Where training scripts put state_dicts: the model's own, and averages of it over the training.
 KNOWN_KEYS = (

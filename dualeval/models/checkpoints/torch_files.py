@@ -27,7 +27,7 @@ from dualeval.data.contents import names_in_zip
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.finding import ArrayInFile, NamespaceInFile, PassedOver, choose
 from dualeval.models.checkpoints.late import FilePart, LateTensor, Record, StampedFile
-from dualeval.own_code import importable
+from dualeval.user_code.importing import importable
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _BYTE_ORDER = "byteorder"  # the name of a record behind the folder's

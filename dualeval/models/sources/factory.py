@@ -15,14 +15,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import StateDict
+from dualeval.messages import listed, nearest
+from dualeval.models.checkpoints.checkpoint import StateDict
 from dualeval.models.checkpoints.finding import is_plain
 from dualeval.models.late_building import is_building
-from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.sources.processors import preprocessing_beside
+from dualeval.models.sources.source import (
+    Loading,
+    ModelSource,
+    WeightsSource,
+    refuse_arguments,
+    weights_of_file,
+)
 from dualeval.models.weights_name import is_published_name
-from dualeval.own_code import own_module
-from dualeval.wording import listed, nearest
+from dualeval.user_code.importing import own_module
 
 # What torch keeps in a module, but for buffers: some are in no state_dict.
 _OF_TORCH = {*vars(nn.Module())} - {"_buffers"}

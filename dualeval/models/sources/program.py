@@ -15,8 +15,8 @@ from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.torch_files import SCRIPT, check_records, program_in
 from dualeval.models.model_errors import first_line
-from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments
 from dualeval.models.sources.processors import preprocessing_beside
+from dualeval.models.sources.source import Loading, ModelSource, WeightsSource, refuse_arguments
 from dualeval.models.weights_name import PROGRAM_SUFFIXES
 
 # What works otherwise in training, and the place of the argument that says so.

@@ -13,13 +13,13 @@ from torch import nn
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
 from dualeval.errors import DualevalError, UsageError
+from dualeval.messages import nearest
 from dualeval.models import published
-from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.sources import Loading, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.checkpoints.checkpoint import read_state_dict
+from dualeval.models.sources.source import Loading, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.models.weights_name import is_published_name
 from dualeval.vision_library import torchvision
-from dualeval.wording import nearest
 
 PREFIX = "timm:"
 _IMAGENET_CLASSES = 1000

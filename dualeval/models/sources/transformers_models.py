@@ -12,8 +12,14 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models import published
-from dualeval.models.sources import Loading, ModelSource, WeightsSource, refuse_arguments, weights_of_file
 from dualeval.models.sources.processors import PROCESSOR, preprocessing_of_folder
+from dualeval.models.sources.source import (
+    Loading,
+    ModelSource,
+    WeightsSource,
+    refuse_arguments,
+    weights_of_file,
+)
 from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,

@@ -10,12 +10,12 @@ from torch import nn
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.models import published
-from dualeval.models.fashion_cnn import EMBEDDED
-from dualeval.models.sources import ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources.fashion_cnn import EMBEDDED
+from dualeval.models.sources.source import ModelSource, WeightsSource, weights_of_file
 from dualeval.models.weights_name import is_published_name
 from dualeval.vision_library import torchvision
-from dualeval.wording import nearest
 
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.errors import DualevalError
+from dualeval.messages import printable
 from dualeval.result import PREDICTIONS
-from dualeval.wording import printable
 
 if TYPE_CHECKING:
     from dualeval.result import Result

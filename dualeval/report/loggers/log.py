@@ -21,8 +21,8 @@ from time import monotonic
 from typing import Any
 
 from dualeval.errors import DualevalError, UsageError, message_of, with_type
-from dualeval.process_start import end_with_parent, say_if_ended
-from dualeval.report.loggers import FILES, Target, is_installed
+from dualeval.process.start import end_with_parent, say_if_ended
+from dualeval.report.loggers.loggers import FILES, Target, is_installed
 from dualeval.result import RESULT, Result, read_result, result_from
 
 # Behind a run other ranks may wait for the first one: their libraries give up after minutes.

@@ -19,7 +19,6 @@ from typing import Any, TypeGuard
 
 from PIL import Image
 
-from dualeval.report.loggers import Target, is_installed
 from dualeval.report.loggers.confusions import (
     MOST_DRAWN,
     Confusion,
@@ -28,6 +27,7 @@ from dualeval.report.loggers.confusions import (
     figures_of,
     is_confusion,
 )
+from dualeval.report.loggers.loggers import Target, is_installed
 from dualeval.result import Result
 
 # Of more classes than these each figure is in the table alone: a tracker draws a chart of every scalar.

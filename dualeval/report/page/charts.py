@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from dualeval.wording import printable
+from dualeval.messages import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

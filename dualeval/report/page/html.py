@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from dualeval.messages import counted, printable_lines
 from dualeval.report.page import charts
 from dualeval.report.page.content import thumbnail
 from dualeval.report.table import shown_numbers
-from dualeval.wording import counted, printable_lines
 
 if TYPE_CHECKING:
     from PIL import Image

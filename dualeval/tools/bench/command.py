@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualeval.atomic_files import write_text
 from dualeval.cli.options import PATH, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from dualeval.launch.launchers import child_environ, why_not
 from dualeval.launch.site import Site, default_ranks
+from dualeval.messages import counted
 from dualeval.options.choices import CAST, PRECISIONS, check_choice
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.job import COMMON, Job, start_of
@@ -47,8 +49,6 @@ from dualeval.tools.bench.page import (
     progress_line,
     with_figures,
 )
-from dualeval.whole_files import write_text
-from dualeval.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +269,7 @@ def _described(job: Job) -> dict[str, str]:
     """Build the task once, so that a mistake in the job is one error and not that of each cell."""
     import torch
 
-    from dualeval.engine import numerics
+    from dualeval.engine.device import numerics
 
     if fetch := getattr(job.options, "fetch", None):
         fetch()
@@ -282,7 +282,7 @@ def _described(job: Job) -> dict[str, str]:
 
 def _reasons(job: Job, site: Site, device: torch.device, cores: int) -> Callable[[Cell], str | None]:
     """What says why a cell cannot be measured on this machine."""
-    from dualeval.engine.numerics import check_precision
+    from dualeval.engine.device.numerics import check_precision
     from dualeval.world import World
     from dualeval.world.devices import device_here
 

@@ -18,23 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.atomic_files import write_text
 from dualeval.backends.base import Backend
 from dualeval.cli.options import work_in_session
-from dualeval.engine import numerics
-from dualeval.engine.accelerator import accelerator_of
-from dualeval.engine.compute import Uploads
-from dualeval.engine.end.process import numbers_of
-from dualeval.engine.options import run_options_of
-from dualeval.engine.parts import drawn
-from dualeval.engine.samples import as_dataset
+from dualeval.engine.device import numerics
+from dualeval.engine.device.accelerator import accelerator_of
+from dualeval.engine.device.transfer import Uploads
+from dualeval.engine.samples.samples import as_dataset
+from dualeval.engine.samples.subset import drawn
 from dualeval.engine.session import Session
+from dualeval.engine.values.options import run_options_of
 from dualeval.errors import UsageError
 from dualeval.launch import detect
 from dualeval.options.job import Job
-from dualeval.process_start import DEFAULT_SIGNALS, end_with_parent
+from dualeval.process.signals import numbers_of
+from dualeval.process.start import DEFAULT_SIGNALS, end_with_parent
 from dualeval.tasks import Task
 from dualeval.tools.bench.cell import DATAPARALLEL, OF_RANKS, STAGES, CellStart, own_part
-from dualeval.whole_files import write_text
 
 
 def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence[str]) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.errors import UsageError
+from dualeval.messages import counted
 from dualeval.tools.bench.cell import DATAPARALLEL, MODES, SINGLE, STAGES
-from dualeval.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,10 +17,12 @@ from typing import Any
 
 import click
 
+from dualeval.atomic_files import write_text
 from dualeval.cli.options import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
 from dualeval.launch.launchers import WAYS, child_environ, choose_ways
 from dualeval.launch.site import Site
+from dualeval.messages import counted
 from dualeval.report.anonymous import Names
 from dualeval.result import RESULT, json_text, read_status
 from dualeval.tools import node_facts
@@ -40,8 +42,6 @@ from dualeval.tools.trials import (
     plan_trials,
     words_of,
 )
-from dualeval.whole_files import write_text
-from dualeval.wording import counted
 
 _DEVICES = ("cpu", "cuda")
 _JSON, _PAGE = "conformance.json", "conformance.md"

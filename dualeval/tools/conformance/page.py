@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dualeval.messages import counted
 from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
-from dualeval.wording import counted
 
 SCHEMA_VERSION = 1
 

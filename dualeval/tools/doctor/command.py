@@ -116,7 +116,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
     import torch
 
     from dualeval.backends import choose_backend, horovod, mpi
-    from dualeval.engine.machines import machine_facts
+    from dualeval.engine.device.machines import machine_facts
     from dualeval.world.devices import check_name, look
 
     errors = [] if detection.error is None else [str(detection.error)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from dualeval.wording import counted
+from dualeval.messages import counted
 
 # Of what a rank found, what has to be the same on all of them.
 _SAME = {

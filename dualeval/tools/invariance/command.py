@@ -41,7 +41,7 @@ def invariance(**flags: Any) -> None:
             "rank would compute the same. Type it by itself."
         )
     job = whole_job_of({**dict.fromkeys(COMMON), **flags, "metric": ()}, "dualeval doctor --invariance")
-    from dualeval.engine.options import RunOptions
+    from dualeval.engine.values.options import RunOptions
     from dualeval.tools.invariance.diagnosis import diagnose, print_invariance
     from dualeval.world.devices import device_here
 

@@ -12,15 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns import Column, Ragged, Rows, each_part, kind_of, to_rows
-from dualeval.engine.compute import Compute, copy_sharing_tensors
-from dualeval.engine.feed import Feed, Reader
-from dualeval.engine.loop import unreadable
-from dualeval.engine.nests import tensors_in
-from dualeval.engine.options import RunOptions
-from dualeval.engine.parts import postprocessed
-from dualeval.engine.preparation import prepare, why_preparation_failed
-from dualeval.engine.row_comparison import Difference, differing_rows
+from dualeval.columns.ragged import Column, Ragged, Rows, each_part, kind_of, to_rows
+from dualeval.engine.job.reading import unreadable
+from dualeval.engine.model.compute import Compute, copy_sharing_tensors
+from dualeval.engine.model.preparation import prepare, why_preparation_failed
+from dualeval.engine.samples.feed import Feed, Reader
+from dualeval.engine.samples.subset import postprocessed
+from dualeval.engine.values.nests import tensors_in
+from dualeval.engine.values.options import RunOptions
+from dualeval.engine.values.row_comparison import Difference, differing_rows
 from dualeval.tasks import Dataset, Task
 
 _OUTPUT = "output"

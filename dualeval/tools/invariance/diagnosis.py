@@ -15,24 +15,24 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from dualeval.columns import Rows
-from dualeval.engine import numerics
+from dualeval.columns.ragged import Rows
 from dualeval.engine.building import moved
-from dualeval.engine.compute import is_compiled
-from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
-from dualeval.engine.machines import machine_facts
-from dualeval.engine.options import RunOptions
-from dualeval.engine.parts import drawn
-from dualeval.engine.plan import EvalPlan
-from dualeval.engine.preparation import compiler_settings, set_evaluation_mode
-from dualeval.engine.row_comparison import differing_rows
-from dualeval.engine.samples import as_dataset
+from dualeval.engine.device import numerics
+from dualeval.engine.device.machines import machine_facts
+from dualeval.engine.model.compute import is_compiled
+from dualeval.engine.model.layouts import OF_TRIAL, layout_by_trial
+from dualeval.engine.model.preparation import compiler_settings, set_evaluation_mode
+from dualeval.engine.samples.samples import as_dataset
+from dualeval.engine.samples.subset import drawn
+from dualeval.engine.values.options import RunOptions
+from dualeval.engine.values.plan import EvalPlan
+from dualeval.engine.values.row_comparison import differing_rows
 from dualeval.errors import UsageError
+from dualeval.messages import listed
 from dualeval.report.table import labelled, make_console, print_line
 from dualeval.tasks import Task
 from dualeval.tools.invariance.computed import Batches, ColumnRows, Computed, ShapeDiagnosis
 from dualeval.tools.invariance.watched_modules import Watch
-from dualeval.wording import listed
 
 # Beside the powers of two from 16 on.
 _SMALL_SHAPES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine.nests import tensors_in
+from dualeval.engine.values.nests import tensors_in
 
 # A tensor of a call: the module's name, which call of it, "in" or "out", and where it is in there.
 Place = tuple[str, int, str, str]

@@ -16,14 +16,14 @@ from stat import S_ISDIR
 from time import monotonic
 from typing import Any
 
-from dualeval.engine.differences import differences
+from dualeval.atomic_files import write_text
 from dualeval.engine.folder.lease import Lease
+from dualeval.engine.values.differences import differences
 from dualeval.errors import EXIT_DONE, DualevalError, UsageError, text_of
+from dualeval.messages import did_you_mean, listed
 from dualeval.options.several import expanded, is_pattern, names_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable, number_of
 from dualeval.result import RESULT, Result, read_job, read_result, read_status, sha256_of_json
-from dualeval.whole_files import write_text
-from dualeval.wording import did_you_mean, listed
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".tar")
 # torch.distributed.checkpoint writes it last.

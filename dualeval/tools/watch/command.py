@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualeval.atomic_files import write_text
 from dualeval.cli import options
 from dualeval.cli.options import PATH, GroupedOption
 from dualeval.cli.run import evaluate_job, of_one_model, prepared, run, session_of, task_of
 from dualeval.cli.several import exit_code_of
 from dualeval.cli.task_flags import TaskCommand
 from dualeval.data.cache import DataCache
-from dualeval.engine.differences import differences, listing
-from dualeval.engine.end.process import say
 from dualeval.engine.folder.lease import gone
-from dualeval.engine.options import or_remove
+from dualeval.engine.values.differences import differences, listing
+from dualeval.engine.values.options import or_remove
 from dualeval.errors import DualevalError, UsageError, text_of
+from dualeval.messages import counted, listed, printable
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.plugins import BUILT_IN
-from dualeval.process_start import unwritten
+from dualeval.process.speech import say
+from dualeval.process.streams import unwritten
 from dualeval.report.models_table import DONE, ModelRow, ModelsTable, number_of
 from dualeval.result import json_text, read_fields
 from dualeval.tools.watch.checkpoints import LEADERBOARD, Board, Checkpoint, Checkpoints, step_of
-from dualeval.whole_files import write_text
-from dualeval.wording import counted, listed, printable
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
-    from dualeval.report.loggers import Target
+    from dualeval.report.loggers.loggers import Target
     from dualeval.result import Result
 
 

@@ -1,0 +1,4 @@
+"""Columns: the values of a batch, one row a sample, from ``observe`` to the rows of a run.
+
+It imports errors. Begin with ``ragged.py``; columns of the user's data that no task reads are ``of_data.py``.
+"""

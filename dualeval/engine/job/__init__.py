@@ -1,0 +1,4 @@
+"""What is evaluated, agreed on by all ranks, and what earlier runs have left of it.
+
+It imports all rooms below: model, samples, folder, end and what these import. Begin with ``evaluation.py``.
+"""

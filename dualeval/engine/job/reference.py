@@ -1,0 +1,211 @@
+"""Reference: another finished run over the same samples, and how a run's predictions differ from that one's.
+
+Both runs' rows are read a window at a time, so memory does not grow with the number of samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.columns.ragged import Rows, described
+from dualeval.engine.folder.finished import finished_run
+from dualeval.engine.folder.stored_rows import StoredRows, Window
+from dualeval.engine.samples.subset import ids_of
+from dualeval.engine.values.differences import differing_fingerprints
+from dualeval.engine.values.row_comparison import (
+    PREDICTION_COLUMNS,
+    Difference,
+    as_one_kind,
+    right,
+    text_rows,
+)
+from dualeval.errors import DualevalError, UsageError
+from dualeval.result import Result
+from dualeval.tasks import Dataset
+
+_LOSS = "loss"
+# Most ids that are listed; 'dualeval compare --flips' writes all.
+_LISTED = 10
+# Options that change no number, or whose change the data's fingerprints would show.
+_NOT_NAMED = ("workers", "device", "data", "metric", "by", "bins", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A finished run with which another one is compared."""
+
+    # Its folder, absolute.
+    folder: Path
+    # The contents of its result.json.
+    result: Result
+    rows: StoredRows
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Reference:
+        """Open a run."""
+        try:
+            result, rows = finished_run(Path(folder))
+        except UsageError as error:
+            raise UsageError(f"--reference: {error}") from error
+        return cls(folder=Path(folder).absolute(), result=result, rows=rows)
+
+    def check(
+        self,
+        dataset: Dataset,
+        count: int,
+        columns: Sequence[str],
+        facts: Mapping[str, Any],
+        step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Check, before anything is evaluated, that it is a run over the same samples of the same data."""
+        if not set(columns) & set(self.rows.names):
+            raise UsageError(
+                f"--reference {self.folder}: no column is in both runs. There: {', '.join(self.rows.names)}; "
+                f"here: {', '.join(columns)}."
+            )
+        stop = 0
+        for window in self.rows.windows(self.rows.names[:1], with_ids=True):
+            stop = window.start + len(window.ids)
+            own = ids_of(dataset, range(window.start, min(stop, count)))
+            for place, (here, there) in enumerate(zip(own, window.ids, strict=False), window.start):
+                if here != there:
+                    self._refuse_samples(f"sample {place} is {there!r} there, {here!r} here")
+            step()
+        if stop != count:
+            self._refuse_samples(f"{stop:,} samples there, {count:,} here")
+        if said := differing_fingerprints(facts, vars(self.result)):
+            raise UsageError(
+                f"--reference {self.folder} has the same ids, but over different data: the fingerprints "
+                f"differ in {said}. Evaluate both over the same data, or compare the two runs afterwards: "
+                f"'dualeval compare {self.folder} RUN --trust-ids'."
+            )
+
+    def _refuse_samples(self, said: str) -> NoReturn:
+        raise UsageError(
+            f"--reference {self.folder} is a run over different samples, or in a different order: {said}. "
+            "Evaluate both over the same samples (--data, --limit, or --sample and --seed); 'dualeval "
+            f"compare {self.folder} RUN' pairs samples by id afterwards, and says how many are in both."
+        )
+
+    def compare(
+        self,
+        windows: Iterable[Window],
+        dataset: Dataset,
+        facts: Mapping[str, Any],
+        step: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """The comparison of another run's rows with this one's, for the result; says if these are gone."""
+        names = ("metrics_digest", "fingerprint")
+        found = {"folder": str(self.folder), **{name: getattr(self.result, name) for name in names}}
+        compared = _Compared()
+        try:
+            for own in windows:
+                there = self.rows.batch(range(own.start, own.start + len(own.evaluated)))
+                compared.add(own, there, dataset)
+                step()
+        except DualevalError as error:
+            return {**found, "problem": str(error)}
+        return {**found, "differs_in": self._differs_in(facts), **compared.to_json()}
+
+    def _differs_in(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """The options that differ, each with its value in the reference and in the run at hand."""
+        # A tuple in the job is a list in the file.
+        there, here = self.result.job, json.loads(json.dumps(facts["job"]))
+        names = there.keys() & here.keys() - {*_NOT_NAMED}
+        found = {name: [there[name], here[name]] for name in names if there[name] != here[name]}
+        weights = [one.get("fingerprint") for one in (self.result.weights, facts["weights"])]
+        if weights[0] != weights[1]:
+            found["weights_fingerprint"] = weights
+        return dict(sorted(found.items()))
+
+
+class _Compared:
+    """The comparison of the windows so far."""
+
+    def __init__(self) -> None:
+        # Samples in both runs; failures "here", "there" or in "both"; samples that became right or wrong.
+        self._counts = Counter[str]()
+        self._columns: dict[str, Difference] = {}
+        self._not_compared: dict[str, str] = {}
+        self._prediction: str | None = None
+        self._first_changed: list[str] = []
+
+    def add(self, own: Window, there: Window, dataset: Dataset) -> None:
+        """Compare the rows of the same samples."""
+        both = own.evaluated & there.evaluated
+        places = np.flatnonzero(both)
+        self._counts.update(
+            samples=len(places),
+            here=int((there.evaluated & ~both).sum()),
+            there=int((own.evaluated & ~both).sum()),
+            both=int((~own.evaluated & ~there.evaluated).sum()),
+        )
+        if not len(places):
+            return
+
+        def name(place: int) -> str:
+            return dataset.id(own.start + int(places[place]))
+
+        pairs = self._pairs(_rows_of(own, both), _rows_of(there, both))
+        changed = {}
+        for column, pair in pairs.items():
+            difference = self._columns.setdefault(column, Difference.of(pair[0]))
+            changed[column] = difference.add(*pair, name)
+        prediction = next((each for each in PREDICTION_COLUMNS if each in pairs), None)
+        if prediction is None:
+            return
+        self._prediction = prediction
+        self._first_changed += map(name, changed[prediction][: _LISTED - len(self._first_changed)])
+        is_right = right({each: one for each, (one, _) in pairs.items()}, prediction)
+        was_right = right({each: other for each, (_, other) in pairs.items()}, prediction)
+        if is_right is not None and was_right is not None:
+            became = {"became_right": is_right & ~was_right, "became_wrong": ~is_right & was_right}
+            self._counts.update({name: int(chosen.sum()) for name, chosen in became.items()})
+
+    def _pairs(self, own: Mapping[str, Rows], there: Mapping[str, Rows]) -> dict[str, tuple[Rows, Rows]]:
+        """The rows of each column that can be compared; notes why the others cannot."""
+        found = {}
+        for name in dict.fromkeys((*own, *there)):
+            if name not in own or name not in there:
+                self._not_compared[name] = f"only in {'this run' if name in own else 'the reference'}"
+            elif (pair := as_one_kind(own[name], there[name])) is not None:
+                found[name] = pair
+            else:
+                one, other = described(own[name]), described(there[name])
+                self._not_compared[name] = f"{one} in this run, {other} in the reference"
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        counts = self._counts
+        columns = {name: column.to_json() for name, column in self._columns.items()}
+        samples = counts["samples"]
+        changed = None if self._prediction is None else self._columns[self._prediction].rows_differ
+        return {
+            "samples": samples,
+            "failed": {name: counts[name] for name in ("here", "there", "both")},
+            "same_bits": not any(column["rows_differ"] for column in columns.values()),
+            "prediction": self._prediction,
+            "agreement": None if changed is None else (samples - changed) / samples,
+            "changed": changed,
+            "became_right": counts.get("became_right"),
+            "became_wrong": counts.get("became_wrong"),
+            "first_changed": self._first_changed,
+            "loss": columns.pop(_LOSS, None),
+            "columns": columns,
+            "not_compared": self._not_compared,
+        }
+
+
+def _rows_of(window: Window, both: npt.NDArray[np.bool_]) -> dict[str, Rows]:
+    """The columns and texts of the samples that a mask selects."""
+    columns = {name: rows[both[window.evaluated]] for name, rows in window.columns.items()}
+    return columns | {name: text_rows(compress(texts, both)) for name, texts in window.texts.items()}

@@ -1,0 +1,4 @@
+"""The loop: a rank's batches are read, computed and recorded, without a collective.
+
+It imports checks, job and what these import. Begin with ``loop.py``, then ``forward.py``.
+"""

@@ -1,0 +1,334 @@
+"""The model that computes, made from the model as it was built: in evaluation mode, folded, cast, compiled.
+
+The job's identity describes the model as it was built, and names the steps that are applied to it here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from dualeval.engine.device import numerics
+from dualeval.engine.device.divided import NOT_GATHERED, is_sharded
+from dualeval.engine.model.folding import fold
+from dualeval.engine.model.layouts import converter, fixed_part, is_changeable, layout_of
+from dualeval.engine.values.nests import map_tensors
+from dualeval.engine.values.options import RunOptions
+from dualeval.errors import UsageError, text_of, with_type
+from dualeval.messages import counted, listed
+from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
+
+# Shapes of batches that may each be compiled; torch's own limit is 8.
+_MOST_SHAPES = 64
+_OF_DTYPES = ("dtype", "same type", "scalar type", "should be the same", "expected m1 and m2")
+_LISTED_AT_MOST = 3
+
+
+def prepare(
+    model: nn.Module,
+    options: RunOptions,
+    *,
+    owned: bool = False,
+    note: Callable[[str], object] = lambda sentence: None,
+) -> nn.Module:
+    """Prepare a model for its evaluation, in the order: fold, cast, layout, compile.
+
+    Batch norms are folded first, with float32 weights. The model stays the same object, with its methods:
+    only its modules' entries are replaced, and its ``forward`` and compiled call are set as attributes,
+    without hooks. A call ``model(...)`` casts its inputs and sets their layout; it returns float32.
+    """
+    check_model(model, options)
+    layout = layout_of(model, options.layout)
+    if options.optimize == FOLD and not fold(model):
+        note(
+            "--optimize fold: nothing was folded, because no batch norm directly follows a convolution of "
+            "torch (a subclass of nn.Conv2d does not count)"
+        )
+    dtype = numerics.CASTS.get(options.precision)
+    if is_changeable(model):
+        convert_layout = converter(layout)
+
+        def convert(module: nn.Module, tensor: Tensor) -> Tensor:
+            return convert_layout(tensor.to(dtype_in(module, tensor.dtype, options)))
+
+        held = ((module, own) for module in model.modules() for own in (module._parameters, module._buffers))
+        convert_each(held, lambda module, tensor: _converted(module, tensor, convert, owned=owned))
+        if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
+            set_door(model, dtype, layout)
+    elif is_sharded(model) and layout == CHANNELS_LAST:
+        # Parameters stay contiguous, as FSDP needs them: a convolution follows the layout of its inputs.
+        set_door(model, None, layout)
+    if options.optimize == COMPILE:
+        note(
+            f"--optimize {COMPILE}: each shape of a batch is compiled at its first use, which can take "
+            "minutes"
+        )
+        _compile(model)
+    return model
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Refuse lazy layers without weights: each rank would draw other weights, at its own first batch."""
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise UsageError(
+            f"the model has lazy layers whose weights are not made yet ({listed(lazy, _LISTED_AT_MOST)}). "
+            "Call the model once where you make it, as model(inputs) with some samples, or load its "
+            "weights. On several ranks call torch.manual_seed(0) before: each has to make the same weights."
+        )
+
+
+def dtype_in(module: nn.Module, own: torch.dtype, options: RunOptions) -> torch.dtype:
+    """The dtype in which a module's tensor of some dtype is computed."""
+    keeps = options.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
+    dtype = numerics.CASTS.get(options.precision)
+    return own if dtype is None or keeps or not own.is_floating_point else dtype
+
+
+def check_model(model: nn.Module, options: RunOptions) -> None:
+    """Check that a model can be prepared as the options say."""
+    if options.optimize is not None and (part := fixed_part(model)) is not None:
+        raise UsageError(
+            f"--optimize {options.optimize}: {part}, and its operations were fixed when it was made. Leave "
+            "it out."
+        )
+    if options.optimize is not None and is_sharded(model):
+        raise UsageError(
+            f"--optimize {options.optimize}: the model is sharded, and its layers' parameters exist only "
+            "while a layer computes. Leave it out."
+        )
+    if options.precision not in numerics.CASTS:
+        return
+    said = f"--precision {options.precision}"
+    if (part := fixed_part(model)) is not None:
+        raise UsageError(
+            f"{said}: {part}, and its dtypes were fixed when it was made. Leave it out, or make that program "
+            "again from a model of this dtype."
+        )
+    if not is_changeable(model):
+        raise UsageError(
+            f"{said}: the model has tensors of a special class (such as those of a sharded model), which "
+            f"cannot be cast. Give a model whose tensors are whole, or --precision amp-{options.precision}."
+        )
+    if not any(tensor.is_floating_point() for tensor in model.parameters()):
+        raise UsageError(f"{said}: the model has no floating parameters to cast. Leave it out.")
+    if options.keep_batchnorm_fp32 and not any(isinstance(part, _BatchNorm) for part in model.modules()):
+        raise UsageError("--keep-batchnorm-fp32: the model has no batch norm. Leave it out.")
+
+
+def identity_of(options: RunOptions) -> dict[str, Any]:
+    """The preparation's part of a job's identity: options that change bits, so that older runs resume."""
+    found: dict[str, Any] = {"precision": options.precision}
+    if options.keep_batchnorm_fp32:
+        found["keep_batchnorm_fp32"] = True
+    if options.layout == CHANNELS_LAST:
+        found["layout"] = options.layout
+    if options.optimize is not None:
+        found["optimize"] = options.optimize
+    return found
+
+
+def why_preparation_failed(error: BaseException, options: RunOptions) -> str | None:
+    """Why an option made a forward fail; None if no option is the cause."""
+    said = (text_of(error).splitlines() or [""])[0].rstrip(".")
+    if options.shard is not None and (why := _why_not_gathered(said)) is not None:
+        return f"--shard {options.shard}: {why}"
+    if options.optimize == COMPILE and type(error).__module__.startswith(
+        ("torch._dynamo", "torch._inductor")
+    ):
+        if "limit" in type(error).__name__.lower() or "recompile" in said:
+            return (
+                f"--optimize compile: batches come in more than {_MOST_SHAPES} shapes, and each is compiled. "
+                "Leave it out, or pad the samples"
+            )
+        return (
+            f"--optimize compile: torch.compile failed: {with_type(error)}. It needs a C++ compiler (g++ or "
+            "clang; on Debian: apt install g++), on a GPU Triton. Install that, or leave it out"
+        )
+    if options.precision in numerics.CASTS and any(words in said for words in _OF_DTYPES):
+        return (
+            f"--precision {options.precision}: {said}. The model's weights and the inputs of model(...) are "
+            "cast. A tensor that its forward makes in float32 is not, nor are the inputs of a part or "
+            f"method called directly (model.encode(x)). Use --precision amp-{options.precision}, or call "
+            "model(...)"
+        )
+    if options.precision in numerics.CASTS and "not implemented for" in said:
+        return (
+            f"--precision {options.precision}: {said}: this device has no such operation. Use --precision "
+            f"amp-{options.precision}"
+        )
+    if options.layout == CHANNELS_LAST and "view size is not compatible" in said:
+        return (
+            "--layout channels-last: the forward joins dimensions with Tensor.view, which works only on "
+            "contiguous tensors. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
+        )
+    return None
+
+
+def _why_not_gathered(said: str) -> str | None:
+    """Why a forward failed because the model's parameters are divided; None if that is not the cause."""
+    if "mixed torch.Tensor and DTensor" in said:
+        return NOT_GATHERED
+    if "forward through the root module first" in said or "already been lazily initialized" in said:
+        return (
+            "a part of the model is called directly, but its weights are gathered only in a call of the "
+            "whole model. Let the task's forward call model(...), or leave --shard out"
+        )
+    return None
+
+
+@contextmanager
+def compiler_settings(optimize: str | None) -> Iterator[None]:
+    """While a compiled model computes, every shape is compiled, and none falls back to eager execution."""
+    if optimize != COMPILE:
+        yield
+        return
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES, fail_on_recompile_limit_hit=True):
+        yield
+
+
+# -- tensors -----------------------------------------------------------------------------------------------
+
+
+def convert_each(
+    held: Iterable[tuple[nn.Module, dict[str, Any]]], convert: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
+    """Replace the tensors that modules hold by converted ones, one after the other."""
+    # A tied tensor is converted once. The old tensor is kept, too, so that no other can get its id.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module, tensors in held:
+        for name, tensor in list(tensors.items()):
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor, convert(module, tensor)
+            tensors[name] = made[id(tensor)][1]
+
+
+def _converted(
+    module: nn.Module, tensor: Tensor, convert: Callable[[nn.Module, Tensor], Tensor], *, owned: bool
+) -> Tensor:
+    with torch.no_grad():
+        found = convert(module, tensor.detach())
+    if (found.dtype, found.stride(), found.data_ptr()) == (tensor.dtype, tensor.stride(), tensor.data_ptr()):
+        return tensor
+    if not isinstance(tensor, nn.Parameter):
+        return found
+    if owned and not tensor.is_inference():
+        tensor.data = found
+        tensor.grad = None
+        return tensor
+    return nn.Parameter(found, requires_grad=False)
+
+
+# -- the door ----------------------------------------------------------------------------------------------
+
+
+def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
+    """Have a call of the model bring its inputs into dtype and layout, and its outputs back to float32.
+
+    This sets an attribute of the object and no hook: hooks are part of the identity, and allow only one
+    thread. The attribute is a method, so that a copy of the model gets its own.
+    """
+    convert_layout = converter(layout)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return convert_layout(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    arrive = convert_layout if dtype is None else cast
+
+    def leave(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == dtype else tensor
+
+    held = vars(model).get("forward")
+    of_class = type(model).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: map_tensors(arrive, value) for name, value in kwargs.items()}
+        args = tuple([map_tensors(arrive, value) for value in args])
+        outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
+        return outputs if dtype is None else map_tensors(leave, outputs)
+
+    if held is None:
+        functools.update_wrapper(forward, of_class)
+    vars(model)["forward"] = MethodType(forward, model)
+
+
+# -- the compiler ------------------------------------------------------------------------------------------
+
+
+def _compile(model: nn.Module) -> None:
+    """Compile a model's call: each shape by itself, kernels not chosen by timing, one thread."""
+    # With dynamic shapes, the second shape is compiled for all: bits would depend on the batches' order.
+    model.compile(
+        dynamic=False,
+        options={
+            "deterministic": True,
+            "cpp.threads": 1,
+            # No process pool: it would outlive the run.
+            "compile_threads": 1,
+        },
+    )
+
+
+# -- evaluation mode ---------------------------------------------------------------------------------------
+
+
+def set_evaluation_mode(model: nn.Module) -> list[str]:
+    """Set a model to evaluation mode if any of its modules is in training mode."""
+    before = _in_training(model)
+    if not before:
+        return []
+    try:
+        model.eval()
+    except NotImplementedError:
+        # A graph of torch.export has no modes: it keeps the one that it was exported in.
+        return [
+            "the model cannot be set to evaluation mode (torch.export keeps the mode of the export): export "
+            "it after model.eval()"
+        ]
+    after = _in_training(model)
+    done = [name for name in before if name not in after]
+    notes = []
+    if done:
+        notes.append(f"the model was in training mode, and was set to evaluation mode ({_listed(done)})")
+    if after:
+        notes.append(
+            f"the model stays in training mode after model.eval() in {_listed(after)}: its own train() "
+            "method does that. Its dropout and batch norm work as in training"
+        )
+    return notes
+
+
+def training_note(model: nn.Module) -> list[str]:
+    """A note if a module of the model is in training mode, for a model that is used as it is."""
+    found = _in_training(model)
+    if not found:
+        return []
+    return [
+        f"the model is in training mode ({_listed(found)}), so dropout and batch norms work as in training: "
+        "call model.eval() before the loop"
+    ]
+
+
+def _in_training(model: nn.Module) -> list[str]:
+    # A frozen TorchScript module has no such attribute.
+    return [name for name, module in model.named_modules() if getattr(module, "training", False)]
+
+
+def _listed(names: list[str]) -> str:
+    shown = listed((name or "the model itself" for name in names), _LISTED_AT_MOST)
+    return f"{counted(len(names), 'module')}: {shown}"
+
+
+# -- folding -----------------------------------------------------------------------------------------------

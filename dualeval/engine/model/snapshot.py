@@ -1,0 +1,277 @@
+"""The state of models and random generators, to put them back as they were."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dualeval.backends.base import Backend
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.device.accelerator import random_states, set_random_states
+from dualeval.engine.device.divided import is_unit, reshard
+from dualeval.engine.identity.hasher import Hasher
+from dualeval.engine.model.kept import Kept, is_config, put_back, version_of
+from dualeval.errors import UsageError
+from dualeval.result import sha256_of_json
+
+# The first forward of a sharded model adds these, once: FSDP needs them afterwards, too.
+_OF_STATE_DICTS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+# A module's dicts of parts, tensors and hooks.
+_DICTS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+
+
+class Snapshot:
+    """The state of models, to put them back as they were."""
+
+    def __init__(self, largest: float = math.inf) -> None:
+        self._left = largest
+        # Several modules may share a config.
+        self._configs: dict[int, Kept] = {}
+        self._modules: dict[int, _Module] = {}
+        self._tensors: dict[int, _Tensor] = {}
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+
+    def remember(self, model: nn.Module) -> None:
+        """Note the state of a model, unless it is known; a sharded model's parameters are divided first."""
+        reshard(model.modules())
+        for module in model.modules():
+            if id(module) not in self._modules:
+                self._modules[id(module)] = _Module.of(module)
+                for parameter in module._parameters.values():
+                    self._note(parameter, keeps_values=False)
+                self._note_buffers(module)
+                for value in self._modules[id(module)].attributes.values():
+                    if id(value) not in self._configs and is_config(value):
+                        self._configs[id(value)] = Kept(value, ())
+
+    def knows(self, model: nn.Module) -> bool:
+        """Whether a part of a model belongs to one that is remembered."""
+        return any(id(module) in self._modules for module in model.modules())
+
+    def remember_buffers(self, model: nn.Module) -> None:
+        """Note only a model's buffers and their values."""
+        for module in model.modules():
+            self._note_buffers(module)
+
+    def _note_buffers(self, module: nn.Module) -> None:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not is_lazy(buffer):
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._buffers.append((module, name, buffer))
+                size = buffer.numel() * buffer.element_size()
+                self._note(buffer, keeps_values=size <= self._left)
+                self._left -= size if size <= self._left else 0
+
+    def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
+        if tensor is not None and not is_lazy(tensor) and id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
+
+    def take(self, model: nn.Module) -> nn.Module:
+        """The model to evaluate, without its wrappers for training on several processes."""
+        self.remember(model)
+        model = unwrapped(model)
+        # A compiled program is wrapped as a whole, and its parts cannot be exchanged.
+        for module in [] if isinstance(model, torch.jit.ScriptModule) else list(model.modules()):
+            module._modules.update(
+                {name: unwrapped(part) for name, part in module._modules.items() if part is not None}
+            )
+        return model
+
+    def share_buffers(self, model: nn.Module, backend: Backend, control: ControlPlane) -> list[str]:
+        """Give every rank rank 0's buffers, until ``put_back``; a collective.
+
+        In training, each rank's batch norms see only that rank's samples. ``DistributedDataParallel`` sends
+        rank 0's buffers to all ranks before its next forward, and a checkpoint has them.
+
+        New tensors replace the model's own buffers. If these were written into, a backward whose forward came
+        before would fail.
+        """
+        if backend.world.size == 1:
+            return []
+        buffers = dict(model.named_buffers())
+        kinds = [[name, str(buffer.dtype), list(buffer.shape)] for name, buffer in buffers.items()]
+        digest = Hasher().digest(list(buffers.values())).hex()
+        control.meet()
+        everyone = backend.all_gather_json([sha256_of_json(kinds), digest])
+        # Models of different structure are refused later, with what differs.
+        if any(own[0] != everyone[0][0] for own in everyone) or all(own == everyone[0] for own in everyone):
+            return []
+        rank_0s = {}
+        for buffer in buffers.values():
+            values = backend.broadcast(buffer.detach().cpu().contiguous(), src=0)
+            rank_0s[id(buffer)] = torch.empty_like(buffer.detach()).copy_(values)
+        for module in model.modules():
+            for name, own in list(module._buffers.items()):
+                if own is not None:
+                    module._buffers[name] = rank_0s[id(own)]
+        return [
+            "the ranks have different buffers (running statistics of batch norms, for instance): rank 0's "
+            "are evaluated, and every rank gets its own back afterwards"
+        ]
+
+    def put_back(self) -> None:
+        """Put every model back as it was when it was remembered."""
+        reshard(module.module for module in self._modules.values())
+        # A first forward that wrote into parameters may have noted this in an attribute, which must stay.
+        held = [
+            each for module in self._modules.values() for each in module.dicts.get("_parameters", {}).values()
+        ]
+        for module in self._modules.values() if not any(map(self._is_written, held)) else ():
+            module.put_back()
+        for config in self._configs.values():
+            config.put_back()
+        for owner, name, buffer in self._buffers:
+            if owner._buffers.get(name) is not buffer:
+                owner._buffers[name] = buffer
+        for tensor in self._tensors.values():
+            tensor.put_back()
+
+    def changes(self) -> list[str]:
+        """The modules' attributes that were replaced, and the tensors that were written into."""
+        found = []
+        for kept in self._modules.values():
+            now, kind = vars(kept.module), type(kept.module).__name__
+            for held, before in [
+                (now, kept.attributes),
+                *((now[name], kept.dicts[name]) for name in kept.dicts),
+            ]:
+                names = [
+                    name for name in {**before, **held} if held.get(name, self) is not before.get(name, self)
+                ]
+                names += [
+                    name for name, value in before.items() if self._is_written(value) and name not in names
+                ]
+                found += [f"{kind}.{name}" for name in names]
+        return [*found, *(place for config in self._configs.values() for place in config.changes())]
+
+    def _is_written(self, value: Any) -> bool:
+        return (
+            isinstance(value, Tensor) and id(value) in self._tensors and self._tensors[id(value)].is_changed
+        )
+
+    def check(self) -> None:
+        """Check that no parameter was written into: their values are not copied."""
+        for module in self._modules.values():
+            # The parameters as noted: others may have replaced them for the evaluation.
+            for name, parameter in module.dicts.get("_parameters", {}).items():
+                if self._is_written(parameter):
+                    raise UsageError(
+                        f"the evaluation has changed the parameter {name!r} of a "
+                        f"{type(module.module).__name__} in place, and its earlier values are not kept: let "
+                        "the task's build_model and forward leave the parameters alone, or give build_model "
+                        "a copy of the model to return."
+                    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and DataParallel.
+
+    Even in evaluation mode, the wrapper would broadcast the buffers before each forward.
+    """
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    return model
+
+
+@dataclass(frozen=True)
+class _Module:
+    module: nn.Module
+    attributes: dict[str, Any]
+    dicts: Mapping[str, dict[Any, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return cls(module, {}, {})  # a program, whose attributes are not Python's
+        own = vars(module)
+        names = [name for name in _DICTS if name in own and not (is_unit(module) and name in _OF_STATE_DICTS)]
+        return cls(module, dict(own), {name: dict(own[name]) for name in names})
+
+    def put_back(self) -> None:
+        # Not by setattr or train(): the model may override both.
+        own = vars(self.module)
+        if self.attributes:
+            put_back(own, self.attributes)
+        for name, before in self.dicts.items():
+            put_back(own[name], before)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    tensor: Tensor
+    data: Tensor
+    requires_grad: bool
+    grad: Tensor | None
+    version: int
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, keeps_values: bool) -> _Tensor:
+        # Elements of an expanded tensor share memory: torch refuses to write into it as a whole.
+        is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()
+        values = tensor.detach().clone() if keeps_values and not is_expanded else None
+        grad = tensor.grad if tensor.is_leaf else None
+        return cls(tensor, tensor.data, tensor.requires_grad, grad, version_of(tensor), values)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was written into since."""
+        return version_of(self.tensor) != self.version
+
+    def put_back(self) -> None:
+        tensor, data = self.tensor, self.data
+        if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
+            # Moved or cast in place: its former memory is still there.
+            tensor.data = data
+        if self.values is not None and not tensor.is_inference():
+            # Batch norms write into buffers without raising the version. Neither does this, as data has its
+            # own: a backward whose forward came before still works.
+            data.copy_(self.values)
+        if tensor.is_leaf:
+            if tensor.requires_grad != self.requires_grad:
+                tensor.requires_grad_(self.requires_grad)
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
+
+
+def named_by(function: Any) -> list[Any]:
+    """The outside values that a function's or method's body names; empty for any other value."""
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
+        return []
+    named = inspect.getclosurevars(function)
+    return [*named.nonlocals.values(), *named.globals.values()]
+
+
+class Generators:
+    """The states of the process's random generators, as they were when it was made."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._devices = random_states()
+
+    def are_others(self) -> bool:
+        """Whether a generator has drawn, or was seeded, since."""
+        now = [torch.get_rng_state(), *(random_states() or ())]
+        drawn = not all(map(torch.equal, now, [self._torch, *(self._devices or now[1:])]))
+        drawn = drawn or random.getstate() != self._python
+        return drawn or repr(np.random.get_state()) != repr(self._numpy)
+
+    def put_back(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        set_random_states(self._devices)

@@ -1,0 +1,195 @@
+"""Lockstep: every rank computes one batch a round, for models whose forward holds collectives.
+
+The forward of one rank then waits for those of all others, but ranks have different numbers of batches. So
+there are as many rounds as the rank with the most batches needs, and a rank without a batch in a round
+computes samples whose outputs are dropped. Before each round, all ranks agree on the host, in one small
+message, whether to continue: a stop ends all after the same round, and a rank that fails leaves none waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic, perf_counter, sleep
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from dualeval.engine.checks.repeatability import Lasting, as_before, differences, is_short
+from dualeval.engine.checks.replay import EvaluatesBatch, StoredBatch
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.device.divided import is_sharded
+from dualeval.engine.device.numerics import NumericSettings
+from dualeval.engine.device.transfer import Pending
+from dualeval.engine.folder.recorder import Work
+from dualeval.engine.job.evaluation import Evaluation
+from dualeval.engine.job.run_state import Run
+from dualeval.engine.loop.forward import UnderWay, compute_of, evaluate_alone, of_first
+from dualeval.engine.loop.loop import Loop
+from dualeval.engine.model.compute import Compute
+from dualeval.engine.sharding.fsdp import check_sharded
+from dualeval.engine.values.plan import EvalPlan
+from dualeval.errors import BackendError, PeerError, Stopped, UsageError
+from dualeval.options.choices import DYNAMIC, LOCKSTEP
+
+# A collective mostly fails because another rank has ended, and this news arrives a moment later.
+_CAUSE_WITHIN_S = 3.0
+_LOOK_EVERY_S = 0.02
+_RANDOM = "forward or observe draws random numbers, or keeps something from one batch to the next"
+
+
+def settle_schedule(model: nn.Module, run: Run) -> None:
+    """Decide the schedule that a model is evaluated in."""
+    check_sharded(model, run.backend.world)
+    schedule = run.options.schedule
+    if is_sharded(model) or run.options.shard is not None:
+        if schedule == DYNAMIC:
+            raise UsageError(
+                f"--schedule {DYNAMIC}: the model is sharded, so each forward of one rank waits for all "
+                "other ranks: none can take more batches than another. Leave --schedule out."
+            )
+        schedule = LOCKSTEP
+    if schedule == LOCKSTEP:
+        shards = {} if run.options.shard is None else {"shard": run.options.shard}
+        run.decide({"schedule": schedule, **shards}, schedule=schedule)
+
+
+def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:
+    """Number of rounds: the batches of the rank with the most."""
+    return max(sum(len(plan.chunk_batches(chunk)) for chunk in remaining[rank::size]) for rank in range(size))
+
+
+def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
+    """Like ``evaluate_all``, with one batch a round on every rank. A collective."""
+    with loop.running(), compute_of(evaluation, 1) as compute:
+        # Ranks that arrive early sleep here instead of spinning in the first collective.
+        evaluation.run.control.meet()
+        rounds = _Rounds(evaluation, loop, compute)
+        lasting = Lasting(evaluation.model)
+        try:
+            rounds.run()
+        except BackendError:
+            if evaluation.run.control.has_peers:
+                wait_for_news(evaluation.run.control, lambda: False, within_s=_CAUSE_WITHIN_S)
+            raise
+    loop.times["compute"] = rounds.under_way.compute_s
+    if switched := lasting.warnings(evaluation.model):
+        loop.unlike = [*(loop.unlike or []), *switched]
+    return settings.check_after_loop(compute.changed_settings)
+
+
+def evaluated_together(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
+    """Compute rank 0's stored batches on all ranks, for ``prove``. A collective.
+
+    The returned function holds no collective, and gives the columns of another forward at each call.
+    """
+    own = [[batch.samples.start, batch.samples.stop] for batch in stored]
+    shared = [range(*limits) for limits in evaluation.run.from_rank_0(own)]
+    # Twice: rank 0 may ask whether the model gives the same bits again.
+    found = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
+    return lambda samples: found[samples].pop()
+
+
+def wait_for_news(
+    control: ControlPlane, has_come: Callable[[], bool], *, within_s: float = float("inf")
+) -> None:
+    """Sleep until another rank's announced message has arrived."""
+    limit = monotonic() + within_s
+    with control.progress.inside("meet"):
+        while True:
+            control.raise_if_peer_failed()
+            if has_come() or monotonic() > limit:
+                return
+            sleep(_LOOK_EVERY_S)
+
+
+class _Rounds:
+    """The rounds of one rank."""
+
+    def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
+        self._evaluation = evaluation
+        self._backend = evaluation.run.backend
+        self._control = evaluation.run.control
+        self._progress = evaluation.run.control.progress
+        self._loop = loop
+        self._compute = compute
+        # The batches that are being computed.
+        self.under_way = UnderWay(evaluation, loop, compute)
+
+    def run(self) -> None:
+        """Compute all rounds, or those until all ranks stop."""
+        rounds = rounds_of(self._evaluation.plan, self._loop.remaining, self._backend.world.size)
+        stand_in = self._look(rounds)
+        batches = self._loop.read(until_stopped=False)
+        for _ in range(rounds):
+            work, data, problem = self._prepare(batches)
+            if self._agree_to_stop(problem):
+                break
+            self._progress.step("forward", None if work is None else work.chunk)
+            self.under_way.start(work, self._start, (data, stand_in))
+            del data
+        self.under_way.count()
+
+    def _look(self, rounds: int) -> Any:
+        """The first samples, which all ranks compute; a second time, too, if that takes little of the run."""
+        # All ranks begin with a forward of the same samples, which sets the order of units for all others.
+        stand_in = of_first(self._evaluation, lambda data, _: data)
+        with as_before(self._evaluation.model, self._evaluation.task):
+            self._progress.step("forward")
+            start = perf_counter()
+            columns = self._compute.start(stand_in)()
+            seconds = torch.tensor([perf_counter() - start], dtype=torch.float64)
+            if is_short(self._backend.all_reduce(seconds, "max").item(), 1, rounds):
+                again = of_first(self._evaluation, lambda data, _: data)
+                computed = self._compute.start(again)()
+                # The module that causes it is not searched: that would take forwards of all ranks.
+                self._loop.unlike = differences(columns, computed, stand_in, again, lambda: _RANDOM)
+        return stand_in
+
+    def _start(self, given: tuple[Any, Any]) -> Pending | None:
+        """Start a batch; an error after its forward is raised when the other ranks know of it.
+
+        ``given`` holds its data, None if none of its samples could be read, and the data to compute instead.
+        """
+        data, stand_in = given
+        try:
+            pending = self._compute.start(stand_in if data is None else data)
+            # A batch without a readable sample has no columns to keep.
+            return None if data is None else pending
+        except Exception as error:
+            gathers = self._evaluation.run.gathers
+            if gathers is None or not gathers.is_complete:
+                raise
+            problem = error
+
+        def failed() -> NoReturn:
+            raise problem
+
+        return None if data is None else failed
+
+    def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
+        """Record computed batches and read the next one; or return the error of this rank."""
+        try:
+            self.under_way.count(all_but=self._compute.ahead)
+            work, data = next(batches, (None, None))
+        except (PeerError, Stopped, BackendError):
+            raise
+        except Exception as problem:  # noqa: BLE001 - raised when the other ranks know that this one leaves
+            return None, None, problem
+        return work, data, None
+
+    def _agree_to_stop(self, problem: Exception | None) -> bool:
+        """Whether all ranks stop here; a collective."""
+        own = torch.tensor([self._control.stopping is not None, problem is not None], dtype=torch.int64)
+        try:
+            stops, fails = self._backend.all_reduce(own, "max").tolist()
+        except BackendError as error:
+            raise (problem or error) from (None if problem is None else error)
+        if problem is not None:
+            raise problem
+        if fails:
+            # The other rank's message is the one to show.
+            wait_for_news(self._control, lambda: False)
+        if stops:
+            wait_for_news(self._control, lambda: self._control.stopping is not None)
+        return bool(stops)

@@ -1,0 +1,175 @@
+"""What a process of the command line does before it imports anything else: its streams and its first signals.
+
+torch and its like take seconds to import. A signal in that time must end the process as a later one does, and
+not with a traceback out of one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from dualeval.errors import EXIT_STOPPED
+from dualeval.process.status_line import LINE
+from dualeval.process.streams import open_standard_streams
+
+TYPE_CHECKING = False  # typing's own would cost as much time as all the rest of this
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import FrameType
+
+DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR2")
+INTERRUPTED = 128 + signal.SIGINT
+NOTHING_STARTED = "Nothing was started."
+# In the environment of ranks that `--nproc` has started: its process id.
+LAUNCHER_PID = "DUALEVAL_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+# Commands that a signal stops; Ctrl-C interrupts the others.
+_EVALUATING = ("run", "watch", "finish")
+_STOPPABLE = (*_EVALUATING, "score")
+# By file of launch/launchers, where that launcher says which rank a process is. They are asked in this order,
+# the innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an
+# allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open
+# MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is
+# whoever sets such names, so launchers that have names of their own are asked before. "none" stays last: it
+# always answers.
+RANK_VARIABLES = {
+    "torchrun": "RANK",
+    "horovodrun": "HOROVOD_RANK",
+    "flux": "FLUX_TASK_RANK",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mpich": "PMI_RANK",
+    "slurm": "SLURM_PROCID",
+    "env": "RANK",
+    "none": "",
+}
+
+
+def prepare(words: Sequence[str]) -> None:
+    """Open the standard streams and take the first signals, for a command line of these words."""
+    take_signals(words)
+    end_with_launcher()
+    open_standard_streams()
+    if _command(words) in _EVALUATING and not {"--no-progress", "--help", "-h"} & set(words):
+        LINE.begin(speaks=may_print(os.environ))
+
+
+# -- signals -------------------------------------------------------------------------------------------
+
+
+def take_signals(words: Sequence[str]) -> None:
+    """End the process by ``--stop-signals`` with exit code 75, until ``engine.end.process`` takes them.
+
+    ``dualeval run --nproc`` starts its ranks with them blocked: what came before this is heard now. One that
+    is ignored stays ignored.
+    """
+    global _process, _begun
+    _process, _begun = os.getpid(), NOTHING_STARTED if _command(words) in _EVALUATING else ""
+    stopping = _stop_signals(words) if _command(words) in _STOPPABLE else set()
+    for number in {*stopping, signal.SIGINT}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue
+        try:
+            signal.signal(number, _stop if number in stopping else _interrupt)
+        except OSError:
+            continue  # SIGKILL, say: refused with a message where the options are read
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*stopping, signal.SIGINT})
+
+
+def allow_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt where it does not stop a run: the command has begun."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have this process get a signal when the one that has started it ends, however that ends; on Linux."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_with_launcher() -> None:
+    """Stop this rank if the `--nproc` that has started it is killed: nobody else would end the ranks."""
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is None:
+        return
+    is_child = launcher == str(os.getppid())
+    if is_child:
+        end_with_parent(signal.SIGTERM)
+    try:
+        os.kill(int(launcher), 0)
+        has_ended = is_child and launcher != str(os.getppid())
+    except ProcessLookupError:
+        has_ended = True
+    if has_ended:  # before it could be said
+        signal.raise_signal(signal.SIGTERM)
+
+
+def end_with(code: int) -> None:
+    """Have signals that are taken here end the process with this code: its work is done."""
+    global _exit_code
+    _exit_code = code
+    LINE.speak(speaks=False)
+
+
+def say_if_ended(sentence: str) -> None:
+    """Set what is said where a signal ends the process after its work is done; empty for nothing."""
+    global _left_out
+    _left_out = sentence
+
+
+def may_print(environ: Mapping[str, str]) -> bool:
+    """Whether this process is one to print what all ranks would: no launcher says that it is a later one."""
+    return all(environ.get(name, "0") == "0" for name in RANK_VARIABLES.values() if name)
+
+
+_process = 0
+_exit_code: int | None = None
+_begun = ""  # what is said where a signal ends the process before
+_left_out = ""
+
+
+def _command(words: Iterable[str]) -> str:
+    """The command among the words, which may come after the value of --local-rank."""
+    return next((word for word in words if not word.startswith("-") and not word.isdecimal()), "")
+
+
+def _stop_signals(words: Sequence[str]) -> set[signal.Signals]:
+    names: Sequence[str] = DEFAULT_SIGNALS
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, has_value, value = word.partition("=")
+        if option == "--stop-signals":
+            names = (value if has_value else following).split(",")
+    numbers = (getattr(signal, name, None) for name in names)
+    return {number for number in numbers if isinstance(number, signal.Signals)}
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    _end(number, f"stopped by {signal.Signals(number).name}. {_begun}".rstrip(". "), EXIT_STOPPED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _end(number, "interrupted", INTERRUPTED)
+
+
+def _end(number: int, said: str, code: int) -> None:
+    if os.getpid() != _process:
+        # A process that was forked from ours: it ends as any other.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
+    if _exit_code is not None:
+        said = _left_out
+    LINE.speak(speaks=False)
+    if said and may_print(os.environ):
+        try:
+            os.write(2, f"dualeval: {said}.\n".encode())
+        except OSError:
+            os._exit(code)  # nobody reads it
+    os._exit(code if _exit_code is None else _exit_code)
+
+
+# -- standard streams ----------------------------------------------------------------------------------

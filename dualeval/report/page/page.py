@@ -1,0 +1,77 @@
+"""The page of a finished run, made and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dualeval.atomic_files import write_text
+from dualeval.errors import UsageError, with_type
+from dualeval.result import REPORT, RESULT, Result, read_result
+
+
+def check_installed() -> None:
+    """Check, without imports, that a page can be made."""
+    missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"a report needs {' and '.join(missing)}, which is not installed. Type: pip install "
+            "'dualeval[report]'"
+        )
+
+
+def check_report(out: object, *, is_main: bool) -> None:
+    """Check before a run that its page can be made, and has a place."""
+    if out is None:
+        raise UsageError(
+            "report=True: the page is written to the output folder, but there is none: give out=DIR"
+        )
+    if is_main:
+        check_installed()
+
+
+def write_report(
+    folder: Path,
+    task: Any,
+    *,
+    against: Sequence[Path] = (),
+    out: Path | None = None,
+    problem: str = "",
+    shown: Result | None = None,
+) -> Path:
+    """Make the page of the finished run in a folder, and write it; returns its file.
+
+    A ``problem`` says why the task is None, and so what is missing. ``shown`` is the result as it was shown,
+    where its groups may be others than those of the run.
+    """
+    from dualeval.options.job import command_of
+    from dualeval.report.page.content import build
+    from dualeval.report.page.html import render
+
+    notes = [problem] if problem else []
+    result = read_result(folder / RESULT)
+    if shown is not None:
+        result = replace(result, slices=shown.slices, warnings=shown.warnings)
+    content = build(result, folder, task, against=against, command=command_of(result.job), notes=notes)
+    path = out or folder / REPORT
+    try:
+        write_text(path, render(content))
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror or error}). Give --out FILE in a folder of your own."
+        ) from error
+    return path
+
+
+def write_at_end(result: Result, task: Any, note: Callable[[str], None]) -> None:
+    """Write the page of a run that is done: what goes wrong with it is a note."""
+    try:
+        assert result.folder is not None
+        path = write_report(Path(result.folder), task, shown=result)
+    except Exception as error:  # noqa: BLE001 - the result is on the disk, and the run has done its work
+        note(f"{REPORT} could not be made, and the result is complete: {with_type(error)}")
+    else:
+        note(f"the report is in {path}")

@@ -1,0 +1,4 @@
+"""The user's own code: how it is imported, whose a file is, and its lines in an error.
+
+It imports errors and messages. Begin with ``importing.py``.
+"""

@@ -1,0 +1,437 @@
+"""Transfer: what gets to a device and how, tried on a played one that runs late and hands memory on."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import subprocess
+import weakref
+from collections import UserDict, deque, namedtuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
+
+from dualeval.engine.checks import repeatability as looks
+from dualeval.engine.device import accelerator
+from dualeval.engine.device.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
+from dualeval.engine.device.machines import machine_facts
+from dualeval.engine.device.transfer import Uploads, map_batch, start_download
+from dualeval.engine.model.compute import Compute, usable_threads
+from dualeval.engine.samples.feed import Feed, Reader
+from tests.engine.samples.test_feed import Boxes, Scan
+from tests.vehicles.played_device import Played, PlayedTask
+from tests.vehicles.sessions import evaluate
+from tests.vehicles.tiny import TinyTask
+
+CPU = torch.device("cpu")
+SPEEDS = [(), ("computing",), ("copying",), ("computing", "copying")]
+
+_Device = TypeVar("_Device", bound=Played)
+
+
+class Play(Protocol):
+    def __call__(self, device: _Device) -> _Device: ...
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Put a played device behind "cpu", as another accelerator would be added: by one entry."""
+
+    def played(device: _Device) -> _Device:
+        monkeypatch.setitem(accelerator.ACCELERATORS, "cpu", lambda _: device)
+        copied = looks._copied
+
+        def copied_behind(data: Any) -> Any:
+            # torch's own clone is no kernel of the played device, whose streams would run before it.
+            for stream in device.streams:
+                stream.run(len(stream.work))
+            return copied(data)
+
+        monkeypatch.setattr(looks, "_copied", copied_behind)
+        return device
+
+    return played
+
+
+def rows(out: Path) -> Any:
+    return pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict()
+
+
+# -- the order of copies, kernels and events -------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", SPEEDS, ids=["late", "kernels early", "copies early", "early"])
+def test_the_engine_gives_the_same_through_a_device(
+    tmp_path: Path, play: Play, prompt: Sequence[str]
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "on_error": "skip", "workers": 1 if prompt else 0}
+    expected = evaluate(TinyTask(301, broken=[9, 77]), tmp_path / "cpu", **options)
+    device = play(Played(prompt))
+    found = evaluate(PlayedTask(301, device, broken=[9, 77]), tmp_path / "played", **options)
+    assert found.metrics_digest == expected.metrics_digest
+    assert rows(tmp_path / "played") == rows(tmp_path / "cpu")
+    assert device.reused > 200
+
+
+def columns_of(task: TinyTask, batches: int = 12) -> list[dict[str, list[Any]]]:
+    """All that a loop does with a device, with three batches under way."""
+    found, under_way = [], deque[Any]()
+    feed = Feed(
+        Reader(task.dataset(), task),
+        (range(first, first + 6) for first in range(0, 6 * batches, 6)),
+        workers=0,
+        device=CPU,
+    )
+    with Compute(task, task.build_model(CPU), CPU, "fp32", 1) as compute:
+        for data, _ in feed:
+            under_way.append(compute.start(data))
+            if len(under_way) > compute.ahead:
+                found.append(under_way.popleft()())
+        found += [pending() for pending in under_way]
+    return [{name: column.tolist() for name, column in columns.items()} for columns in found]
+
+
+@pytest.mark.parametrize(
+    ("forgets", "prompt"),
+    [("wait_stream", ("computing",)), ("synchronize computing", ("copying",)), ("keep_for", ("copying",))],
+)
+def test_each_wait_is_needed(play: Play, forgets: str, prompt: Sequence[str]) -> None:
+    """Or else the played device would prove nothing."""
+    expected = columns_of(TinyTask(72))
+    assert columns_of(PlayedTask(72, play(Played(prompt)))) == expected
+    try:
+        found = columns_of(PlayedTask(72, play(Played(prompt, [forgets]))))
+    except (RuntimeError, IndexError):
+        return  # noise where a class number should be
+    assert found != expected
+
+
+class Watched(Played):
+    """Writes down when copies to the device and kernels are given to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def launch(self, kernel: Callable[..., object], *tensors: Tensor) -> None:
+        self.log.append("copy" if self.current is not self.computing else "launch")
+        super().launch(kernel, *tensors)
+
+
+def test_a_batch_is_launched_before_the_next_is_waited_for(play: Play) -> None:
+    device = play(Watched())
+
+    class Reading(PlayedTask):
+        def collate(self, samples: Any) -> Any:
+            device.log.append("read")
+            return super().collate(samples)
+
+    columns_of(Reading(18, device), 3)
+    # Two tensors go to the device; two kernels are launched, and ten columns come back.
+    batch = ["read", "copy", "copy", *["launch"] * 2]
+    log = [entry for number, entry in enumerate(device.log) if number == 0 or entry != device.log[number - 1]]
+    assert log == ["read", "copy", "launch"] * 3
+    assert device.log[: len(batch)] == batch
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_a_column_of_an_earlier_batch_stays() -> None:
+    device = Played(["computing"])
+    pending = [start_download(device, {"x": torch.full((5,), number)}) for number in range(8)]
+    assert [wait()["x"].tolist() for wait in pending] == [[number] * 5 for number in range(8)]
+
+
+TENSORS = {
+    "float32": torch.rand(3, 4),
+    "bfloat16": torch.rand(3, 4).bfloat16(),
+    "complex": torch.randn(2, dtype=torch.complex64).conj(),
+    "bool": torch.tensor([True, False, True]),
+    "one number": torch.tensor(7),
+    "empty": torch.empty(0, 3),
+    "channels last": torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "transposed": torch.rand(3, 4).t(),
+    "expanded": torch.rand(3, 1).expand(3, 4),
+    "part": torch.rand(6, 8)[::2, 1:7:3],
+    "needs a gradient": torch.rand(3, requires_grad=True),
+    "negated": torch._neg_view(torch.rand(3)),
+    "imaginary": torch.randn(2, dtype=torch.complex64).conj().imag,
+}
+
+
+def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
+    device = Played(["copying"])
+    up = Uploads(device).start(TENSORS)
+    down = start_download(device, TENSORS)()
+    for name, tensor in TENSORS.items():
+        for found in (up[name], down[name]):
+            assert isinstance(found, Tensor)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+            assert found.stride() == torch.empty_like(tensor).stride(), name
+
+
+# -- one walk for every device ---------------------------------------------------------------------
+
+
+class Encoded(UserDict[str, Any]):
+    """As transformers' BatchEncoding: a mapping that has more to it, and moves itself."""
+
+    encodings = "lost"
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoded:
+        found = Encoded({name: value.to(device) for name, value in self.items()})
+        found.encodings = self.encodings
+        return found
+
+
+class Graph:
+    """As PyTorch Geometric's Batch."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self._store = {"nodes": nodes}
+
+    @property
+    def nodes(self) -> Tensor:
+        return self._store["nodes"]
+
+    def to(self, *arguments: Any, **options: Any) -> Graph:
+        return Graph(self.nodes.to(*arguments, **options))
+
+
+class Image(Tensor):
+    pass
+
+
+ONES = torch.ones(2)
+ENCODED = Encoded(a=ONES)
+ENCODED.encodings = "of the tokenizer"
+NESTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "dict": ({"a": [ONES, "x"]}, lambda nest: nest["a"][0]),
+    "namedtuple": (Boxes((1, ONES)), lambda nest: nest.corners[1]),
+    "dataclass": ([Scan(ONES, 1.0)], lambda nest: nest[0].pixels),
+    "user dict": (UserDict(a=ONES), lambda nest: nest.data["a"]),
+    "mapping that moves itself": ({"b": ENCODED}, lambda nest: nest["b"]["a"]),
+    "object that moves itself": ([Graph(ONES)], lambda nest: nest[0].nodes),
+    "sequences": (pack_sequence([ONES]), lambda nest: nest.data),
+    "tensor of a class of its own": ((ONES.as_subclass(Image),), lambda nest: nest[0]),
+    "sparse": ([torch.eye(2).to_sparse()], lambda nest: nest[0].to_dense()[0] + torch.eye(2)[1]),
+}
+
+
+@pytest.mark.parametrize("device", [accelerator.Host(CPU), Played(["copying"])], ids=["cpu", "played"])
+@pytest.mark.parametrize("name", NESTS)
+def test_every_kind_of_nest_gets_there(name: str, device: accelerator.Accelerator) -> None:
+    nest, tensor_of = NESTS[name]
+    found = Uploads(device).start(nest)
+    assert type(found) is type(nest)
+    assert tensor_of(found).tolist() == [1, 1]
+    own = isinstance(nest, dict) and "b" in nest
+    assert not own or found["b"].encodings == "of the tokenizer"
+    if name == "sequences":
+        assert isinstance(found, PackedSequence) and found.batch_sizes.device == CPU
+
+
+def test_a_batch_of_transformers_is_copied_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def to(*_: Any) -> Any:
+        raise AssertionError("it would wait for the device")
+
+    monkeypatch.setattr(to, "__module__", transformers.BatchEncoding.to.__module__)
+    monkeypatch.setattr(transformers.BatchEncoding, "to", to)
+    found = Uploads(Played(["copying"])).start(transformers.BatchEncoding({"input_ids": ONES}))
+    assert type(found) is transformers.BatchEncoding and found["input_ids"].tolist() == [1, 1]
+
+
+class Pair:
+    """Two tensors in a class that torch's pytree knows, and gives one by one."""
+
+    def __init__(self, one: Tensor, other: Tensor) -> None:
+        self.one, self.other = one, other
+
+
+def test_a_class_of_ones_own_that_pytree_knows() -> None:
+    register: Any = pytree.register_pytree_node
+    register(Pair, lambda pair: (iter((pair.one, pair.other)), None), lambda parts, _: Pair(*parts))
+    found = map_batch(torch.neg, [Pair(ONES, 2 * ONES)])[0]
+    assert (found.one.tolist(), found.other.tolist()) == ([-1, -1], [-2, -2])
+
+
+@pytest.mark.parametrize("name", ["dict", "namedtuple", "dataclass", "user dict"])
+def test_no_batch_waits_for_the_collector(name: str) -> None:
+    """It would hold the memory of many, on the device and on the host."""
+    nest, tensor_of = NESTS[name]
+    gc.disable()
+    try:
+        there = map_batch(torch.clone, nest)
+        back = map_batch(torch.clone, there)
+        left = weakref.ref(tensor_of(there))
+        del there
+        assert left() is None and tensor_of(back).tolist() == [1, 1]
+    finally:
+        gc.enable()
+
+
+class Opaque:
+    def __init__(self, **inner: Any) -> None:
+        self.__dict__.update(inner)
+
+
+def test_what_holds_no_tensors_stays_as_it_is() -> None:
+    loop = Opaque(x=1)
+    loop.itself = loop  # type: ignore[attr-defined]
+    others = [loop, {1, 2}, np.ones(2), slice(3), len, Opaque, namedtuple]
+    for device in (accelerator.Host(CPU), Played()):
+        found = Uploads(device).start(others)
+        assert all(one is other for one, other in zip(found, others, strict=True))
+
+
+def test_a_tensor_that_is_there_twice_is_copied_once(play: Play) -> None:
+    device = Played(["copying"])
+    found = Uploads(device).start([ONES, {"a": ONES}])
+    assert found[0] is found[1]["a"]
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def test_a_device_orders_its_batches_by_itself(play: Play) -> None:
+    assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 4
+    play(Played())
+    assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 1
+
+
+# -- accelerator: the one place that knows devices, their names, and what they say when memory is short -
+
+
+ENGINE = Path(accelerator.__file__).parents[1]
+
+
+def test_each_kind_of_device_is_one_entry() -> None:
+    assert type(accelerator_of(torch.device("cpu"))) is Host
+    assert type(accelerator_of(torch.device("cuda", 3))) is Cuda
+    # What PyTorch's common interface describes well enough needs none.
+    assert type(accelerator_of(torch.device("xpu", 1))) is Accelerator
+    assert accelerator_of(torch.device("cuda", 3)).device == torch.device("cuda", 3)
+
+
+def test_no_other_module_of_the_engine_knows_streams() -> None:
+    """Settings of numerics are CUDA's own, and stay where they are."""
+    for path in sorted(ENGINE.rglob("*.py")):
+        if path.name == "accelerator.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.keyword):
+                assert node.arg not in ("pin_memory", "non_blocking"), path
+            elif isinstance(node, ast.Attribute) and path.name != "numerics.py":
+                name = ast.unparse(node)
+                assert name not in ("torch.cuda", "torch.accelerator", "torch.Stream", "torch.Event"), path
+
+
+class Named(Accelerator):
+    def model(self) -> str:
+        return "Played 1000"
+
+    def versions(self) -> dict[str, str]:
+        return {"driver": "7"}
+
+
+def test_a_machine_says_what_its_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = machine_facts(torch.device("cpu"), ())
+    assert plain["model"] == Host(torch.device("cpu")).model() != ""
+    assert "cuda" not in plain["versions"]
+    monkeypatch.setitem(accelerator.ACCELERATORS, "cpu", Named)
+    facts = machine_facts(torch.device("cpu"), ())
+    assert facts["model"] == "Played 1000"
+    assert facts["versions"] == {**plain["versions"], "driver": "7"}
+
+
+def test_a_gpus_machine_names_cublas_the_driver_and_their_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Played: a library with cuBLAS's one function, and what /proc says of them."""
+    assert "runtime" not in machine_facts(torch.device("cpu"), ()), "records of CPUs are as they were"
+    source, library = tmp_path / "cublas.c", tmp_path / "libcublas.so.13"
+    source.write_text("int cublasGetProperty(int kind, int *value) { *value = 13 - kind; return 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    maps, driver = tmp_path / "maps", tmp_path / "version"
+    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 7 /lib/libc.so.6\n7f02-7f03 r--p 0 08:01 8 {library}\n")
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
+    monkeypatch.setattr(accelerator, "_MAPS", maps)
+    monkeypatch.setattr(accelerator, "_DRIVER", driver)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    others = [name for name in accelerator._VARIABLES if name != "CUBLAS_WORKSPACE_CONFIG"]
+    for name in others:
+        monkeypatch.delenv(name, raising=False)
+    found = accelerator.Cuda(torch.device("cuda", 0)).runtime()
+    assert found == {
+        "cublas": "13.12.11",
+        "driver": "580.65.06",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "blas": "_BlasBackend.Cublas",
+        **dict.fromkeys(others),
+    }
+    maps.write_text("")
+    driver.unlink()
+    found = accelerator.Cuda(torch.device("cuda", 0)).runtime()
+    assert (found["cublas"], found["driver"]) == (None, None)
+
+
+def test_memory_is_given_back_by_what_torch_2_8_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, whose module of torch plays the device's."""
+    done: list[object] = []
+    monkeypatch.delattr(torch.accelerator, "empty_cache", raising=False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", done.append)
+    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: done.append("emptied"), raising=False)
+    Accelerator(torch.device("cpu")).release()
+    assert done == [torch.device("cpu"), "emptied"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 36028797018963968 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 17.17 GB)"),
+        torch.AcceleratorError(
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/"
+        ),
+    ],
+    ids=lambda error: str(error)[:60],
+)
+def test_a_lack_of_memory_is_known_by_its_words(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x12 and 13x7)"),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. Out of shared memory."),
+        OSError("out of memory"),
+        ValueError("CUBLAS_STATUS_ALLOC_FAILED"),
+    ],
+    ids=lambda error: str(error)[:60],
+)
+def test_other_failures_are_none(error: Exception) -> None:
+    assert not is_out_of_memory(error)

@@ -1,0 +1,1 @@
+"""What tests run, play or make: models, data, workers, devices."""

@@ -1,0 +1,1 @@
+"""Scripts that ranks of tests run."""

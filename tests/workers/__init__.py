@@ -1,1 +1,0 @@
-"""Scripts that tests start as ranks."""
