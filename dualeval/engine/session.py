@@ -221,17 +221,18 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
         from dualeval.engine.run import evaluate
-        from dualeval.report.loggers.loggers import check_installed, targets_of
 
+        if loggers != () or step is not None:
+            from dualeval.report.loggers.loggers import check_installed, targets_of
         if report:
             from dualeval.report.page.page import check_report, write_at_end
 
         self._check_usable()
         run_options = run_options_of(**options)
-        targets = targets_of(loggers, step)
+        targets = targets_of(loggers, step) if loggers != () or step is not None else []
         self._watch.begin()
         with self._concluding():
-            if self.world.is_main:
+            if targets and self.world.is_main:
                 check_installed(targets)
             if report:
                 check_report(run_options.out, is_main=self.world.is_main)
