@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -22,21 +23,19 @@ from torch.utils.data import DataLoader
 from dualeval.errors import text_of
 from dualeval.torch_errors import TorchError
 
-DOUBLE = {"dtype": torch.float64}
-
 
 def lose_a_worker(end: Callable[[], object]) -> None:
-    next(iter(DataLoader([0], num_workers=1, collate_fn=lambda _: end(), multiprocessing_context="fork")))
+    data: Any = [0]
+    next(iter(DataLoader(data, num_workers=1, collate_fn=lambda _: end(), multiprocessing_context="fork")))
 
 
 def share_without_a_file() -> None:
-    torch.zeros(1).share_memory_()
     free, tensor = os.dup(0), torch.zeros(1)
     os.close(free)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
     try:
-        tensor.share_memory_()
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -116,16 +115,16 @@ CASES: dict[TorchError, list[Callable[[], object]]] = {
     ],
     TorchError.WRONG_WIDTH: [lambda: nn.Linear(784, 10)(torch.zeros(1, 2352))],
     TorchError.OTHER_DTYPE: [
-        lambda: nn.Linear(2, 2)(torch.zeros(2, 2, **DOUBLE)),
-        lambda: nn.Linear(2, 2, bias=False)(torch.zeros(2, 2, **DOUBLE)),
-        lambda: nn.Conv2d(1, 1, 1)(torch.zeros(1, 1, 2, 2, **DOUBLE)),
-        lambda: nn.Conv2d(1, 1, 1, bias=False)(torch.zeros(1, 1, 2, 2, **DOUBLE)),
+        lambda: nn.Linear(2, 2)(torch.zeros(2, 2).double()),
+        lambda: nn.Linear(2, 2, bias=False)(torch.zeros(2, 2).double()),
+        lambda: nn.Conv2d(1, 1, 1)(torch.zeros(1, 1, 2, 2).double()),
+        lambda: nn.Conv2d(1, 1, 1, bias=False)(torch.zeros(1, 1, 2, 2).double()),
     ],
     TorchError.MIXED_DTYPES: [
         lambda: nn.LayerNorm(2).half()(torch.zeros(2, 2)),
         lambda: torch.bmm(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2).half()),
         lambda: torch.lerp(torch.zeros(2), torch.zeros(2).half(), 0.5),
-        lambda: nn.LSTM(2, 2)(torch.zeros(1, 1, 2, **DOUBLE)),
+        lambda: nn.LSTM(2, 2)(torch.zeros(1, 1, 2).double()),
     ],
     TorchError.ANY_TYPE: [lambda: nn.Conv2d(1, 1, 1).half()(torch.zeros(1, 1, 2, 2))],
     TorchError.NO_KERNEL: [lambda: torch.cdist(torch.zeros(2, 2).half(), torch.zeros(2, 2).half())],
