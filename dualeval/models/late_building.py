@@ -22,15 +22,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import DualevalError, UsageError, text_of
 from dualeval.messages import listed
 from dualeval.models.checkpoints.checkpoint import read_state_dict
 from dualeval.models.checkpoints.late import InMemory, LateTensor
 from dualeval.models.model_errors import first_line
 from dualeval.models.weights import are_equal, load_state_dict, warnings_of
+from dualeval.torch_errors import TorchError
 
 _DEVICE = Tensor.device.__get__
-_OF_META = ("meta tensor", "incompatible tensor type")
 _local = threading.local()
 # One model at a time: torch's classes are changed meanwhile.
 _lock = threading.RLock()
@@ -145,7 +145,7 @@ def _attempt(build: Callable[[], nn.Module], *, shifted: bool = False) -> tuple[
 def _of_want_of_values(error: BaseException | None) -> BaseException | None:
     """An error, or what it was raised from, that is of a tensor without values or of one in a file."""
     while error is not None:
-        if isinstance(error, NotImplementedError) or any(said in str(error) for said in _OF_META):
+        if isinstance(error, NotImplementedError) or TorchError.NO_VALUES.search(text_of(error)):
             return error
         error = error.__cause__
     return None

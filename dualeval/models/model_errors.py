@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.errors import text_of
-
-_ON_DEVICE = "device-side assert"
-_OF_SHAPES = ("shape", "size", "channels", "dimension", "elements")
-_OTHER_DTYPES = ("same dtype", "should be the same", "expected scalar type", "expected m1 and m2")
+from dualeval.torch_errors import TorchError
 
 
 def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
@@ -24,7 +21,7 @@ def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
         return _index_of_embedding(calls, model) or _target_out_of_range(calls)
     if not isinstance(error, (RuntimeError, TypeError, ValueError)):
         return None
-    if _ON_DEVICE in said:
+    if TorchError.ON_DEVICE.search(said):
         return (
             "an index was out of range on the GPU: most often a label that the model has no class for, or a "
             "token that its embedding has no row for. Run with --device cpu, which says which one"
@@ -32,7 +29,7 @@ def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
     if (kinds := _two_kinds(said, calls, model)) is not None:
         return kinds
     layer = next((call for call in reversed(calls) if _is_leaf(call)), None)
-    if layer is None or not any(word in said for word in _OF_SHAPES):
+    if layer is None or not TorchError.WRONG_SHAPE.search(said):
         return None
     return f"{_layer(layer, model)} cannot take {_given(layer)}: {first_line(error)}"
 
@@ -133,7 +130,7 @@ def _target_out_of_range(calls: list[FrameType]) -> str | None:
 def _two_kinds(said: str, calls: list[FrameType], model: nn.Module) -> str | None:
     """Inputs of one dtype for parameters of another."""
     layer = next((call for call in reversed(calls) if isinstance(call.f_locals.get("self"), nn.Module)), None)
-    if layer is None or not any(words in said for words in _OTHER_DTYPES):
+    if layer is None or not TorchError.OTHER_DTYPE.search(said):
         return None
     module = layer.f_locals["self"]
     own = floating_dtypes(module) or floating_dtypes(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dualeval.data.preprocessing import Normalisation, OwnPreprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import are_probabilities
 from dualeval.models.model_errors import channels_of, first_line, floating_dtypes
+from dualeval.torch_errors import TorchError
 from dualeval.user_code.tracebacks import is_raised_by_own_code
 
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
@@ -185,7 +185,7 @@ def refused_images(
         )
     begin = f"the model {name} cannot take images of shape {shape} (channels, height, width)"
     others = [str(kind).removeprefix("torch.") for kind in floating_dtypes(model) if kind != torch.float32]
-    if others and "type" in said:
+    if others and TorchError.ANY_TYPE.search(said):
         return UsageError(
             f"{begin}: its parameters are {', '.join(others)}, and images come as float32 ({said}). Return "
             "model.float() from its function; --precision amp-bf16 or amp-fp16 computes in half precision."
@@ -195,7 +195,7 @@ def refused_images(
             f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({said}). "
             f"{_of_channels(channels[0], wanted)}"
         )
-    flat = re.search(r"\(\d+x(\d+) and (\d+)x\d+\)", said)
+    flat = TorchError.WRONG_WIDTH.search(said)
     if flat is not None and shape[0] == 3 and int(flat[1]) == 3 * int(flat[2]):
         return UsageError(
             f"{begin}: a layer takes a third of these values ({said}). {_of_channels(1, wanted)}"

@@ -9,8 +9,9 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from dualeval.errors import LibraryError, UsageError, with_type
+from dualeval.errors import LibraryError, UsageError, text_of, with_type
 from dualeval.messages import nearest
+from dualeval.torch_errors import TorchError
 from dualeval.user_code.tracebacks import PACKAGE
 
 
@@ -100,7 +101,7 @@ def _hint(error: BaseException) -> str:
     """What to do: above all where PyPI's torchvision stands beside a CPU build of torch."""
     cause: BaseException | None = error
     while cause is not None:
-        if "torchvision::nms does not exist" in str(cause):
+        if TorchError.OTHER_TORCHVISION.search(text_of(cause)):
             return (
                 " (this torchvision was built for another torch: install both from the same index, or type "
                 "once: python -m dualeval.vision_library)"

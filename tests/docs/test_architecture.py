@@ -22,7 +22,7 @@ GROUND = {
     *("errors", "messages", "atomic_files", "user_code", "process", "vision_library", "columns.of_data"),
     *("options.choices", "options.evaluation", "options.fields"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
-    *("models.model_errors", "models.weights_name"),
+    *("models.model_errors", "models.weights_name", "torch_errors"),
 }
 ALLOWED = {
     "door": {"metrics", "engine", "tasks", "world.local_ranks", "report.loggers", "result"},
@@ -70,6 +70,7 @@ ALLOWED = {
     "backends": {"launch.launchers"},
     "launch": {"world.meetings.mpi"},
     "errors": set(),
+    "torch_errors": set(),
     "columns.of_data": set(),
     "vision_library": set(),
     "user_code": set(),

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.engine.control.progress import Name
-from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Verdict, propose
+from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
 from dualeval.world.store import limit_for, names_of_absent, pause_for
 
@@ -155,8 +155,21 @@ class Meetings:
         with self.asking():
             return int(self.store.add(self.key(f"claims/{run}"), 1)) - 1
 
-    def may_speak(self) -> bool:
-        """Whether this rank prints why all ranks end: rank 0, or another one if rank 0 is silent for 3 s.
+    def speak(self, turn: Turn, say: Action, do: Callable[[Action], object]) -> None:
+        """Say why all ranks end, in this rank's turn; ``do`` makes a call to the store, which may hang."""
+        is_asking, answers = turn is Turn.IF_FIRST, list[bool]()
+        if not is_asking:
+            say()
+        if is_asking or turn is Turn.BEFORE_RANK_0:
+            do(lambda: answers.append(self._may_speak()))
+        if is_asking and answers != [False]:
+            say()
+        if turn is not Turn.AT_ONCE:
+            # Before this process ends: other ranks can no longer ask rank 0 then.
+            do(self._let_leave)
+
+    def _may_speak(self) -> bool:
+        """Whether no other rank prints why all ranks end: rank 0 does, or another if it is silent for 3 s.
 
         A launcher kills all ranks when the first one fails, so the others wait until rank 0 has spoken. But
         rank 0 may be in the middle of a long batch.
@@ -169,8 +182,7 @@ class Meetings:
             return self.store.add(self.key("speakers"), 1) == 1
         return True  # rank 0 is gone, and nobody else is known to be there
 
-    def has_spoken(self) -> None:
-        """Let the others leave."""
+    def _let_leave(self) -> None:
         with suppress(PeerError), self.asking():
             self.store.set(self.key("spoken"), _GO)
 

@@ -25,7 +25,7 @@ from dualeval.backends.base import Backend
 from dualeval.engine.control.ending import Ending, how_it_ended
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
 from dualeval.engine.control.progress import LEFT, Heartbeat, Name, Progress, Tally, Work
-from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Verdict
+from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.process.speech import say
 from dualeval.world.network import at
@@ -317,14 +317,12 @@ class ControlPlane(Ending):
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def may_speak(self) -> bool:
-        """Like ``Meetings.may_speak``: exactly one rank gets True while rank 0 can be reached."""
-        return self._meetings is None or self._meetings.may_speak()
-
-    def has_spoken(self) -> None:
-        """Let the others leave."""
-        if self._meetings is not None:
-            self._meetings.has_spoken()
+    def speak(self, turn: Turn, say: Action, do: Callable[[Action], object]) -> None:
+        """Like ``Meetings.speak``; a rank that is alone just says it."""
+        if self._meetings is None:
+            say()
+        else:
+            self._meetings.speak(turn, say, do)
 
     def end_beats(self) -> None:
         """Stop the heartbeats; after a stop only as Python exits, for rank 0 serves the others until then."""

@@ -11,7 +11,9 @@ for that attempt alone, and any other kind, or a later attempt's failure, replac
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from typing import Literal
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -30,6 +32,18 @@ from dualeval.errors import (
 # The key, and its first value. Rank 0 sets it before any other rank knows the key: ranks read the key with
 # each heartbeat, and the store's ``multi_get`` would wait for an absent key.
 VERDICT, NO_VERDICT = "verdict", "-"
+Action = Callable[[], object]
+
+
+class Turn(Enum):
+    """When a rank says why all ranks end."""
+
+    # Unless another rank has said it; the others leave after that.
+    IF_FIRST = auto()
+    BEFORE_RANK_0 = auto()
+    BEFORE_ALL_LEAVE = auto()
+    # Asking nobody, and awaited by nobody.
+    AT_ONCE = auto()
 
 
 @dataclass(frozen=True, kw_only=True)

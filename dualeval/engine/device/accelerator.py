@@ -19,18 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualeval.errors import text_of
+from dualeval.torch_errors import TorchError
 
 # Batches that an accelerator may have under way before the host waits for the oldest: bounds memory.
 _AHEAD = 2
-
-# cuBLAS, cuDNN and similar libraries of CUDA and ROCm report their own status: CUBLAS_STATUS_ALLOC_FAILED,
-# CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, CUFFT_ALLOC_FAILED. The CUDA runtime, its driver and
-# other accelerators' allocators say "out of memory", as in "CUDA error: out of memory".
-_NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator: |out of memory|not enough memory: you tried to allocate|Cannot allocate memory|"
-    r"\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b"
-)
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
@@ -191,7 +183,5 @@ def set_random_states(states: list[Tensor] | None) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
     # Libraries and the CPU's allocator raise plain RuntimeErrors.
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(text_of(error)) is not None
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(TorchError.NO_MEMORY.of(error))

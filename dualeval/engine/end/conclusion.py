@@ -16,13 +16,11 @@ from functools import partial
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.end.outcome import Role, outcome_of
 from dualeval.engine.end.watch import Watch
-from dualeval.engine.folder.folder import RunFolder
 from dualeval.errors import (
     EXIT_DONE,
     EXIT_FAILED,
-    EXIT_STOPPED,
-    EXIT_USAGE,
     DualevalError,
     PeerError,
     Stopped,
@@ -30,15 +28,7 @@ from dualeval.errors import (
     text_of,
     with_type,
 )
-from dualeval.process.speech import (
-    close_displays,
-    how_to_resume,
-    say,
-    say_traceback,
-    spoken,
-    traceback_of,
-    try_for,
-)
+from dualeval.process.speech import close_displays, how_to_resume, say, say_traceback, traceback_of, try_for
 from dualeval.process.start import NOTHING_STARTED
 from dualeval.process.uncaught import say_if_uncaught
 from dualeval.world.store import limit_for
@@ -184,37 +174,35 @@ class Conclusion:
         within_s = ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
         within_s = limit_for(control.size, within_s)
         control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
-        if control.name.rank != 0:
-            is_done = folder is not None and folder.shared and self._is_done(folder)
-            otherwise = EXIT_DONE if is_done else EXIT_STOPPED
-            return otherwise if control.end_code is None else control.end_code
         if control.failure is not None and control.failure.where is not None:
             return None
-        stop = Stopped(control.stopping or "")
-        if folder is not None and self._is_done(folder):
-            self._say(f"dualeval: {stop} came while the result was being written: {folder.path}")
-            return EXIT_DONE
-        missing = ", ".join(control.missing[:8])
-        if missing:
-            silent = f"after {stop}, {missing} did not report that everything is saved: killed or hanging"
-            message = control.ended or silent
-            self._write_down(DualevalError(message))
-            self._say(f"dualeval: error: {message}")
-            return EXIT_FAILED
-        self._write_down(stop)
+        stop, rank = Stopped(control.stopping or ""), control.name.rank
+        is_done = folder is not None and (rank == 0 or folder.shared) and folder.is_done
+        is_done = is_done and not self.watch.more_follows
+        missing = control.missing[:8]
+        role = Role(rank=rank, is_done=is_done, end_code=control.end_code, all_saved=not missing)
+        outcome = outcome_of(stop, role)
+        if outcome.turn is None:
+            return outcome.exit_code
+        end: DualevalError = stop
+        path = None if folder is None else folder.path
         has_begun = bool(self.progress) or self.watch.has_begun
-        if folder is None and not has_begun:
-            self._say(f"dualeval: stopped by {stop}. {NOTHING_STARTED}")
-            return EXIT_STOPPED
-        where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        done = self.progress if has_begun else "No batch was started."
-        again = how_to_resume(None if folder is None else folder.path)
-        self._say(f"dualeval: stopped by {stop}. {f'{done} ' if done else ''}{where} {again}.")
-        return EXIT_STOPPED
-
-    def _is_done(self, folder: RunFolder) -> bool:
-        """Whether nothing is left to do."""
-        return folder.is_done and not self.watch.more_follows
+        if outcome.exit_code == EXIT_DONE:
+            line = f"dualeval: {stop} came while the result was being written: {path}"
+        elif outcome.exit_code == EXIT_FAILED:
+            silent = f"{', '.join(missing)} did not report that everything is saved: killed or hanging"
+            end = DualevalError(control.ended or f"after {stop}, {silent}")
+            line = f"dualeval: error: {end}"
+        elif path is None and not has_begun:
+            line = f"dualeval: stopped by {stop}. {NOTHING_STARTED}"
+        else:
+            where = "Type" if path is None else f"What is finished is saved in {path}: type"
+            done = self.progress if has_begun else "No batch was started."
+            line = f"dualeval: stopped by {stop}. {f'{done} ' if done else ''}{where} {how_to_resume(path)}."
+        if outcome.writes:
+            self._write_down(end)
+        self._say(line)
+        return outcome.exit_code
 
     def _fail(self, error: BaseException, *, by_watch: bool) -> int:
         """Report a failure to all ranks, record it, print it, and leave; returns the exit code."""
@@ -222,47 +210,32 @@ class Conclusion:
         self._save(error)
         first = error if isinstance(error, PeerError) else control.fail(error)
         self.watch.code = first.exit_code
+        outcome = outcome_of(first, Role(rank=rank, is_owner=self._is_owner, by_watch=by_watch, met=error))
 
         def do(action: Callable[[], object]) -> None:
             # The main thread may hang in the same disk or store; the watch must not.
             try_for(_DONE_WITHIN_S, action) if by_watch else action()
 
-        # If rank 0 itself has failed, any other rank has to write it.
-        if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
+        if outcome.writes:
             do(partial(self._write_down, error))
         if self._is_owner and not isinstance(error, PeerError):
             with _surviving("print the traceback"):
-                if text := traceback_of(error, whole=self._debug, is_first=first.rank == rank):
-                    self._speak(error, text)
-        line, is_usage = spoken(first, rank), first.exit_code == EXIT_USAGE
-        if is_usage and not by_watch:
-            # One rank reports wrong usage, and names no rank if rank 0 met the same error.
-            everybodys = first.rank == 0 or text_of(first) == text_of(error)
-            line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
-        asks = is_usage and rank == 0 if by_watch else is_usage or rank == 0
-        # Do not wait for rank 0 if it is the rank that is lost: it prints nothing any more.
-        waits = not (asks or by_watch or (first.rank == 0 and first.where is None))
-        if not asks:
-            self._say(line, by_watch=by_watch, error=error)
-        answers: list[bool] = []
-        if asks or waits:
-            do(lambda: answers.append(control.may_speak()))
-        if asks and answers != [False]:
-            self._say(line, by_watch=by_watch, error=error)
-        if asks or waits or by_watch:
-            # Before this process ends: other ranks can no longer ask rank 0 then.
-            do(control.has_spoken)
+                self._speak(error, traceback_of(error, whole=self._debug, is_first=first.rank == rank))
+        if outcome.turn is not None:
+            control.speak(outcome.turn, partial(self._speak, None if by_watch else error, outcome.line), do)
         if not by_watch:
             control.leave(self._leave_within_s)
-        return first.exit_code
+        return outcome.exit_code
 
-    def _say(self, line: str, *, by_watch: bool = False, error: BaseException | None = None) -> None:
+    def _say(self, line: str) -> None:
         """Print how the run ended; a guest, whose process goes on, raises the error instead."""
-        if self._is_owner or by_watch:
-            self._speak(None if by_watch else error, line)
+        if self._is_owner:
+            say(line)
 
     def _speak(self, error: BaseException | None, text: str) -> None:
         """Say an error that is raised; of a script's one process, only where the script does not catch it."""
+        if not text:
+            return
         if self.is_command or self._control.size > 1 or not isinstance(error, Exception):
             say(text)
         else:

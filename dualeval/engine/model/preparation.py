@@ -24,10 +24,10 @@ from dualeval.engine.values.options import RunOptions
 from dualeval.errors import UsageError, text_of, with_type
 from dualeval.messages import counted, listed
 from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
+from dualeval.torch_errors import TorchError
 
 # Shapes of batches that may each be compiled; torch's own limit is 8.
 _MOST_SHAPES = 64
-_OF_DTYPES = ("dtype", "same type", "scalar type", "should be the same", "expected m1 and m2")
 _LISTED_AT_MOST = 3
 
 
@@ -146,7 +146,7 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
     if options.optimize == COMPILE and type(error).__module__.startswith(
         ("torch._dynamo", "torch._inductor")
     ):
-        if "limit" in type(error).__name__.lower() or "recompile" in said:
+        if "limit" in type(error).__name__.lower() or TorchError.RECOMPILED.search(said):
             return (
                 f"--optimize compile: batches come in more than {_MOST_SHAPES} shapes, and each is compiled. "
                 "Leave it out, or pad the samples"
@@ -155,19 +155,19 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
             f"--optimize compile: torch.compile failed: {with_type(error)}. It needs a C++ compiler (g++ or "
             "clang; on Debian: apt install g++), on a GPU Triton. Install that, or leave it out"
         )
-    if options.precision in numerics.CASTS and any(words in said for words in _OF_DTYPES):
+    if options.precision in numerics.CASTS and TorchError.MIXED_DTYPES.search(said):
         return (
             f"--precision {options.precision}: {said}. The model's weights and the inputs of model(...) are "
             "cast. A tensor that its forward makes in float32 is not, nor are the inputs of a part or "
             f"method called directly (model.encode(x)). Use --precision amp-{options.precision}, or call "
             "model(...)"
         )
-    if options.precision in numerics.CASTS and "not implemented for" in said:
+    if options.precision in numerics.CASTS and TorchError.NO_KERNEL.search(said):
         return (
             f"--precision {options.precision}: {said}: this device has no such operation. Use --precision "
             f"amp-{options.precision}"
         )
-    if options.layout == CHANNELS_LAST and "view size is not compatible" in said:
+    if options.layout == CHANNELS_LAST and TorchError.NOT_CONTIGUOUS.search(said):
         return (
             "--layout channels-last: the forward joins dimensions with Tensor.view, which works only on "
             "contiguous tensors. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
@@ -177,9 +177,9 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
 
 def _why_not_gathered(said: str) -> str | None:
     """Why a forward failed because the model's parameters are divided; None if that is not the cause."""
-    if "mixed torch.Tensor and DTensor" in said:
+    if TorchError.NOT_GATHERED.search(said):
         return NOT_GATHERED
-    if "forward through the root module first" in said or "already been lazily initialized" in said:
+    if TorchError.NOT_THROUGH_ROOT.search(said):
         return (
             "a part of the model is called directly, but its weights are gathered only in a call of the "
             "whole model. Let the task's forward call model(...), or leave --shard out"

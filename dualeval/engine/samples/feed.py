@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import re
 import shutil
 import signal
 import socket
@@ -34,24 +33,17 @@ from dualeval.engine.samples.samples import Samples
 from dualeval.engine.samples.subset import index_of, name_of
 from dualeval.engine.values.nests import zeros_like
 from dualeval.engine.values.options import RunOptions
-from dualeval.errors import DualevalError, UsageError, text_of, with_type
+from dualeval.errors import DualevalError, UsageError, with_type
 from dualeval.process.start import end_with_parent
 from dualeval.tasks import Dataset, Task
+from dualeval.torch_errors import TorchError
 from dualeval.user_code.tracebacks import keep_own_code, own_code
-
-# Torch's message when a loader's worker has exited.
-_LOST_WORKER = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
-    r"(?:is )?(killed by signal: [^.]+|exited unexpectedly[^.]*)"
-)
 
 _SHARED_MEMORY = Path("/dev/shm")
 # The files that this process has open, by their numbers.
 _DESCRIPTORS = Path("/proc/self/fd")
 # For each reading process; all of them together need three times as much in addition.
 _LOCKS_BYTES = 16 * 1024
-# Torch's message when it cannot put a tensor into shared memory.
-_NOT_SHARED = re.compile(r"unable to .*shared memory")
 _MORE_ROOM = (
     "A container gets more with 'docker run --ipc=host' or --shm-size, in Kubernetes with an emptyDir of "
     "memory at /dev/shm."
@@ -107,7 +99,7 @@ class Reader(torch.utils.data.Dataset[Read]):
                 return self._stacked(indices), ()
             samples = self._dataset.__getitems__(indices)
         except Exception as error:
-            if _found_no_room(error):
+            if TorchError.NOT_SHARED.of(error):
                 raise
             samples, failed = self._read_one_by_one(indices, error)
         else:
@@ -226,7 +218,7 @@ class _Sending(torch.utils.data.Dataset[bytes]):
                 # finds no room, and the rank would wait for it forever.
                 return bytes(ForkingPickler.dumps(self._read(indices, [])))
             except RuntimeError as error:
-                if not _found_no_room(error):
+                if not TorchError.NOT_SHARED.of(error):
                     raise
             self._has_room = False
             # While this is set, torch's default_collate makes its batches in shared memory.
@@ -239,11 +231,11 @@ class _Sending(torch.utils.data.Dataset[bytes]):
             return own_storages(data), failed, [*notes, *self._reader.notes()]
         except DualevalError as error:
             # A collate may have replaced torch's error about missing room by its own.
-            if error.__cause__ is not None and _found_no_room(error.__cause__):
+            if error.__cause__ is not None and TorchError.NOT_SHARED.of(error.__cause__):
                 raise error.__cause__ from None
             return _with_own_code(error)
         except Exception as error:
-            if _found_no_room(error) or not own_code(error):
+            if TorchError.NOT_SHARED.of(error) or not own_code(error):
                 raise
             # An error of the user's code, as a collate: torch would raise it with this process's traceback.
             return _with_own_code(DualevalError(f"a reading process: {with_type(error)}"), error)
@@ -268,11 +260,6 @@ def own_storages(batch: Any) -> Any:
         return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
     return map_batch(own, batch)
-
-
-def _found_no_room(error: BaseException) -> bool:
-    """Whether torch could not put a tensor into shared memory: it is full, or no file can be opened."""
-    return isinstance(error, RuntimeError) and _NOT_SHARED.match(text_of(error)) is not None
 
 
 def _with_own_code(said: DualevalError, error: BaseException | None = None) -> DualevalError:
@@ -488,7 +475,7 @@ def lost_worker(error: BaseException) -> DualevalError | None:
 
     Torch raises it from its SIGCHLD handler, wherever the main thread happens to be.
     """
-    found = _LOST_WORKER.match(text_of(error)) if isinstance(error, RuntimeError) else None
+    found = TorchError.LOST_WORKER.of(error)
     if found is None:
         return None
     return DualevalError(

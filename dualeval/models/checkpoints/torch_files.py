@@ -6,7 +6,6 @@ Code runs only where it is trusted.
 from __future__ import annotations
 
 import pickle
-import re
 import struct
 import sys
 import warnings
@@ -27,6 +26,7 @@ from dualeval.data.contents import names_in_zip
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.finding import ArrayInFile, NamespaceInFile, PassedOver, choose
 from dualeval.models.checkpoints.late import FilePart, LateTensor, Record, StampedFile
+from dualeval.torch_errors import TorchError
 from dualeval.user_code.importing import importable
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -101,9 +101,6 @@ def program_in(path: Path) -> str | None:
     if "constants.pkl" in names or any(name.startswith("code/") for name in names):
         return SCRIPT
     return None
-
-
-_REFUSED = re.compile(r"unsupported global(?:: global)? (\S+)", re.IGNORECASE)
 
 
 class TorchFile:
@@ -198,11 +195,11 @@ class TorchFile:
 
 def _refusal(said: str) -> str:
     """What torch refuses, without its advice to switch the protection off."""
-    name = _REFUSED.search(said)
+    name = TorchError.REFUSED_CLASS.search(said)
     if name is not None:
         return f"Unsupported global: GLOBAL {name[1]}"
-    _, _, detail = said.partition("WeightsUnpickler error: ")
-    return (detail or said).splitlines()[0].split(". ")[0]
+    detail = TorchError.REFUSED_PICKLE.search(said)
+    return (detail[1] if detail else said).splitlines()[0].split(". ")[0]
 
 
 def _like(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -17,6 +17,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dualeval.errors import BackendError, LaunchError
+from dualeval.torch_errors import TorchError
 from dualeval.world import World
 from dualeval.world.meetings import PATIENCE, MeetingAtStore, arrival
 from dualeval.world.network import LATE_S, LOOPBACK, NAME_TOO_LONG, REACH_S, at
@@ -301,7 +302,7 @@ class AtMaster(MeetingAtStore):
                 multi_tenant=True,
             )
         except DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
+            if not TorchError.PORT_IN_USE.of(error):
                 raise
             raise BackendError(
                 f"port {port} of {socket.gethostname()}, where rank 0 is to serve by MASTER_PORT, is used by "

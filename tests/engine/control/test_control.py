@@ -18,7 +18,7 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 from dualeval.backends.base import Backend
 from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
+from dualeval.engine.control.verdict import NO_VERDICT, Turn, Verdict, propose
 from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.errors import EXIT_STOPPED, DualevalError, LaunchError, PeerError, Stopped, UsageError
 from dualeval.world import store
@@ -161,16 +161,17 @@ def test_another_rank_speaks_where_rank_0_is_busy(monkeypatch: pytest.MonkeyPatc
     spoken: list[int] = []
     others_spoke = threading.Event()
 
+    def say(rank: int) -> None:
+        spoken.append(rank)
+        others_spoke.set()
+
     def work(rank: int, control: ControlPlane) -> None:
         control.meet()
         if rank == 0:
             assert others_spoke.wait(LIMIT_S)
 
         control.fail(DualevalError("broken"))
-        if control.may_speak():
-            spoken.append(rank)
-            others_spoke.set()
-        control.has_spoken()
+        control.speak(Turn.IF_FIRST, lambda: say(rank), lambda action: action())
         control.leave()
 
     on_ranks(3, work)
