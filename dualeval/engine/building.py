@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device import numerics
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.job.run_state import Run
@@ -104,7 +105,7 @@ def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
 @doing("setting up the task")
 def samples_of(task: Task, run: Run) -> Dataset:
     """The task's samples, or those that the options select; decides how many processes read them."""
-    step = partial(run.control.progress.step, "setup")
+    step = partial(run.control.progress.step, Stage.SETUP)
     dataset = drawn(as_dataset(task.dataset()), run.options, lambda said: run.note_all([said]), step)
     if run.options.workers is None:
         workers = automatic_workers(task, dataset, run.cores, lambda said: run.note_all([said]))
@@ -137,7 +138,7 @@ def identify_and_prepare(
     if mesh is not None:
         return _divided(task, dataset, model, run, mesh, stack)
     settle_schedule(model, run)
-    around_gather = partial(run.control.progress.inside, "collective")
+    around_gather = partial(run.control.progress.inside, Stage.COLLECTIVE)
     identity = ModelIdentity.of(model, around_gather)
     check_model(model, run.options)
     # After the identity: its hooks are no part of the model.

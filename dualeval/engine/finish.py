@@ -16,6 +16,7 @@ import torch
 
 from dualeval.columns.ragged import Rows
 from dualeval.engine.checks.replay import Proven, batches_of_predictions, comparable, metric_digests
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import chunks_by_machine
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
@@ -114,7 +115,7 @@ class _Ended:
         self._writer = loop.recorder.writer
         self._ledger = loop.recorder.ledger
         self._backend = evaluation.run.backend
-        self._step = partial(evaluation.run.control.progress.step, "write")
+        self._step = partial(evaluation.run.control.progress.step, Stage.WRITE)
         self._is_main = evaluation.run.backend.world.is_main
 
     def result(self, replay: str | None, warnings: Sequence[str]) -> Result:
@@ -214,7 +215,7 @@ class _Ended:
     ) -> Result:
         """The result without rank 0's numbers; the same on every rank, except for seconds before the loop."""
         facts, run, plan, world = self._facts, self._run, self._plan, self._run.backend.world
-        task, job, machine = self._evaluation.task, facts["job"], self._opened.machine
+        task, job, machine = self._evaluation.task, facts.job, self._opened.machine
         # The run takes as long as its slowest rank.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
         findings = findings_of(task, self._dataset, plan.num_samples)
@@ -236,10 +237,10 @@ class _Ended:
                 "resumed": plan.num_chunks - len(remaining),
             },
             job={**run.job, **task.options()},
-            description=describe(task, part, plan, job, facts["fingerprint"]),
+            description=describe(task, part, plan, job, facts.fingerprint),
             labels=dict(task.labels_used()),
-            fingerprint=facts["fingerprint"],
-            samples_digest=facts["samples_digest"],
+            fingerprint=facts.fingerprint,
+            samples_digest=facts.samples_digest,
             data={
                 "fingerprint": job["data"],
                 "contents": job["contents"],
@@ -250,7 +251,7 @@ class _Ended:
             versions=machine["versions"],
             world={
                 "size": world.size,
-                "nodes": len(set(facts["hosts"])),
+                "nodes": len(set(facts.hosts)),
                 "launcher": world.launcher,
                 "backend": run.backend.name,
             },
@@ -294,7 +295,7 @@ class _Ended:
         machines = chunks_by_machine(
             [
                 *((file.machine, len(file.chunks)) for file in self._previous.chunks.files),
-                *zip(self._facts["machines"], (report["chunks"] for report in reports), strict=True),
+                *zip(self._facts.machines, (report["chunks"] for report in reports), strict=True),
             ]
         )
         result = replace(

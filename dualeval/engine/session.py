@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.joining import Joined
 from dualeval.engine.values.keywords import RunKeywords
 from dualeval.engine.values.options import RunOptions, SessionOptions, run_options_of
@@ -363,7 +364,7 @@ class Session:
         self._conclusion.progress = progress
         self._watch.more_follows = not last
         self._watch.begin()
-        self.control.progress.step("setup")
+        self.control.progress.step(Stage.SETUP)
         self.control.check()
         done, problem = None, None
         self._is_attempt = True
@@ -444,7 +445,7 @@ class Session:
         self._idle()
         if self.world.is_main:
             # It meets the others as soon as there is something: nobody is late.
-            self.control.progress.step("meet")
+            self.control.progress.step(Stage.MEET)
         found: _T | None = None
         while self.world.is_main and (found := look()) is None:
             self.control.check()
@@ -457,7 +458,7 @@ class Session:
         """Set this rank to idle: the caller may now do anything, for as long as it likes."""
         self._watch.end()
         self._watch.goes_on()
-        self.control.progress.step("idle")
+        self.control.progress.step(Stage.IDLE)
 
     def batches(
         self,

@@ -12,29 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import StrEnum, auto
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from dualeval.process.identity import Process
 
-# In the order of a run; a batch goes from "load" to "journal". "device" is the wait for what a GPU computes,
-# "collective" any collective of the backend, "idle" the time between two runs.
-Stage = Literal[
-    "setup",
-    "load",
-    "transfer",
-    "forward",
-    "device",
-    "metrics",
-    "journal",
-    "meet",
-    "collective",
-    "write",
-    "end",
-    "idle",
-]
-# The stage of a rank that has left.
-LEFT = "left"
 # A window of time counts as work above one of these. Waiting loops take hundredths of a core; reading from a
 # slow disk may take no more, but moves bytes.
 _WINDOW_S = 0.25
@@ -44,13 +27,36 @@ _SHOW_EVERY_S = 0.5
 _LAST_SHOWN_WITHIN_S = 2.0
 
 
+class Stage(StrEnum):
+    """What a rank's main thread is doing, in the order of a run."""
+
+    SETUP = auto()
+    # A batch goes from here to JOURNAL.
+    LOAD = auto()
+    TRANSFER = auto()
+    FORWARD = auto()
+    # It waits for what a GPU computes.
+    DEVICE = auto()
+    METRICS = auto()
+    JOURNAL = auto()
+    MEET = auto()
+    # Any collective of the backend.
+    COLLECTIVE = auto()
+    WRITE = auto()
+    END = auto()
+    # Between two runs.
+    IDLE = auto()
+    # The rank has left the others.
+    LEFT = auto()
+
+
 class Position(NamedTuple):
     """Where a rank's main thread is at one moment."""
 
     # Grows with every step; a rank whose steps stand still makes no progress.
     steps: int = 0
     # What it is doing.
-    stage: Stage = "setup"
+    stage: Stage = Stage.SETUP
     # The chunk in hand; None outside of the loop.
     chunk: int | None = None
 
@@ -58,7 +64,7 @@ class Position(NamedTuple):
         return described(self.stage, self.chunk)
 
 
-def described(stage: str, chunk: int | None) -> str:
+def described(stage: Stage, chunk: int | None) -> str:
     """Where a rank is, for people."""
     return f"stage {stage}" if chunk is None else f"chunk {chunk}, stage {stage}"
 
@@ -111,7 +117,7 @@ class Heartbeat(NamedTuple):
     # How often it has reported.
     number: int
     # The stage of the main thread.
-    stage: str
+    stage: Stage
     # The chunk in hand.
     chunk: int | None = None
     # Number of chunks that it has saved, once it has nothing more to do; None before.
@@ -124,7 +130,8 @@ class Heartbeat(NamedTuple):
     @classmethod
     def read(cls, text: bytes | str) -> Heartbeat:
         """Parse the text that ``str`` gives."""
-        return cls(*json.loads(text))
+        steps, work, number, stage, *rest = json.loads(text)
+        return cls(steps, work, number, Stage(stage), *rest)
 
     def __str__(self) -> str:
         return json.dumps(tuple(self))

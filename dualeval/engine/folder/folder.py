@@ -12,6 +12,7 @@ from dualeval.atomic_files import check_path, writable, write_text
 from dualeval.engine.folder import layout, opening
 from dualeval.engine.folder.journal import JournalFile, read_journal, read_journal_file
 from dualeval.engine.folder.lease import Lease, gone
+from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of
 from dualeval.messages import counted
@@ -45,7 +46,7 @@ class RunFolder:
         path: Path,
         token: str,
         plan: EvalPlan,
-        facts: Mapping[str, Any],
+        facts: JobFacts,
         *,
         fresh: bool,
         mix_machines: bool = False,
@@ -59,7 +60,7 @@ class RunFolder:
         With ``evaluates`` the folder may lack chunks. It belongs to one ``share``, or to the whole job.
         ``lost`` is called as by ``Lease.take``.
         """
-        layout.check_file_names(facts["files"])
+        layout.check_file_names(facts.files)
         check_path(path)
         with writable(path):
             is_new = not path.exists()
@@ -72,7 +73,7 @@ class RunFolder:
                 layout.journal_of(path).mkdir(exist_ok=True)
                 layout.probe_of(layout.journal_of(path), token).touch()
                 folder = cls(path, token, rank=0)
-            folder._lease, folder._launch = held, opening.named_launch(facts["launches"])
+            folder._lease, folder._launch = held, opening.named_launch(facts.launches)
             return folder, folder._begin(plan, facts, fresh, mix_machines, evaluates, share, step)
         except BaseException:
             if folder is not None:
@@ -87,7 +88,7 @@ class RunFolder:
     def _begin(
         self,
         plan: EvalPlan,
-        facts: Mapping[str, Any],
+        facts: JobFacts,
         fresh: bool,
         mix_machines: bool,
         evaluates: bool,
@@ -98,7 +99,7 @@ class RunFolder:
         with writable(self.path):
             # With its own lease held: of a share and a run that joins shares, at least one sees the other.
             (layout.check_idle if share is None else layout.check_joined_by_none)(self.path, step)
-            if opening.begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
+            if opening.begins_anew(self.path, facts.fingerprint, facts.launches, fresh=fresh):
                 layout.remove_shares(self.path)
                 for file in (layout.files_of_a_run if share is None else layout.files_of_share)(self.path):
                     if file != self._probe:
@@ -113,11 +114,11 @@ class RunFolder:
                     raise UsageError(layout.missing(self.path, previous.chunks.remaining, why))
                 # The job.json of shares stays: it names the kind of machine that they are computed on.
                 if layout.job_of_shares(self.path) is None:
-                    write_text(self.path / JOB, json_text(opening.in_job(facts)))
+                    write_text(self.path / JOB, json_text(facts.to_json()))
                 self._status("running").write(self.path)
             else:
                 self.finish(previous)
-        self._fingerprint = facts["fingerprint"]
+        self._fingerprint = facts.fingerprint
         return previous
 
     def to_message(self, previous: opening.PreviousRun, plan: EvalPlan) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Reference:
         dataset: Dataset,
         count: int,
         columns: Sequence[str],
-        facts: Mapping[str, Any],
+        compared: Mapping[str, Any],
         step: Callable[[], None] = lambda: None,
     ) -> None:
         """Check, before anything is evaluated, that it is a run over the same samples of the same data."""
@@ -82,7 +82,7 @@ class Reference:
             step()
         if stop != count:
             self._refuse_samples(f"{stop:,} samples there, {count:,} here")
-        if said := differing_fingerprints(facts, vars(self.result)):
+        if said := differing_fingerprints(compared, vars(self.result)):
             raise UsageError(
                 f"--reference {self.folder} has the same ids, but over different data: the fingerprints "
                 f"differ in {said}. Evaluate both over the same data, or compare the two runs afterwards: "
@@ -100,10 +100,10 @@ class Reference:
         self,
         windows: Iterable[Window],
         dataset: Dataset,
-        facts: Mapping[str, Any],
+        result: Result,
         step: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """The comparison of another run's rows with this one's, for the result; says if these are gone."""
+        """The comparison of another run's rows with this one's, for its result; says if these are gone."""
         names = ("metrics_digest", "fingerprint")
         found = {"folder": str(self.folder), **{name: getattr(self.result, name) for name in names}}
         compared = _Compared()
@@ -114,15 +114,15 @@ class Reference:
                 step()
         except DualevalError as error:
             return {**found, "problem": str(error)}
-        return {**found, "differs_in": self._differs_in(facts), **compared.to_json()}
+        return {**found, "differs_in": self._differs_in(result), **compared.to_json()}
 
-    def _differs_in(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def _differs_in(self, result: Result) -> dict[str, list[Any]]:
         """The options that differ, each with its value in the reference and in the run at hand."""
         # A tuple in the job is a list in the file.
-        there, here = self.result.job, json.loads(json.dumps(facts["job"]))
+        there, here = self.result.job, json.loads(json.dumps(result.job))
         names = there.keys() & here.keys() - {*_NOT_NAMED}
         found = {name: [there[name], here[name]] for name in names if there[name] != here[name]}
-        weights = [one.get("fingerprint") for one in (self.result.weights, facts["weights"])]
+        weights = [one.get("fingerprint") for one in (self.result.weights, result.weights)]
         if weights[0] != weights[1]:
             found["weights_fingerprint"] = weights
         return dict(sorted(found.items()))

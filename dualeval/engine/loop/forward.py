@@ -99,7 +99,7 @@ class UnderWay:
         self._progress = evaluation.run.control.progress
         self._waits = compute.ahead > 0
         # While a GPU computes, this thread sleeps; on a CPU the watch sees the threads compute.
-        self._stage: Stage = "forward" if evaluation.run.device.type == "cpu" else "device"
+        self._stage = Stage.FORWARD if evaluation.run.device.type == "cpu" else Stage.DEVICE
         self._batches: deque[tuple[Work, Pending | None]] = deque()
         self._widest = widest
         # Seconds spent on starting batches and waiting for them.
@@ -153,7 +153,7 @@ def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Mod
     """Whether this rank's first or last batch has another result with the model as the loop left it."""
     world, plan = evaluation.run.backend.world, evaluation.plan
     mine = loop.remaining[world.rank :: world.size] or loop.remaining  # in a dynamic schedule any
-    evaluation.run.control.progress.step("forward")
+    evaluation.run.control.progress.step(Stage.FORWARD)
     for batch in {plan.chunk_batches(mine[0])[0], plan.chunk_batches(mine[-1])[-1]}:
         samples = plan.batch_samples(batch)
         try:
@@ -191,9 +191,9 @@ def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> N
 
     def compute_in(layout: str) -> None:
         tried = prepare(copy_sharing_tensors(model), replace(trial.options, layout=layout))
-        run.control.progress.step("forward")
+        run.control.progress.step(Stage.FORWARD)
         first_columns(task, dataset, tried, trial)
-        run.control.progress.step("setup")
+        run.control.progress.step(Stage.SETUP)
 
     if run.options.shard is not None or is_sharded(model):
         layout = layout_of(model, run.options.layout)

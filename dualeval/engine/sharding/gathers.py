@@ -26,7 +26,7 @@ from torch import nn
 
 from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.control.progress import Position
+from dualeval.engine.control.progress import Position, Stage
 from dualeval.engine.device.accelerator import is_out_of_memory
 from dualeval.engine.device.divided import is_of_fsdp, is_unit
 from dualeval.engine.job.run_state import Run
@@ -172,7 +172,7 @@ class Gathers:
 
     def _gather(self, names: Sequence[str]) -> None:
         for name in names:
-            with self._progress.inside("collective"):
+            with self._progress.inside(Stage.COLLECTIVE):
                 self._units[name].unshard()
             self._units[name].reshard()
 
@@ -188,7 +188,7 @@ class Gathers:
                 self._first.append(_Call(args=(), kwargs={}))
         self._check_order(name)
         self._gathered, self._before = _shown(name), self._progress.position
-        self._progress.step("collective", self._before.chunk)
+        self._progress.step(Stage.COLLECTIVE, self._before.chunk)
 
     def _check_order(self, name: str) -> None:
         place = len(self._seen)

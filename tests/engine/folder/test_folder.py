@@ -19,6 +19,7 @@ from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.opening import begins_anew
+from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.process.identity import Process
@@ -29,17 +30,19 @@ from tests.engine.test_evaluator import evaluate
 from tests.vehicles.tiny import TinyTask
 
 PLAN = EvalPlan(num_samples=8, batch_size=4)
-FACTS: dict[str, Any] = {
-    "fingerprint": "f" * 64,
-    "job": {},
-    "machine": {"device": "cpu", "versions": {}, "libraries": {}},
-    "files": [],
-    "task_class": "T",
-    "options": {},
-    "metrics": [],
-    "launches": [],
-    "start_over": "Give another --out",
-}
+FACTS = JobFacts(
+    job={},
+    fingerprint="f" * 64,
+    samples_digest="5a" * 32,
+    machines=[{"device": "cpu", "versions": {}, "libraries": {}}],
+    hosts=["one"],
+    launches=[],
+    files=[],
+    task_class="T",
+    metrics=[],
+    options={},
+    start_over="Give another --out",
+)
 PATIENCE_S = 30.0
 
 
