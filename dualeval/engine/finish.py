@@ -42,7 +42,7 @@ from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, UsageError
 from dualeval.messages import counted, first_of
 from dualeval.metrics import mistakes
-from dualeval.result import FIRST_SAMPLES, INTERVAL_FORMULAS, PREDICTIONS, Result, checksum_of
+from dualeval.result import FIRST_SAMPLES, INTERVAL_FORMULAS, PREDICTIONS, Result, TimedStage, checksum_of
 from dualeval.tasks import Task
 
 _NAMED_AT_MOST = 5
@@ -123,8 +123,8 @@ class _Ended:
         recorder = self._recorder
         times = {
             **self._loop.times,
-            "metrics": self._loop.postprocess_s + recorder.metrics_s,
-            "journal": recorder.journal_s,
+            TimedStage.METRICS: self._loop.postprocess_s + recorder.metrics_s,
+            TimedStage.JOURNAL: recorder.journal_s,
         }
         self._reduce(times)
         # Only rank 0 has these. Failures in shares count; those of earlier runs are tried again.
@@ -180,11 +180,11 @@ class _Ended:
             self._previous.chunks.add_to(self._ledger.values)
         start = perf_counter()
         self._run.control.meet()
-        times["meet"] = perf_counter() - start
+        times[TimedStage.MEET] = perf_counter() - start
         self._step()
         start = perf_counter()
         self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
-        times["reduce"] = perf_counter() - start
+        times[TimedStage.REDUCE] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """The rows of all chunks, checked, on rank 0; empty on the others. A collective."""

@@ -46,7 +46,7 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import as_metrics
 from dualeval.metrics.means import Mean
 from dualeval.options.choices import AUTO, DYNAMIC, LOCKSTEP, check_kind
-from dualeval.result import Result
+from dualeval.result import Result, TimedStage
 from dualeval.tasks import Dataset, Task
 
 _HOST = torch.device("cpu")
@@ -207,7 +207,7 @@ class OwnLoop:
                     compute_s += perf_counter() - start
                 loop.count(work, columns)
                 self._done += len(work.samples)
-        loop.times["compute"] = compute_s
+        loop.times[TimedStage.COMPUTE] = compute_s
 
     def _learn_columns(self) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""

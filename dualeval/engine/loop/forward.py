@@ -39,6 +39,7 @@ from dualeval.engine.model.preparation import prepare, why_preparation_failed
 from dualeval.engine.samples.feed import FailedSample
 from dualeval.engine.samples.subset import postprocessed
 from dualeval.options.choices import COMPILE, LOCKSTEP
+from dualeval.result import TimedStage
 from dualeval.tasks import Dataset, Task
 
 _Found = TypeVar("_Found")
@@ -58,7 +59,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
     with loop.running():
         start = perf_counter()
         looked = look(evaluation, loop.remaining, partial(compute_of, evaluation))
-        loop.times["look"] = perf_counter() - start
+        loop.times[TimedStage.LOOK] = perf_counter() - start
         evaluation.run.note_all([*looked.notes, *looked.warnings, *(looked.unlike or [])])
         lasting, widest = Lasting(evaluation.model), Widest()
         with compute_of(evaluation, looked.threads) as compute:
@@ -67,7 +68,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
                 under_way.start(work, compute.start, data)
                 under_way.count(all_but=compute.ahead)
             under_way.count()
-    loop.times["compute"] = under_way.compute_s
+    loop.times[TimedStage.COMPUTE] = under_way.compute_s
     # If the numbers differ each time anyway, none are compared.
     decides = None if looked.unlike else partial(_decides, evaluation, loop, lasting)
     switched = lasting.warnings(*compute.models, decides=decides)

@@ -32,7 +32,7 @@ from dualeval.engine.values.measured import check_cluster
 from dualeval.errors import DualevalError, Stopped, text_of
 from dualeval.options.choices import DYNAMIC
 from dualeval.process.status_line import LINE
-from dualeval.result import JOB
+from dualeval.result import JOB, TimedStage
 
 
 def unwritable(recorder: Recorder, error: OSError) -> Exception:
@@ -177,7 +177,7 @@ class Loop:
                 if handed:
                     self._progress.step(Stage.LOAD, handed[0].chunk)
         finally:
-            self.times.update(data=feed.wait_s, transfer=feed.transfer_s)
+            self.times |= {TimedStage.DATA: feed.wait_s, TimedStage.TRANSFER: feed.transfer_s}
             self.notes = feed.notes
 
     def _batches_of_rank(self) -> int:

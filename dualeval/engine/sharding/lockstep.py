@@ -32,6 +32,7 @@ from dualeval.engine.sharding.fsdp import check_sharded
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import BackendError, PeerError, Stopped, UsageError
 from dualeval.options.choices import DYNAMIC, LOCKSTEP
+from dualeval.result import TimedStage
 
 # A collective mostly fails because another rank has ended, and this news arrives a moment later.
 _CAUSE_WITHIN_S = 3.0
@@ -73,7 +74,7 @@ def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSett
             if evaluation.run.control.has_peers:
                 wait_for_news(evaluation.run.control, lambda: False, within_s=_CAUSE_WITHIN_S)
             raise
-    loop.times["compute"] = rounds.under_way.compute_s
+    loop.times[TimedStage.COMPUTE] = rounds.under_way.compute_s
     if switched := lasting.warnings(evaluation.model):
         loop.unlike = [*(loop.unlike or []), *switched]
     return settings.check_after_loop(compute.changed_settings)
