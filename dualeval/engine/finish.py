@@ -29,15 +29,7 @@ from dualeval.engine.job.opened import Opened
 from dualeval.engine.loop.loop import Loop, unwritable
 from dualeval.engine.samples.subset import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.scoring.slices import slicing_of
-from dualeval.engine.values.measured import (
-    check_keys,
-    columns_of,
-    columns_wanted,
-    fields_of_result,
-    find_clusters,
-    plain,
-    with_clusters,
-)
+from dualeval.engine.values.measured import clustered_fields, measure
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, UsageError
 from dualeval.messages import counted, first_of
@@ -108,13 +100,11 @@ class _Ended:
         self._run = evaluation.run
         self._plan = evaluation.plan
         self._dataset = evaluation.dataset
-        self._facts = opened.facts
         self._previous = opened.previous
         self._folder = opened.folder
         self._recorder = loop.recorder
         self._writer = loop.recorder.writer
         self._ledger = loop.recorder.ledger
-        self._backend = evaluation.run.backend
         self._step = partial(evaluation.run.control.progress.step, Stage.WRITE)
         self._is_main = evaluation.run.backend.world.is_main
 
@@ -130,7 +120,7 @@ class _Ended:
         # Only rank 0 has these. Failures in shares count; those of earlier runs are tried again.
         earlier = [failure for file in self._previous.chunks.files for failure in file.failures]
         shares = what_they_said(self._folder.path) if self._folder is not None and self._is_main else []
-        reports = self._backend.all_gather_json(
+        reports = self._run.backend.all_gather_json(
             {
                 "times": times,
                 "first_failed": min(filter(None, [recorder.first_failed, *earlier]), default=None),
@@ -183,13 +173,13 @@ class _Ended:
         times[TimedStage.MEET] = perf_counter() - start
         self._step()
         start = perf_counter()
-        self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
+        self._ledger.values = self._run.backend.all_reduce(self._ledger.values, op="sum")
         times[TimedStage.REDUCE] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """The rows of all chunks, checked, on rank 0; empty on the others. A collective."""
         parts = [report["files"] if report["in_memory"] else 0 for report in reports]
-        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._backend, max(parts), self._step)]
+        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._run.backend, max(parts), self._step)]
         if self._folder is not None and self._is_main:
             files = [0 if report["in_memory"] else report["files"] for report in reports]
             rows += self._folder.merged_files(self._previous, files, self._step)
@@ -200,10 +190,10 @@ class _Ended:
         # The indices alone go to all ranks: eight bytes each.
         earlier = [index for file in self._previous.chunks.files for index, _ in file.failures]
         failed = torch.tensor([*self._recorder.failed, *earlier], dtype=torch.int64)
-        indices = self._backend.all_gather(failed)
+        indices = self._run.backend.all_gather(failed)
         own = self._writer.failures if isinstance(self._writer, MemoryWriter) else []
         known = [file.failures for file in rows if isinstance(file, JournalFile)]
-        errors = dict(chain(*(self._backend.gather_json(own) or []), *known))
+        errors = dict(chain(*(self._run.backend.gather_json(own) or []), *known))
         return {index: errors.get(index, "") for index in torch.cat(indices).sort().values.tolist()}
 
     def _without_numbers(
@@ -214,7 +204,7 @@ class _Ended:
         replay: str | None,
     ) -> Result:
         """The result without rank 0's numbers; the same on every rank, except for seconds before the loop."""
-        facts, run, plan, world = self._facts, self._run, self._plan, self._run.backend.world
+        facts, run, plan, world = self._opened.facts, self._run, self._plan, self._run.backend.world
         task, job, machine = self._evaluation.task, facts.job, self._opened.machine
         # The run takes as long as its slowest rank.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
@@ -280,22 +270,15 @@ class _Ended:
     ) -> Result:
         """The result with its metrics and all else that rank 0 computes from counts and rows."""
         cluster, row_metrics = self._evaluation.cluster, self._evaluation.row_metrics
-        measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
-        if row_metrics:
-            columns = self._columns(rows, sorted({name for metric in row_metrics for name in metric.columns}))
-            measured += [
-                plain(metric.name, metric.compute(columns_of(metric, columns))) for metric in row_metrics
-            ]
-        check_keys(measured)
-        clusters = None
-        if cluster is not None:
-            wanted = columns_wanted(cluster, measured, self._evaluation.kept)
-            clusters = find_clusters(cluster, measured, self._columns(rows, wanted))
-        fields, said = with_clusters(fields_of_result(measured), cluster, clusters)
+        read = partial(self._columns, rows)
+        names = sorted({name for metric in row_metrics for name in metric.columns})
+        columns = read(names) if names else {}
+        measured = measure(self._ledger.parts(), row_metrics, columns)
+        fields, said = clustered_fields(measured, cluster, self._evaluation.kept, read)
         machines = chunks_by_machine(
             [
                 *((file.machine, len(file.chunks)) for file in self._previous.chunks.files),
-                *zip(self._facts.machines, (report["chunks"] for report in reports), strict=True),
+                *zip(self._opened.facts.machines, (report["chunks"] for report in reports), strict=True),
             ]
         )
         result = replace(

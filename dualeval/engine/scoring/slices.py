@@ -20,16 +20,7 @@ from dualeval.engine.folder.stored_rows import RowSource
 from dualeval.engine.folder.windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.scoring.rescoring import check_column_of_clusters
-from dualeval.engine.values.measured import (
-    check_cluster,
-    columns_of,
-    columns_wanted,
-    fields_of_result,
-    find_clusters,
-    plain,
-    update,
-    with_clusters,
-)
+from dualeval.engine.values.measured import check_cluster, clustered_fields, columns_of, plain, update
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, did_you_mean
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch, split_by_kind
@@ -315,12 +306,12 @@ class Slicing:
             except Exception as error:  # noqa: BLE001 - of a metric that needs more samples, or all classes
                 measured.append(Measured(values={metric.name: None}))
                 rough[metric.name] = f"cannot be computed of this group: {text_of(error)}"
-        clusters = None
-        if self.cluster is not None:
-            wanted = columns_wanted(self.cluster, measured, [*columns])
-            clusters = find_clusters(self.cluster, measured, {name: columns[name][places] for name in wanted})
-        fields, _ = with_clusters(fields_of_result(measured), self.cluster, clusters)
-        count = None if clusters is None else clusters.count
+
+        def read(names: Sequence[str]) -> dict[str, Rows]:
+            return {name: columns[name][places] for name in names}
+
+        fields, _ = clustered_fields(measured, self.cluster, [*columns], read)
+        count = fields.get("clusters", {}).get("count")
         numbers = {
             name: found
             for name, found in fields["metrics"].items()
