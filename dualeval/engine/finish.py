@@ -71,16 +71,12 @@ def finish_share(evaluation: Evaluation, opened: Opened, loop: Loop, warnings: S
         sentences = (sentence for report in reports for sentence in report["warnings"])
         said = {
             "warnings": [*dict.fromkeys([*opened.previous.notes, *sentences])],
-            "unlike": _looked([report["unlike"] for report in reports]),
+            # Of the ranks that have computed samples twice.
+            "unlike": [report["unlike"] for report in reports if report["unlike"] is not None],
         }
         run.note(folder.finish_share(evaluation.plan, run.share, opened.previous, said))
     run.control.meet(stoppable=False)
     let_go(evaluation, opened)
-
-
-def _looked(unlike: Sequence[list[str] | None]) -> list[list[str]]:
-    """The findings of those that have computed samples twice."""
-    return [found for found in unlike if found is not None]
 
 
 def let_go(evaluation: Evaluation, opened: Opened) -> None:
@@ -130,7 +126,7 @@ class _Ended:
                 "warnings": [*warnings, *(sentence for said in shares for sentence in said["warnings"])],
                 "notes": list(self._loop.notes),
                 "unlike": [
-                    *_looked([self._loop.unlike]),
+                    *([] if self._loop.unlike is None else [self._loop.unlike]),
                     *(found for said in shares for found in said["unlike"]),
                 ],
             }

@@ -31,23 +31,18 @@ class Stage(StrEnum):
     """What a rank's main thread is doing, in the order of a run."""
 
     SETUP = auto()
-    # A batch goes from here to JOURNAL.
-    LOAD = auto()
+    LOAD = auto()  # a batch goes from here to JOURNAL
     TRANSFER = auto()
     FORWARD = auto()
-    # It waits for what a GPU computes.
-    DEVICE = auto()
+    DEVICE = auto()  # waiting for what a GPU computes
     METRICS = auto()
     JOURNAL = auto()
     MEET = auto()
-    # Any collective of the backend.
-    COLLECTIVE = auto()
+    COLLECTIVE = auto()  # any of the backend
     WRITE = auto()
     END = auto()
-    # Between two runs.
-    IDLE = auto()
-    # The rank has left the others.
-    LEFT = auto()
+    IDLE = auto()  # between two runs
+    LEFT = auto()  # it has left the other ranks
 
 
 class Position(NamedTuple):
@@ -61,12 +56,7 @@ class Position(NamedTuple):
     chunk: int | None = None
 
     def __str__(self) -> str:
-        return described(self.stage, self.chunk)
-
-
-def described(stage: Stage, chunk: int | None) -> str:
-    """Where a rank is, for people."""
-    return f"stage {stage}" if chunk is None else f"chunk {chunk}, stage {stage}"
+        return f"stage {self.stage}" if self.chunk is None else f"chunk {self.chunk}, stage {self.stage}"
 
 
 class Progress:
@@ -137,9 +127,9 @@ class Heartbeat(NamedTuple):
         return json.dumps(tuple(self))
 
     @property
-    def position(self) -> str:
-        """Where the rank is, for people."""
-        return described(self.stage, self.chunk)
+    def position(self) -> Position:
+        """Where the rank is."""
+        return Position(self.steps, self.stage, self.chunk)
 
 
 class Work:

@@ -99,11 +99,7 @@ def _open_reference(evaluation: Evaluation, facts: JobFacts) -> Reference | None
     if run.backend.world.is_main:
         step = partial(run.control.progress.step, Stage.SETUP)
         reference = Reference.open(run.options.reference)
-        compared = {
-            "data": {"fingerprint": facts.job["data"], "contents": facts.job["contents"]},
-            "job": {**run.job, **evaluation.task.options()},
-        }
-        reference.check(evaluation.dataset, evaluation.plan.num_samples, evaluation.columns, compared, step)
+        reference.check(evaluation, facts, step)
     # An unusable reference stops all ranks here, before a folder is made or anything evaluated.
     run.control.meet()
     return reference

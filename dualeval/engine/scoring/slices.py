@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import compress, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -246,7 +245,12 @@ class Slicing:
             for window in rows.windows(None if texts else wanted or rows.names[:1]):
                 for name, own in texts.items():
                     if name not in window.texts:
-                        raise self._not_there(name, [*rows.names, *window.texts], rows.path)
+                        known = [*rows.names, *window.texts]
+                        raise UsageError(
+                            f"--by {name}: {rows.path} has no such column. The columns are "
+                            f"{', '.join(known)}. A run keeps those of its data that --keep names."
+                            f"{did_you_mean(name, known)}"
+                        )
                     own += compress(window.texts[name], window.evaluated)
                 mapped.append({name: window.columns[name] for name in wanted})
                 there.append(window.evaluated)
@@ -269,14 +273,6 @@ class Slicing:
         without = ", ".join(name for name in unsliced if name in result.metrics)
         said = f"no slices of {without}: their columns are not kept, or they need whole batches"
         return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
-
-    @staticmethod
-    def _not_there(name: str, known: Sequence[str], path: Path) -> UsageError:
-        return UsageError(
-            f"--by {name}: {path} has no such column. The columns are {', '.join(known)}. A run keeps those "
-            "of its data that --keep names."
-            f"{did_you_mean(name, known)}"
-        )
 
     def _wanted(self, result: Result, kept: Sequence[str]) -> list[str]:
         """The columns that slices are computed from."""
