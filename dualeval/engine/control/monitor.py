@@ -161,9 +161,8 @@ class Monitor:
             finding = self._judges[rank].look(heartbeat, now)
             silent = self._beats[rank].seconds(heartbeat.number, now)
             # The caller of an idle rank may be in long C code that holds Python's lock.
-            silent_s = (
-                self._limits.forward_timeout_s if heartbeat.stage == Stage.IDLE else self._limits.timeout_s
-            )
+            is_idle = heartbeat.stage == Stage.IDLE
+            silent_s = self._limits.forward_timeout_s if is_idle else self._limits.timeout_s
             if silent > silent_s:
                 text = f"{_no_progress(silent, heartbeat)}, and the process does not respond"
                 stuck.append((0, -silent, rank, text))

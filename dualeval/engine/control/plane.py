@@ -302,9 +302,7 @@ class ControlPlane(Ending):
             if not self.all_saved.is_set():
                 saved = {rank: heartbeat.saved for rank, heartbeat in heartbeats.items()}
                 self._saved_by_all |= {rank: count for rank, count in saved.items() if count is not None}
-            gone = self._gone(
-                [rank for rank, heartbeat in heartbeats.items() if heartbeat.stage == Stage.LEFT]
-            )
+            gone = self._gone([rank for rank, last in heartbeats.items() if last.stage == Stage.LEFT])
             if self._saved is not None and len(self._saved_by_all) + len(gone) >= self.size:
                 self.all_saved.set()
         if self.failure is not None or self.stopping is not None:

@@ -82,20 +82,14 @@ def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
 def test_who_does_not_live_is_named_before_those_it_holds_up() -> None:
     """All stand in a collective since the same moment; one of them was stopped there."""
     monitor = watching()
-    reducing = Heartbeat(9, 0, 0, Stage.COLLECTIVE)
-    for now in (0.0, 30.0):
-        assert (
-            look(monitor, now, **{f"r{rank}": reducing._replace(number=int(now)) for rank in NAMES}) is None
-        )
-    found = look(
-        monitor,
-        91.0,
-        r0=reducing._replace(number=91),
-        r1=reducing._replace(number=30),
-        r2=reducing._replace(number=91),
-    )
-    assert found is not None
-    assert found[0] == 1
+
+    def reducing(*numbers: int) -> dict[str, Heartbeat]:
+        return {f"r{rank}": Heartbeat(9, 0, number, Stage.COLLECTIVE) for rank, number in enumerate(numbers)}
+
+    for now in (0, 30):
+        assert look(monitor, now, **reducing(now, now, now)) is None
+    found = look(monitor, 91.0, **reducing(91, 30, 91))
+    assert found is not None and found[0] == 1
 
 
 def test_who_has_saved_everything_has_nothing_more_to_do() -> None:
