@@ -215,6 +215,11 @@ class Result:
         return json_text(content, allow_nan=False)
 
 
+def class_names(result: Result) -> list[str | None]:
+    """The names of the classes by index, as far as they are known."""
+    return [*(result.labels.get("classes") or ())]
+
+
 def described_part(part: Mapping[str, Any]) -> str:
     """A part of a data set in words: "first 5,000 of 50,000 (100 of 1,000 classes)"."""
     count, total = f"{part['samples']:,}", f"{part['of']:,}"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dualeval.comparison.compared import Comparison, compare
 from dualeval.comparison.worst import CONFIDENCE, LOSS, PREDICTION, TARGET, JudgedRows, Sample, flips_of
 from dualeval.errors import with_type
-from dualeval.report.loggers.confusions import confusions_of, figures_of
-from dualeval.result import JOB, Result, TimedStage, described_part
+from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
+from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -119,10 +119,9 @@ def build(
     comparisons = [compare(other, folder) for other in against]
     reasons, cut = _chosen(rows, comparisons)
     samples = rows.samples([*reasons])
-    names = rows.class_names
-    confusions = confusions_of(result, folder, names)
+    confusions = confusions_of(result, folder)
     confusion = next(iter(confusions.values()), None)
-    columns, by_class = classes_of(result, folder)
+    columns, by_class = classes_of(result, confusions)
     model = result.description.get("model", "")
     return PageContent(
         title=f"{folder.absolute().name}: {model or result.job.get('task', 'run')}",
@@ -287,10 +286,9 @@ def thumbnail(picture: Image.Image) -> Image.Image:
 # -- classes, seconds, provenance ----------------------------------------------------------------------
 
 
-def classes_of(result: Result, folder: Path) -> tuple[list[str], list[list[Any]]]:
+def classes_of(result: Result, confusions: Mapping[str, Confusion]) -> tuple[list[str], list[list[Any]]]:
     """The figures of each class: the columns' names, "class" first, and a row a class."""
-    names = [*(result.labels.get("classes") or ())]
-    tables = figures_of(result, confusions_of(result, folder, names)).values()
+    names, tables = class_names(result), figures_of(result, confusions).values()
     count = max((len(values) for table in tables for values in table.values()), default=0)
     found = {name: values for table in tables for name, values in table.items() if len(values) == count}
     columns = [*(name for name in _FIRST if name in found), *(name for name in found if name not in _FIRST)]
