@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
@@ -34,6 +35,28 @@ MODELS = "models.json"
 
 # Which part of a data set was evaluated: ``kind`` of ``Result.part``.
 ALL_SAMPLES, FIRST_SAMPLES, DRAWN_SAMPLES = "all", "first", "drawn"
+
+
+class TimedStage(str, Enum):
+    """A part of a rank's evaluation, whose seconds ``timing["ranks"]`` has; with words for people."""
+
+    words: str
+
+    LOOK = "look", "a one-time check of the first samples"
+    DATA = "data", "waiting for samples to be read"
+    TRANSFER = "transfer", "copying to the device"
+    COMPUTE = "compute", "the forward pass"
+    METRICS = "metrics", "counting metrics"
+    JOURNAL = "journal", "writing the journal"
+    MEET = "meet", "waiting for other ranks"
+    REDUCE = "reduce", "adding up the ranks' counts"
+
+    def __new__(cls, name: str, words: str) -> TimedStage:
+        stage = str.__new__(cls, name)
+        stage._value_, stage.words = name, words
+        return stage
+
+    __str__ = str.__str__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +88,7 @@ class Result:
             None where nothing was computed twice.
         machines: each kind of machine that has computed a part, as ``device`` and ``versions`` name it, with
             the number of its ``chunks``.
-        timing: seconds; total, setup, evaluate, and the split of each rank.
+        timing: seconds; total, setup, evaluate, and of each rank those by ``TimedStage``.
         samples_per_s: evaluated samples over evaluate seconds.
         units: by metric, "fraction" for values of 0 to 1, "percent" for values of 0 to 100, or another text;
             nothing for plain numbers.
@@ -192,6 +215,11 @@ class Result:
         """The text of result.json."""
         content = {"schema_version": SCHEMA_VERSION, **self.digests, **asdict(self)}
         return json_text(content, allow_nan=False)
+
+
+def class_names(result: Result) -> list[str | None]:
+    """The names of the classes by index, as far as they are known."""
+    return [*(result.labels.get("classes") or ())]
 
 
 def described_part(part: Mapping[str, Any]) -> str:

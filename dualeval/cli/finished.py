@@ -255,9 +255,10 @@ def _print_samples(rows: JudgedRows, samples: Sequence[Sample]) -> None:
 
 
 def _print_classes(rows: JudgedRows, classes: Sequence[int] | None) -> None:
+    from dualeval.report.loggers.confusions import confusions_of
     from dualeval.report.page.content import classes_of
 
-    head, lines = classes_of(rows.result, rows.folder)
+    head, lines = classes_of(rows.result, confusions_of(rows.result, rows.folder))
     if not head:
         raise UsageError(
             f"{rows.folder} has no metric by class."

@@ -15,6 +15,7 @@ import click
 
 from dualeval.atomic_files import write_text
 from dualeval.data.cache import DataCache
+from dualeval.engine.control.progress import Stage
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError, text_of
 from dualeval.options.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
 from dualeval.process.speech import say
@@ -178,7 +179,7 @@ class Models:
         """Write the table anew, so that it is there whatever ends the run."""
         if not session.world.is_main:
             return
-        session.control.progress.step("write")
+        session.control.progress.step(Stage.WRITE)
         table = ModelsTable(rows)
         self._written = folder, table
         content = {**table.to_json(whole=False), "launch": self._launch}
@@ -202,7 +203,7 @@ class Models:
         if row.result is None or not self._targets or not session.world.is_main:
             return
         # A tracker may take its time; the others wait where the next model begins.
-        session.control.progress.step("idle")
+        session.control.progress.step(Stage.IDLE)
         log_result(row.result, [of_model(target, row.name) for target in self._targets], None, session.note)
 
     def _show(self, folder: Path, rows: Sequence[ModelRow]) -> None:
@@ -226,7 +227,7 @@ def _take_folder(folder: Path, session: Session) -> Lease:
         lease = Lease.take(
             folder,
             secrets.token_hex(4),
-            waiting=lambda: session.control.progress.step("setup"),
+            waiting=lambda: session.control.progress.step(Stage.SETUP),
             lost=lambda reason: session.control.give_up(reason, rank=session.world.rank),
         )
     except OSError as error:

@@ -67,11 +67,8 @@ class MetricComparison:
     @property
     def shown(self) -> str:
         """The verdict, and whether it is rough: "B is better (rough)"."""
-        return (
-            f"{self.verdict} (rough)"
-            if self.rough and self.verdict not in (_UNDECIDED, _SAME)
-            else self.verdict
-        )
+        is_rough = self.rough and self.verdict not in (_UNDECIDED, _SAME)
+        return f"{self.verdict} (rough)" if is_rough else self.verdict
 
 
 @dataclass(frozen=True, kw_only=True)

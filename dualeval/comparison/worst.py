@@ -22,7 +22,7 @@ from dualeval.engine.values.row_comparison import PREDICTION_COLUMNS
 from dualeval.errors import UsageError
 from dualeval.messages import nearest
 from dualeval.metrics.scores import Score, score_from
-from dualeval.result import PREDICTIONS, Result
+from dualeval.result import PREDICTIONS, Result, class_names
 
 TARGET, PREDICTION, CONFIDENCE, LOSS = "target", "prediction", "confidence", "loss"
 By = Literal["mistake", "loss", "any"]
@@ -88,8 +88,7 @@ class JudgedRows:
         self.rows = StoredRows(folder / PREDICTIONS)
         # The user's own columns, which judge nothing, whatever they are called.
         self.data_names = self.rows.data_names
-        # The names of the classes by index, as far as they are known.
-        self.class_names: Sequence[str | None] = [*(result.labels.get("classes") or ())]
+        self.class_names = class_names(result)
         self._kinds = {name: kind for name, kind in self.rows.kinds.items() if name not in self.data_names}
         self.has_confidence = self._kinds.get(CONFIDENCE) == "f"
         scores = {name: score_from(content) for name, content in result.scores.items()}

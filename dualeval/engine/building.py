@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device import numerics
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.samples.feed import checked_workers, why_not_forked
@@ -57,7 +58,7 @@ def check_methods(task: Task) -> None:
 @doing("setting up the task")
 def samples_of(task: Task, run: Run) -> Dataset:
     """The task's samples, or those that the options select; decides how many processes read them."""
-    step = partial(run.control.progress.step, "setup")
+    step = partial(run.control.progress.step, Stage.SETUP)
     dataset = drawn(as_dataset(task.dataset()), run.options, lambda said: run.note_all([said]), step)
     if run.options.workers is None:
         workers = automatic_workers(task, dataset, run.cores, lambda said: run.note_all([said]))

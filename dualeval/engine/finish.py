@@ -16,6 +16,7 @@ import torch
 
 from dualeval.columns.ragged import Rows
 from dualeval.engine.checks.replay import Proven, batches_of_predictions, comparable, metric_digests
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import chunks_by_machine
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
@@ -27,20 +28,12 @@ from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.loop.loop import Loop, unwritable
 from dualeval.engine.samples.subset import findings_of, part_of, warnings_of, whole_set_intervals
-from dualeval.engine.values.measured import (
-    check_keys,
-    columns_of,
-    columns_wanted,
-    fields_of_result,
-    find_clusters,
-    plain,
-    with_clusters,
-)
+from dualeval.engine.values.measured import clustered_fields, measure
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, UsageError
 from dualeval.messages import counted, first_of
 from dualeval.metrics import mistakes
-from dualeval.result import FIRST_SAMPLES, INTERVAL_FORMULAS, PREDICTIONS, Result, checksum_of
+from dualeval.result import FIRST_SAMPLES, INTERVAL_FORMULAS, PREDICTIONS, Result, TimedStage, checksum_of
 from dualeval.tasks import Task
 
 _NAMED_AT_MOST = 5
@@ -77,16 +70,12 @@ def finish_share(evaluation: Evaluation, opened: Opened, loop: Loop, warnings: S
         sentences = (sentence for report in reports for sentence in report["warnings"])
         said = {
             "warnings": [*dict.fromkeys([*opened.previous.notes, *sentences])],
-            "unlike": _looked([report["unlike"] for report in reports]),
+            # Of the ranks that have computed samples twice.
+            "unlike": [report["unlike"] for report in reports if report["unlike"] is not None],
         }
         run.note(folder.finish_share(evaluation.plan, run.share, opened.previous, said))
     run.control.meet(stoppable=False)
     let_go(evaluation, opened)
-
-
-def _looked(unlike: Sequence[list[str] | None]) -> list[list[str]]:
-    """The findings of those that have computed samples twice."""
-    return [found for found in unlike if found is not None]
 
 
 def let_go(evaluation: Evaluation, opened: Opened) -> None:
@@ -106,14 +95,12 @@ class _Ended:
         self._run = evaluation.run
         self._plan = evaluation.plan
         self._dataset = evaluation.dataset
-        self._facts = opened.facts
         self._previous = opened.previous
         self._folder = opened.folder
         self._recorder = loop.recorder
         self._writer = loop.recorder.writer
         self._ledger = loop.recorder.ledger
-        self._backend = evaluation.run.backend
-        self._step = partial(evaluation.run.control.progress.step, "write")
+        self._step = partial(evaluation.run.control.progress.step, Stage.WRITE)
         self._is_main = evaluation.run.backend.world.is_main
 
     def result(self, replay: str | None, warnings: Sequence[str]) -> Result:
@@ -121,14 +108,14 @@ class _Ended:
         recorder = self._recorder
         times = {
             **self._loop.times,
-            "metrics": self._loop.postprocess_s + recorder.metrics_s,
-            "journal": recorder.journal_s,
+            TimedStage.METRICS: self._loop.postprocess_s + recorder.metrics_s,
+            TimedStage.JOURNAL: recorder.journal_s,
         }
         self._reduce(times)
         # Only rank 0 has these. Failures in shares count; those of earlier runs are tried again.
         earlier = [failure for file in self._previous.chunks.files for failure in file.failures]
         shares = what_they_said(self._folder.path) if self._folder is not None and self._is_main else []
-        reports = self._backend.all_gather_json(
+        reports = self._run.backend.all_gather_json(
             {
                 "times": times,
                 "first_failed": min(filter(None, [recorder.first_failed, *earlier]), default=None),
@@ -138,7 +125,7 @@ class _Ended:
                 "warnings": [*warnings, *(sentence for said in shares for sentence in said["warnings"])],
                 "notes": list(self._loop.notes),
                 "unlike": [
-                    *_looked([self._loop.unlike]),
+                    *([] if self._loop.unlike is None else [self._loop.unlike]),
                     *(found for said in shares for found in said["unlike"]),
                 ],
             }
@@ -178,16 +165,16 @@ class _Ended:
             self._previous.chunks.add_to(self._ledger.values)
         start = perf_counter()
         self._run.control.meet()
-        times["meet"] = perf_counter() - start
+        times[TimedStage.MEET] = perf_counter() - start
         self._step()
         start = perf_counter()
-        self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
-        times["reduce"] = perf_counter() - start
+        self._ledger.values = self._run.backend.all_reduce(self._ledger.values, op="sum")
+        times[TimedStage.REDUCE] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """The rows of all chunks, checked, on rank 0; empty on the others. A collective."""
         parts = [report["files"] if report["in_memory"] else 0 for report in reports]
-        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._backend, max(parts), self._step)]
+        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._run.backend, max(parts), self._step)]
         if self._folder is not None and self._is_main:
             files = [0 if report["in_memory"] else report["files"] for report in reports]
             rows += self._folder.merged_files(self._previous, files, self._step)
@@ -198,10 +185,10 @@ class _Ended:
         # The indices alone go to all ranks: eight bytes each.
         earlier = [index for file in self._previous.chunks.files for index, _ in file.failures]
         failed = torch.tensor([*self._recorder.failed, *earlier], dtype=torch.int64)
-        indices = self._backend.all_gather(failed)
+        indices = self._run.backend.all_gather(failed)
         own = self._writer.failures if isinstance(self._writer, MemoryWriter) else []
         known = [file.failures for file in rows if isinstance(file, JournalFile)]
-        errors = dict(chain(*(self._backend.gather_json(own) or []), *known))
+        errors = dict(chain(*(self._run.backend.gather_json(own) or []), *known))
         return {index: errors.get(index, "") for index in torch.cat(indices).sort().values.tolist()}
 
     def _without_numbers(
@@ -212,8 +199,8 @@ class _Ended:
         replay: str | None,
     ) -> Result:
         """The result without rank 0's numbers; the same on every rank, except for seconds before the loop."""
-        facts, run, plan, world = self._facts, self._run, self._plan, self._run.backend.world
-        task, job, machine = self._evaluation.task, facts["job"], self._opened.machine
+        facts, run, plan, world = self._opened.facts, self._run, self._plan, self._run.backend.world
+        task, job, machine = self._evaluation.task, facts.job, self._opened.machine
         # The run takes as long as its slowest rank.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
         findings = findings_of(task, self._dataset, plan.num_samples)
@@ -235,10 +222,10 @@ class _Ended:
                 "resumed": plan.num_chunks - len(remaining),
             },
             job={**run.job, **task.options()},
-            description=describe(task, part, plan, job, facts["fingerprint"]),
+            description=describe(task, part, plan, job, facts.fingerprint),
             labels=dict(task.labels_used()),
-            fingerprint=facts["fingerprint"],
-            samples_digest=facts["samples_digest"],
+            fingerprint=facts.fingerprint,
+            samples_digest=facts.samples_digest,
             data={
                 "fingerprint": job["data"],
                 "contents": job["contents"],
@@ -249,7 +236,7 @@ class _Ended:
             versions=machine["versions"],
             world={
                 "size": world.size,
-                "nodes": len(set(facts["hosts"])),
+                "nodes": len(set(facts.hosts)),
                 "launcher": world.launcher,
                 "backend": run.backend.name,
             },
@@ -278,22 +265,15 @@ class _Ended:
     ) -> Result:
         """The result with its metrics and all else that rank 0 computes from counts and rows."""
         cluster, row_metrics = self._evaluation.cluster, self._evaluation.row_metrics
-        measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
-        if row_metrics:
-            columns = self._columns(rows, sorted({name for metric in row_metrics for name in metric.columns}))
-            measured += [
-                plain(metric.name, metric.compute(columns_of(metric, columns))) for metric in row_metrics
-            ]
-        check_keys(measured)
-        clusters = None
-        if cluster is not None:
-            wanted = columns_wanted(cluster, measured, self._evaluation.kept)
-            clusters = find_clusters(cluster, measured, self._columns(rows, wanted))
-        fields, said = with_clusters(fields_of_result(measured), cluster, clusters)
+        read = partial(self._columns, rows)
+        names = sorted({name for metric in row_metrics for name in metric.columns})
+        columns = read(names) if names else {}
+        measured = measure(self._ledger.parts(), row_metrics, columns)
+        fields, said = clustered_fields(measured, cluster, self._evaluation.kept, read)
         machines = chunks_by_machine(
             [
                 *((file.machine, len(file.chunks)) for file in self._previous.chunks.files),
-                *zip(self._facts["machines"], (report["chunks"] for report in reports), strict=True),
+                *zip(self._opened.facts.machines, (report["chunks"] for report in reports), strict=True),
             ]
         )
         result = replace(

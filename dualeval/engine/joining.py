@@ -11,6 +11,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.values.options import SessionOptions
 from dualeval.errors import BackendError, DualevalError, LibraryError, PeerError, UsageError, text_of
 from dualeval.process.signals import Signals
@@ -162,7 +163,7 @@ class Joined:
         _opened.pop(id(self), None)
         failure: DualevalError | None = None
         if self.control is not None and not failed:
-            self.control.progress.step("end")
+            self.control.progress.step(Stage.END)
             failure = self._leave_together(self.control)
         try:
             if self.backend is not None:

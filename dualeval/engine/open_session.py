@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from time import sleep
 from typing import TYPE_CHECKING, TypeVar
 
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.joining import Joined
 from dualeval.engine.values.options import SessionOptions
 from dualeval.errors import EXIT_DONE, BackendError, DualevalError, PeerError, Stopped, UsageError, text_of
@@ -143,7 +144,7 @@ class OpenSession:
         self._conclusion.progress = progress
         self._watch.more_follows = not last
         self._watch.begin()
-        self.control.progress.step("setup")
+        self.control.progress.step(Stage.SETUP)
         self.control.check()
         done, problem = None, None
         self._is_attempt = True
@@ -224,7 +225,7 @@ class OpenSession:
         self._idle()
         if self.world.is_main:
             # It meets the others as soon as there is something: nobody is late.
-            self.control.progress.step("meet")
+            self.control.progress.step(Stage.MEET)
         found: _T | None = None
         while self.world.is_main and (found := look()) is None:
             self.control.check()
@@ -237,7 +238,7 @@ class OpenSession:
         """Set this rank to idle: the caller may now do anything, for as long as it likes."""
         self._watch.end()
         self._watch.goes_on()
-        self.control.progress.step("idle")
+        self.control.progress.step(Stage.IDLE)
 
     def note(self, sentence: str) -> None:
         """Pass on a sentence for the user, once a session or script; called on rank 0."""

@@ -25,6 +25,7 @@ from dualeval.columns.ragged import (
     to_rows,
 )
 from dualeval.engine.checks.replay import prove, stored_batches
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device import numerics
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.finish import finish, let_go
@@ -45,7 +46,7 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import as_metrics
 from dualeval.metrics.means import Mean
 from dualeval.options.choices import AUTO, DYNAMIC, LOCKSTEP, check_kind
-from dualeval.result import Result
+from dualeval.result import Result, TimedStage
 from dualeval.tasks import Dataset, Task
 
 _HOST = torch.device("cpu")
@@ -86,7 +87,7 @@ class OwnLoop:
             dataset if isinstance(dataset, Samples) else wrap(dataset),
             run.options,
             lambda sentence: run.note_all([sentence]),
-            lambda: run.control.progress.step("setup"),
+            lambda: run.control.progress.step(Stage.SETUP),
         )
         self._task = LoopTask(samples, collate, metrics, model)
         self._plan = plan_of(self._task.dataset(), run)
@@ -180,7 +181,7 @@ class OwnLoop:
                 self._finish = partial(finish, evaluation, opened, loop, proven, notes)
             self._is_through = True
             # The run does not include what the caller does before it asks for the result.
-            run.control.progress.step("idle")
+            run.control.progress.step(Stage.IDLE)
 
     def _counted(self, loop: Loop) -> Generator[Any, None, None]:
         """Hand out this rank's batches, and count the columns added for each."""
@@ -206,7 +207,7 @@ class OwnLoop:
                     compute_s += perf_counter() - start
                 loop.count(work, columns)
                 self._done += len(work.samples)
-        loop.times["compute"] = compute_s
+        loop.times[TimedStage.COMPUTE] = compute_s
 
     def _learn_columns(self) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""
@@ -234,9 +235,9 @@ class OwnLoop:
         handed_out, failed = compute_alone(evaluation, samples, self._hand_out)
         if handed_out is None:
             return {}, failed
-        self._run.control.progress.step("forward")
+        self._run.control.progress.step(Stage.FORWARD)
         columns = yield from handed_out
-        self._run.control.progress.step("setup")
+        self._run.control.progress.step(Stage.SETUP)
         return columns, failed
 
     def _hand_out(self, data: Any, samples: range) -> Generator[Any, None, Columns]:

@@ -64,7 +64,7 @@ class ModelsTable:
                 if value is None or isinstance(value, int | float)
             )
         )
-        self.same_samples = len({_samples_of(result) for result in results}) < 2
+        self.same_samples = len({json.dumps([each.data, each.part], sort_keys=True) for each in results}) < 2
         # By metric, the names of the models with its best value; nothing where neither direction is better,
         # where fewer than two have one, and where the models have seen different samples.
         self.best = {name: found for name in self.metrics if (found := self._best(name))}
@@ -201,10 +201,6 @@ class ModelsTable:
             for warning in () if row.result is None else row.result.warnings:
                 names.setdefault(warning, []).append(row.name)
         return [*lines, *(f"warning: {', '.join(who)}: {warning}" for warning, who in names.items())]
-
-
-def _samples_of(result: Result) -> str:
-    return json.dumps([result.data, result.part], sort_keys=True)
 
 
 def number_of(result: Result | None, metric: str) -> float | None:

@@ -46,6 +46,8 @@ def test_metrics_are_those_of_the_rows(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out/result.json").read_text())
     assert written["metrics"] == result.metrics
     assert written["metrics_digest"] == result.metrics_digest
+    job = json.loads((tmp_path / "out/job.json").read_text())
+    assert " ".join(job) == "fingerprint job machine files task_class metrics options"
     assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "done"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
 

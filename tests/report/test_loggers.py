@@ -98,14 +98,14 @@ def test_a_record_has_metrics_intervals_classes_and_job(result: Result, run: Pat
 
 def test_rows_give_the_matrix_that_the_metrics_have(result: Result, run: Path) -> None:
     """A run without the metric has the same picture and the same figures, from predictions.parquet."""
-    of_metrics = confusions_of(result, run, [])["confusion_matrix"]
+    of_metrics = confusions_of(result, run)["confusion_matrix"]
     kept = {name: value for name, value in result.metrics.items() if name in ("loss", "top1")}
     without_metric = replace(result, metrics=kept)
-    of_rows = confusions_of(without_metric, run, [])
+    of_rows = confusions_of(without_metric, run)
     assert of_rows["confusion_matrix"].entries == of_metrics.entries
     figures = figures_of(without_metric, {"confusion_matrix": of_metrics})
     assert figures == {"per_class": result.metrics["per_class"]}
-    assert confusions_of(without_metric, None, []) == {}
+    assert confusions_of(without_metric, None) == {}
 
 
 def test_damaged_rows_are_an_error_with_their_file(result: Result, run: Path, tmp_path: Path) -> None:

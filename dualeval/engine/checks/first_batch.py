@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualeval.columns.ragged import Column, Ragged, Rows, parts_of, to_rows
 from dualeval.columns.ragged import copied as copied_column
-from dualeval.engine.folder.predictions import json_entries, parquet_bytes
+from dualeval.engine.folder.predictions import json_entries, write_to_memory
 from dualeval.engine.folder.windows import EVALUATED, read_only
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.identity.source import is_own
@@ -234,7 +234,7 @@ def _try_files(
     for name in texts_of(task, dataset, rows, samples.start):
         if name in (*RESERVED, *kept):
             raise UsageError(f"the task's texts have a column {name!r}, and so do its rows. Rename one.")
-    parquet_bytes(task, dataset, kept, rows, samples.start)
+    write_to_memory(task, dataset, kept, rows, samples.start)
     for file, column in task.exports.items():
         try:
             for _ in json_entries(task, dataset, rows, samples.start, column):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns.ragged import Column
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.transfer import map_batch
 from dualeval.engine.identity.hasher import digest_of
@@ -211,7 +212,7 @@ class Widest:
         places = sorted({(len(samples) - 1) * part // (ALONE - 1) for part in range(ALONE)})
         if of_loop is None or len(samples) < 2 or is_compiled(evaluation.model):
             return [], False
-        evaluation.run.control.progress.step("forward")
+        evaluation.run.control.progress.step(Stage.FORWARD)
         with as_before(evaluation.model, evaluation.task) as reset, computes(1) as compute:
 
             def unlike(several: Sequence[range]) -> list[str]:
@@ -250,7 +251,7 @@ def _look(
     beside = [samples for samples in beside if samples]
     start = perf_counter()
     several = read_alone(
-        evaluation, *pieces, *beside, pieces[0], step=lambda _: step("load", chunk), notes=said
+        evaluation, *pieces, *beside, pieces[0], step=lambda _: step(Stage.LOAD, chunk), notes=said
     )
     reads_fast = perf_counter() - start < _READ_WITHIN_S
     *read, again = [data for data, _ in several]
@@ -261,7 +262,7 @@ def _look(
     looked = Looked(threads=threads if trusted else 1, of_reading=said)
     if again is None or any(data is None for data in read):
         return looked
-    step("forward", chunk)
+    step(Stage.FORWARD, chunk)
     with computes(1) as compute:
 
         def alone(samples: range, data: Any) -> Mapping[str, Column]:

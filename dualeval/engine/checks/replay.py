@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns.ragged import Rows, kind_of, to_column
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import is_same
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.recorder import Ledger
@@ -88,8 +89,8 @@ def stored_batches(evaluation: Evaluation, opened: Opened) -> list[StoredBatch]:
     is_asked = run.options.replay and run.backend.world.is_main and opened.has_earlier
     if folder is None or not is_asked:
         return []
-    run.control.progress.step("setup")
-    fingerprint, finished = opened.facts["fingerprint"], opened.previous.finished
+    run.control.progress.step(Stage.SETUP)
+    fingerprint, finished = opened.facts.fingerprint, opened.previous.finished
     if finished is None:
         found = batches_of_journal(opened.previous.chunks.files, plan, fingerprint)
     else:
@@ -178,10 +179,10 @@ def _compare(
         proof = Proof(
             stored=batch,
             evaluate=evaluate,
-            machine=opened.facts["machine"],
+            machine=opened.facts.machine,
             precision=evaluation.run.options.precision,
             place=opened.folder.path,
-            start_over=opened.facts["start_over"],
+            start_over=opened.facts.start_over,
             name=partial(name_of, evaluation.dataset),
         )
         outcome, compared[outcome] = proof.rows()
@@ -202,7 +203,7 @@ def _with_what_is_asked(evaluation: Evaluation, opened: Opened, result: Result) 
     from dualeval.engine.scoring.slices import slicing_of
 
     run = evaluation.run
-    step = partial(run.control.progress.step, "setup")
+    step = partial(run.control.progress.step, Stage.SETUP)
     slicing = slicing_of(evaluation, step)
     own: dict[str, Any] | None = None
     if run.backend.world.is_main:

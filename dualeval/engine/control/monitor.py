@@ -10,17 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dualeval.engine.control.progress import LEFT, Heartbeat, Name
+from dualeval.engine.control.progress import Heartbeat, Name, Stage
 from dualeval.world.store import limit_for
 
 # A rank may stay in these stages as long as other ranks, or its caller, need.
-IDLE = "idle"
-WAITING = ("meet", IDLE)
-COLLECTIVE = "collective"
+_WAITING = (Stage.MEET, Stage.IDLE)
 # These stages have no batches to count: any computing is progress, however long it takes.
-UNCOUNTED = ("setup", "write", "end")
-# The main thread waits here for the device, without computing.
-_DEVICE = "device"
+_UNCOUNTED = (Stage.SETUP, Stage.WRITE, Stage.END)
 # A rank that waits in a collective must not be blamed before the rank that has not come to it.
 _COLLECTIVE_GRACE_S = 2.0
 # Heartbeats lag: a rank that has passed a meeting seems to be there for a moment longer.
@@ -97,15 +93,15 @@ class Judge:
         still = self._steps.seconds(heartbeat.steps, now)
         idle = self._work.seconds((heartbeat.steps, heartbeat.work), now)
         timeout_s = self._limits.timeout_s
-        if still <= timeout_s or heartbeat.stage in WAITING or heartbeat.saved is not None:
+        if still <= timeout_s or heartbeat.stage in _WAITING or heartbeat.saved is not None:
             return _GOING
-        if heartbeat.stage == COLLECTIVE:
+        if heartbeat.stage == Stage.COLLECTIVE:
             # What a rank computes while it waits in a collective is no progress.
             is_long = still > timeout_s + _COLLECTIVE_GRACE_S
             return Finding("collective", still, _no_progress(still, heartbeat)) if is_long else _GOING
-        if idle > timeout_s and heartbeat.stage != _DEVICE:
+        if idle > timeout_s and heartbeat.stage != Stage.DEVICE:
             return Finding("stuck", idle, _no_progress(idle, heartbeat))
-        if heartbeat.stage in UNCOUNTED:
+        if heartbeat.stage in _UNCOUNTED:
             return _GOING
         longest_s = max(timeout_s, self._limits.forward_timeout_s)
         text = f"computing for {still:.0f} s, {heartbeat.position}"
@@ -144,18 +140,18 @@ class Monitor:
 
     def look(self, heartbeats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
         """Take the latest heartbeats; returns the rank to give up, if any, and a message."""
-        by_stage: dict[str, list[int]] = {}
+        by_stage: dict[Stage, list[int]] = {}
         for rank, heartbeat in heartbeats.items():
             by_stage.setdefault(heartbeat.stage, []).append(rank)
-        waiting, left = by_stage.get("meet", []), by_stage.pop(LEFT, [])
-        self._name_late(waiting, by_stage.get(IDLE, []), now)
+        waiting, left = by_stage.get(Stage.MEET, []), by_stage.pop(Stage.LEFT, [])
+        self._name_late(waiting, by_stage.get(Stage.IDLE, []), now)
         alone_s = self._alone.seconds(bool(waiting and left), now)
         if waiting and left and alone_s >= limit_for(len(self.names), _LEFT_BEHIND_S):
             return left[0], (
                 f"{self.names[left[0]]} has left, and {self.names[waiting[0]]} waits for all ranks: every "
                 "rank has to evaluate the same, and to ask for the result"
             )
-        return self._stuck({rank: beat for rank, beat in heartbeats.items() if beat.stage != LEFT}, now)
+        return self._stuck({rank: beat for rank, beat in heartbeats.items() if beat.stage != Stage.LEFT}, now)
 
     def _stuck(self, heartbeats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
         """The rank to give up because it makes no progress, if any, and a message."""
@@ -165,7 +161,8 @@ class Monitor:
             finding = self._judges[rank].look(heartbeat, now)
             silent = self._beats[rank].seconds(heartbeat.number, now)
             # The caller of an idle rank may be in long C code that holds Python's lock.
-            silent_s = self._limits.forward_timeout_s if heartbeat.stage == IDLE else self._limits.timeout_s
+            is_idle = heartbeat.stage == Stage.IDLE
+            silent_s = self._limits.forward_timeout_s if is_idle else self._limits.timeout_s
             if silent > silent_s:
                 text = f"{_no_progress(silent, heartbeat)}, and the process does not respond"
                 stuck.append((0, -silent, rank, text))
@@ -177,7 +174,7 @@ class Monitor:
             else:
                 if finding.kind == "computing":
                     computing.append((rank, finding.text))
-                if heartbeat.stage not in ("meet", COLLECTIVE) and heartbeat.saved is None:
+                if heartbeat.stage not in (Stage.MEET, Stage.COLLECTIVE) and heartbeat.saved is None:
                     others_are_waited_for = True
         self._name_computing(computing)
         if self._sees_all and not others_are_waited_for:

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dualeval.backends.base import Backend
 from dualeval.engine.control.ending import Ending, how_it_ended
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
-from dualeval.engine.control.progress import LEFT, Heartbeat, Name, Progress, Tally, Work
+from dualeval.engine.control.progress import Heartbeat, Name, Progress, Stage, Tally, Work
 from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.process.speech import say
@@ -93,7 +93,7 @@ class ControlPlane(Ending):
         if self._meetings is None:
             check()
         else:
-            with self.progress.inside("meet"):
+            with self.progress.inside(Stage.MEET):
                 self._meetings.meet(check, limit_s)
 
     def check(self) -> None:
@@ -142,7 +142,7 @@ class ControlPlane(Ending):
 
         held = self.verdict
         if self._meetings is not None:
-            with self.progress.inside("meet"):
+            with self.progress.inside(Stage.MEET):
                 held = self._meetings.end_attempt(check)
         number, self._attempt = self._attempt, self._attempt + 1
         self._runs = self._attempt * _RUNS_OF_AN_ATTEMPT
@@ -287,7 +287,7 @@ class ControlPlane(Ending):
         while self._outbox:
             self._outbox.popleft()(client)
         own = self.own_heartbeat()
-        own = own._replace(stage=LEFT) if self._left else own
+        own = own._replace(stage=Stage.LEFT) if self._left else own
         client.set(meetings.key(f"heartbeat/{self.name.rank}"), str(own))
         keys = [meetings.key(f"heartbeat/{rank}") for rank in monitor.names]
         verdict, *texts = client.multi_get([meetings.key(VERDICT), *keys])
@@ -304,7 +304,7 @@ class ControlPlane(Ending):
             if not self.all_saved.is_set():
                 saved = {rank: heartbeat.saved for rank, heartbeat in heartbeats.items()}
                 self._saved_by_all |= {rank: count for rank, count in saved.items() if count is not None}
-            gone = self._gone([rank for rank, heartbeat in heartbeats.items() if heartbeat.stage == LEFT])
+            gone = self._gone([rank for rank, last in heartbeats.items() if last.stage == Stage.LEFT])
             if self._saved is not None and len(self._saved_by_all) + len(gone) >= self.size:
                 self.all_saved.set()
         if self.failure is not None or self.stopping is not None:
@@ -384,7 +384,7 @@ def open_control_plane(
     rank_0 = Name(**payload["rank_0"])
     meetings = Meetings(store, payload["token"], world.size, own, rank_0)
     control = ControlPlane(own, rank_0, meetings, limits, server)
-    backend.around_collective = lambda: control.progress.inside("collective")
+    backend.around_collective = lambda: control.progress.inside(Stage.COLLECTIVE)
     meetings.come(str(control.own_heartbeat()))
     missing = None if server is None else meetings.names_of_absent()
     try:

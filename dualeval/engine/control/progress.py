@@ -12,29 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from dualeval.process.identity import Process
 
-# In the order of a run; a batch goes from "load" to "journal". "device" is the wait for what a GPU computes,
-# "collective" any collective of the backend, "idle" the time between two runs.
-Stage = Literal[
-    "setup",
-    "load",
-    "transfer",
-    "forward",
-    "device",
-    "metrics",
-    "journal",
-    "meet",
-    "collective",
-    "write",
-    "end",
-    "idle",
-]
-# The stage of a rank that has left.
-LEFT = "left"
 # A window of time counts as work above one of these. Waiting loops take hundredths of a core; reading from a
 # slow disk may take no more, but moves bytes.
 _WINDOW_S = 0.25
@@ -44,23 +27,38 @@ _SHOW_EVERY_S = 0.5
 _LAST_SHOWN_WITHIN_S = 2.0
 
 
+class Stage(str, Enum):
+    """What a rank's main thread is doing, in the order of a run."""
+
+    SETUP = "setup"
+    LOAD = "load"  # a batch goes from here to JOURNAL
+    TRANSFER = "transfer"
+    FORWARD = "forward"
+    DEVICE = "device"  # waiting for what a GPU computes
+    METRICS = "metrics"
+    JOURNAL = "journal"
+    MEET = "meet"
+    COLLECTIVE = "collective"  # any of the backend
+    WRITE = "write"
+    END = "end"
+    IDLE = "idle"  # between two runs
+    LEFT = "left"  # it has left the other ranks
+
+    __str__ = str.__str__
+
+
 class Position(NamedTuple):
     """Where a rank's main thread is at one moment."""
 
     # Grows with every step; a rank whose steps stand still makes no progress.
     steps: int = 0
     # What it is doing.
-    stage: Stage = "setup"
+    stage: Stage = Stage.SETUP
     # The chunk in hand; None outside of the loop.
     chunk: int | None = None
 
     def __str__(self) -> str:
-        return described(self.stage, self.chunk)
-
-
-def described(stage: str, chunk: int | None) -> str:
-    """Where a rank is, for people."""
-    return f"stage {stage}" if chunk is None else f"chunk {chunk}, stage {stage}"
+        return f"stage {self.stage}" if self.chunk is None else f"chunk {self.chunk}, stage {self.stage}"
 
 
 class Progress:
@@ -111,7 +109,7 @@ class Heartbeat(NamedTuple):
     # How often it has reported.
     number: int
     # The stage of the main thread.
-    stage: str
+    stage: Stage
     # The chunk in hand.
     chunk: int | None = None
     # Number of chunks that it has saved, once it has nothing more to do; None before.
@@ -124,15 +122,16 @@ class Heartbeat(NamedTuple):
     @classmethod
     def read(cls, text: bytes | str) -> Heartbeat:
         """Parse the text that ``str`` gives."""
-        return cls(*json.loads(text))
+        steps, work, number, stage, *rest = json.loads(text)
+        return cls(steps, work, number, Stage(stage), *rest)
 
     def __str__(self) -> str:
         return json.dumps(tuple(self))
 
     @property
-    def position(self) -> str:
-        """Where the rank is, for people."""
-        return described(self.stage, self.chunk)
+    def position(self) -> Position:
+        """Where the rank is."""
+        return Position(self.steps, self.stage, self.chunk)
 
 
 class Work:

@@ -12,6 +12,8 @@ from dualeval.atomic_files import check_path, writable, write_text
 from dualeval.engine.folder import layout, opening
 from dualeval.engine.folder.journal import JournalFile, read_journal, read_journal_file
 from dualeval.engine.folder.lease import Lease, gone
+from dualeval.engine.values.job_facts import JobFacts
+from dualeval.engine.values.options import RunOptions
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of, text_of
 from dualeval.messages import counted
@@ -45,21 +47,18 @@ class RunFolder:
         path: Path,
         token: str,
         plan: EvalPlan,
-        facts: Mapping[str, Any],
+        facts: JobFacts,
+        options: RunOptions,
         *,
-        fresh: bool,
-        mix_machines: bool = False,
-        evaluates: bool = True,
         share: layout.Share | None = None,
         step: Callable[[], None] = lambda: None,
         lost: Callable[[str], None] = lambda reason: None,
     ) -> tuple[RunFolder, opening.PreviousRun]:
         """Make the folder, or continue in it; rank 0 calls this.
 
-        With ``evaluates`` the folder may lack chunks. It belongs to one ``share``, or to the whole job.
-        ``lost`` is called as by ``Lease.take``.
+        It belongs to one ``share``, or to the whole job. ``lost`` is called as by ``Lease.take``.
         """
-        layout.check_file_names(facts["files"])
+        layout.check_file_names(facts.files)
         check_path(path)
         with writable(path):
             is_new = not path.exists()
@@ -72,8 +71,8 @@ class RunFolder:
                 layout.journal_of(path).mkdir(exist_ok=True)
                 layout.probe_of(layout.journal_of(path), token).touch()
                 folder = cls(path, token, rank=0)
-            folder._lease, folder._launch = held, opening.named_launch(facts["launches"])
-            return folder, folder._begin(plan, facts, fresh, mix_machines, evaluates, share, step)
+            folder._lease, folder._launch = held, opening.named_launch(facts.launches)
+            return folder, folder._begin(plan, facts, options, share, step)
         except BaseException:
             if folder is not None:
                 folder.close()
@@ -87,10 +86,8 @@ class RunFolder:
     def _begin(
         self,
         plan: EvalPlan,
-        facts: Mapping[str, Any],
-        fresh: bool,
-        mix_machines: bool,
-        evaluates: bool,
+        facts: JobFacts,
+        options: RunOptions,
         share: layout.Share | None,
         step: Callable[[], None],
     ) -> opening.PreviousRun:
@@ -98,26 +95,26 @@ class RunFolder:
         with writable(self.path):
             # With its own lease held: of a share and a run that joins shares, at least one sees the other.
             (layout.check_idle if share is None else layout.check_joined_by_none)(self.path, step)
-            if opening.begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
+            if opening.begins_anew(self.path, facts.fingerprint, facts.launches, fresh=options.fresh):
                 layout.remove_shares(self.path)
                 for file in (layout.files_of_a_run if share is None else layout.files_of_share)(self.path):
                     if file != self._probe:
                         file.unlink(missing_ok=True)
             opening.remove_leftovers(self.path)
             previous = opening.read_previous(
-                self.path, plan, facts, mix_machines, step, kept=self._probe, share=share
+                self.path, plan, facts, options.mix_machines, step, kept=self._probe, share=share
             )
             if previous.finished is None:
-                if previous.chunks.remaining and not evaluates:
+                if previous.chunks.remaining and not options.evaluate_missing:
                     why = previous.chunks.left_out or previous.notes
                     raise UsageError(layout.missing(self.path, previous.chunks.remaining, why))
                 # The job.json of shares stays: it names the kind of machine that they are computed on.
                 if layout.job_of_shares(self.path) is None:
-                    write_text(self.path / JOB, json_text(opening.in_job(facts)))
+                    write_text(self.path / JOB, json_text(facts.to_json()))
                 self._status("running").write(self.path)
             else:
                 self.finish(previous)
-        self._fingerprint = facts["fingerprint"]
+        self._fingerprint = facts.fingerprint
         return previous
 
     def to_message(self, previous: opening.PreviousRun, plan: EvalPlan) -> dict[str, Any]:

@@ -134,7 +134,11 @@ class Lease:
             holder = Process.read(_claim(content))
             watched = content if watched is None else watched
             if content != watched:
-                raise UsageError(_in_use(self.path.parent, holder))
+                named = "an unknown host" if holder is None else f"{holder.host} (pid {holder.pid})"
+                raise UsageError(
+                    f"{self.path.parent} is in use by another run on {named}. Wait for it to end, or give "
+                    "another --out."
+                )
             if monotonic() - since >= TAKE_OVER_AFTER_S or (holder is not None and holder.has_ended):
                 # Of several newcomers the last one wins; each of them sees that at its next look.
                 with whole_file(self.path, own):
@@ -197,8 +201,3 @@ def _claim(content: bytes) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return claim if isinstance(claim, dict) else {}
-
-
-def _in_use(folder: Path, holder: Process | None) -> str:
-    named = "an unknown host" if holder is None else f"{holder.host} (pid {holder.pid})"
-    return f"{folder} is in use by another run on {named}. Wait for it to end, or give another --out."

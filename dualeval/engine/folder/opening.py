@@ -20,6 +20,7 @@ from dualeval.engine.folder import layout
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.lease import LEASE, TAKE_OVER_AFTER_S
 from dualeval.engine.values.differences import job_differences, listing, structure_hint, typed_differences
+from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.process.identity import Process
@@ -40,7 +41,6 @@ from dualeval.result import (
 )
 from dualeval.world import World
 
-_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics", "options")
 # Separates the agents of a launch in status.json.
 _AND = " | "
 
@@ -77,11 +77,6 @@ class PreviousRun:
             chunks=FinishedChunks(files=(), remaining=tuple(remaining), left_out=()),
             finished=None if finished is None else result_from(finished),
         )
-
-
-def in_job(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What job.json says of a run."""
-    return {name: facts[name] for name in _IN_JOB}
 
 
 def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh: bool) -> bool:
@@ -132,12 +127,7 @@ def folder_of_launch(runs: Path, fingerprint: str, launches: Sequence[str]) -> P
 
 
 def join_shares(
-    out: Path,
-    share: layout.Share,
-    facts: Mapping[str, Any],
-    command: Mapping[str, Any] | None,
-    *,
-    mix_machines: bool,
+    out: Path, share: layout.Share, facts: JobFacts, command: Mapping[str, Any] | None, *, mix_machines: bool
 ) -> bool:
     """Check that the share that a command asks for belongs to the shares of a folder.
 
@@ -151,7 +141,7 @@ def join_shares(
         if not (out / JOB).exists():
             # If several shares write it, the last file stays: they are equal, or the others are refused.
             of_shares = {layout.COMMAND: command, layout.COUNT: share.count}
-            write_text(out / JOB, json_text({**in_job(facts), **of_shares}))
+            write_text(out / JOB, json_text({**facts.to_json(), **of_shares}))
             _check_same_job(out, facts)
     there = layout.job_of_shares(out)
     if there is None:
@@ -163,14 +153,14 @@ def join_shares(
             f"{out} holds shares of {count}, and this is share {share}. Give --share I/{count}, or another "
             "--out."
         )
-    check_kinds_of_parts(out, [there["machine"]], facts["machine"], facts["start_over"], mix=mix_machines)
+    check_kinds_of_parts(out, [there["machine"]], facts.machine, facts.start_over, mix=mix_machines)
     return True
 
 
 def read_previous(
     path: Path,
     plan: EvalPlan,
-    facts: Mapping[str, Any],
+    facts: JobFacts,
     mix_machines: bool,
     step: Callable[[], None],
     *,
@@ -197,11 +187,11 @@ def read_previous(
     # Shares come first: a finished share is complete, a run of the whole job that ended early is not.
     folders = [*map(layout.journal_of, layout.folders_of(path)), journal]
     wanted = None if share is None else share.chunks(plan)
-    chunks = read_journal(folders, plan, facts["fingerprint"], step, retried=journal, wanted=wanted)
+    chunks = read_journal(folders, plan, facts.fingerprint, step, retried=journal, wanted=wanted)
     stale = tuple(file for file in layout.journal_files(journal) if file not in {*chunks.foreign, kept})
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
     parts = [file.machine for file in chunks.files] if finished is None else finished.machines
-    check_kinds_of_parts(path, parts, chunks.machine(facts["machine"]), facts["start_over"], mix=mix_machines)
+    check_kinds_of_parts(path, parts, chunks.machine(facts.machine), facts.start_over, mix=mix_machines)
     return PreviousRun(chunks=chunks, finished=finished, stale=stale, notes=tuple(notes))
 
 
@@ -219,11 +209,11 @@ def remove_leftovers(path: Path) -> None:
                 file.unlink()
 
 
-def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
+def _check_same_job(path: Path, facts: JobFacts) -> None:
     """Check that a folder holds no run, or one of this job."""
     old = [name for name in (RESULT, PREDICTIONS, STATUS) if (path / name).exists()]
     try:
-        kept = read_job(path, layout.to_mend_job(path, facts["start_over"]))
+        kept = read_job(path, layout.to_mend_job(path, facts.start_over))
     except FileNotFoundError:
         if (path / MODELS).exists():
             raise UsageError(
@@ -234,9 +224,9 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         if old and (old != [STATUS] or read_status(path) is None):
             raise UsageError(
                 f"{path} holds an earlier run ({old[0]}), but no {JOB} that says which job it is. "
-                f"{facts['start_over']}."
+                f"{facts.start_over}."
             ) from None
-        foreign = [name for name in facts["files"] if (path / name).exists()]
+        foreign = [name for name in facts.files if (path / name).exists()]
         if foreign:
             raise UsageError(
                 f"{path} holds {' and '.join(foreign)}, which this run would overwrite, and no {JOB}: it is "
@@ -244,15 +234,15 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             ) from None
         return
     # As JSON has them: a tuple comes back as a list.
-    differing = job_differences(kept["job"], json.loads(json.dumps(facts["job"])))
+    differing = job_differences(kept["job"], json.loads(json.dumps(facts.job)))
     if differing:
         # A folder of an earlier version has no options.
-        typed = typed_differences(kept.get("options") or {}, facts["options"])
+        typed = typed_differences(kept.get("options") or {}, facts.options)
         repeated = re.compile(r"job\.task_options\.(.*\.)?" + f"({'|'.join(typed)})")
         rest = [each for each in differing if not (typed and repeated.fullmatch(each[0]))]
         shown = "; ".join(filter(None, [*typed.values(), listing(rest, "there", "now")]))
         raise UsageError(
-            f"{path} holds another job ({shown}). {facts['start_over']}.{structure_hint(differing)}"
+            f"{path} holds another job ({shown}). {facts.start_over}.{structure_hint(differing)}"
         )
 
 
@@ -271,12 +261,12 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
             )
 
 
-def finished_result(path: Path, facts: Mapping[str, Any]) -> Result | None:
+def finished_result(path: Path, facts: JobFacts) -> Result | None:
     """The result of a complete run of this job; raises DualevalError if it is damaged."""
     try:
         result = read_result(path / RESULT)
     except FileNotFoundError:
         return None
-    if result.fingerprint != facts["fingerprint"]:
-        raise UsageError(f"{path} holds the result of another job. {facts['start_over']}.")
+    if result.fingerprint != facts.fingerprint:
+        raise UsageError(f"{path} holds the result of another job. {facts.start_over}.")
     return result

@@ -82,17 +82,15 @@ def _arrow_pool_of_system(pyarrow: Any) -> Iterator[None]:
         pyarrow.set_memory_pool(pool)
 
 
-def parquet_bytes(
+def write_to_memory(
     task: Task, dataset: Dataset, kept: Sequence[str], rows: Mapping[str, Rows], start: int
-) -> int:
-    """Write rows as ``write_predictions`` would, into memory; returns the file's size."""
+) -> None:
+    """Try to write rows as ``write_predictions`` would."""
     import pyarrow
     import pyarrow.parquet
 
     table = _table(pyarrow, task, dataset, kept, rows, start)
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink)
-    return len(sink.getvalue())
+    pyarrow.parquet.write_table(table, pyarrow.BufferOutputStream())
 
 
 def _table(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualeval.columns.late import LateColumns
 from dualeval.columns.ragged import Column, Ragged, concatenated, described, each_part, empty_rows, kind_of
-from dualeval.engine.control.progress import Progress
+from dualeval.engine.control.progress import Progress, Stage
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.stored_rows import MemoryWriter
 from dualeval.engine.folder.windows import EVALUATED
@@ -396,7 +396,7 @@ class Recorder:
         if self._file is None and self._writing is None:
             return True
         start = perf_counter()
-        self._progress.step("journal", self._progress.position.chunk)
+        self._progress.step(Stage.JOURNAL, self._progress.position.chunk)
         if self._writing is None:
             self._begin_file()
         if self._writing is not None:

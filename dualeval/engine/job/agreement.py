@@ -21,6 +21,7 @@ import torch
 
 from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import check_kinds_of_ranks, machine_facts
 from dualeval.engine.folder.opening import launch_of
 from dualeval.engine.identity.job import job_identity
@@ -32,6 +33,7 @@ from dualeval.engine.samples.feed import hashes_of
 from dualeval.engine.samples.ids import blocks_of, hashes_of_ids, joined, repeated
 from dualeval.engine.samples.subset import identity_of, ids_of, name_of
 from dualeval.engine.values.differences import differences, listing, structure_hint
+from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.options import or_remove
 from dualeval.errors import UsageError
 from dualeval.process.status_line import doing
@@ -54,8 +56,8 @@ def agree(
     evaluation: Evaluation,
     identity: ModelIdentity | None = None,
     attributes: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Compare jobs and machines over all ranks; returns what the result says about both. A collective.
+) -> JobFacts:
+    """Compare jobs, data and machines over all ranks. A collective.
 
     ``identity`` is that of the model as it was built; by default, that of the evaluation's model.
     ``attributes`` are the task's before its first batch.
@@ -65,7 +67,7 @@ def agree(
     world = backend.world
     identity = identity or ModelIdentity.of(evaluation.model)
     measures = evaluation.metrics, evaluation.row_metrics
-    step = partial(run.control.progress.step, "setup")
+    step = partial(run.control.progress.step, Stage.SETUP)
     job = {
         **job_identity(task, dataset, identity, *measures, plan.num_samples, _of_one(attributes, world)),
         **identity_of(dataset),
@@ -111,21 +113,19 @@ def agree(
     machines = [rank["machine"] for rank in everyone]
     check_kinds_of_ranks(machines, hosts, mix=options.mix_machines)
     _check_samples(evaluation, machines, hosts, [rank["probe"] for rank in everyone])
-    return {
-        "job": job,
-        "machine": machines[0],
-        "machines": machines,
-        "hosts": hosts,
-        # A sentence without its full stop.
-        "start_over": options.start_over if run.share is None else or_remove(options.out),
-        "launches": sorted({rank["launch"] for rank in everyone} - {None}),
-        "files": sorted(task.exports),
-        "options": _named_options(run.job, task.options()),
-        "task_class": f"{type(task).__module__}.{type(task).__qualname__}",
-        "metrics": [getattr(metric, "spelled", metric.name) for metric in evaluation.measures],
-        "fingerprint": sha256_of_json(job),
-        "samples_digest": joined(plan.num_samples, [rank["ids"] for rank in everyone]),
-    }
+    return JobFacts(
+        job=job,
+        fingerprint=sha256_of_json(job),
+        samples_digest=joined(plan.num_samples, [rank["ids"] for rank in everyone]),
+        machines=machines,
+        hosts=hosts,
+        launches=sorted({rank["launch"] for rank in everyone} - {None}),
+        files=sorted(task.exports),
+        task_class=f"{type(task).__module__}.{type(task).__qualname__}",
+        metrics=[getattr(metric, "spelled", metric.name) for metric in evaluation.measures],
+        options=_named_options(run.job, task.options()),
+        start_over=options.start_over if run.share is None else or_remove(options.out),
+    )
 
 
 def _named_options(asked: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _contents_fingerprint(
     least = torch.full((len(blocks), _WORDS), limits.max)
     most = torch.full((len(blocks), _WORDS), limits.min)
     for number in range(world.local_rank, len(blocks), world.local_size):
-        control.progress.step("setup")
+        control.progress.step(Stage.SETUP)
         least[number] = most[number] = torch.frombuffer(_hash_of(read, blocks[number]), dtype=torch.int64)
     control.meet()
     own = least.clone()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns.ragged import Column, Text, described, parts_of
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.samples.samples import HuggingFaceSamples
@@ -125,7 +126,7 @@ def evaluation_of(
     metrics, row_metrics = split_by_kind(chosen)
     cluster = options.cluster or task.cluster
     own = kept_columns(rows, metrics, row_metrics)
-    step = partial(run.control.progress.step, "setup")
+    step = partial(run.control.progress.step, Stage.SETUP)
     data, notes = _data_columns_of(task, dataset, options, (*own, *task.on_request), step)
     run.note_all(notes)
     columns = tuple(dict.fromkeys((*own, *(data.names if data else ()), *filter(None, [cluster]))))

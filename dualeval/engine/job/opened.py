@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import FinishedChunks
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch, join_shares
 from dualeval.engine.folder.stored_rows import Window
 from dualeval.engine.job.evaluation import Evaluation
+from dualeval.engine.values.job_facts import JobFacts
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, listed
 from dualeval.result import Result
@@ -30,7 +32,7 @@ class Opened:
     """What a run on this rank has open."""
 
     # What the ranks have agreed on (`agreement.agree`).
-    facts: Mapping[str, Any]
+    facts: JobFacts
     # The state that earlier runs have left.
     previous: PreviousRun
     # Numbers of the chunks of this run: all, or a share's.
@@ -39,9 +41,8 @@ class Opened:
     machine: Mapping[str, Any]
     # None if nothing is written.
     folder: RunFolder | None = None
-    # On rank 0, the run that this one is compared with, if any; and this run's facts for the comparison.
+    # On rank 0, the run that this one is compared with, if any.
     reference: Reference | None = None
-    compared: Mapping[str, Any] | None = None
 
     @property
     def remaining(self) -> Sequence[int]:
@@ -62,38 +63,26 @@ class Opened:
         """
         if self.reference is None:
             return result
-        assert self.compared is not None
-        found = self.reference.compare(windows, dataset, self.compared, step)
+        found = self.reference.compare(windows, dataset, result, step)
         said = [f"not compared with {found['folder']}: {found['problem']}"] if "problem" in found else []
         return replace(result, reference=found, warnings=[*result.warnings, *said])
 
 
-def open_rows(evaluation: Evaluation, facts: dict[str, Any]) -> Opened:
+def open_rows(evaluation: Evaluation, facts: JobFacts) -> Opened:
     """Open the run to compare with, and the output folder. A collective."""
     run, plan = evaluation.run, evaluation.plan
-    compared = {
-        "data": {"fingerprint": facts["job"]["data"], "contents": facts["job"]["contents"]},
-        "weights": facts["job"]["weights"],
-        "job": {**run.job, **evaluation.task.options()},
-    }
     chunks = range(plan.num_chunks) if run.share is None else run.share.chunks(plan)
-    reference = _open_reference(evaluation, compared)
+    reference = _open_reference(evaluation, facts)
     nothing = FinishedChunks(files=(), remaining=tuple(chunks), left_out=())
-    folder, previous, machine = None, PreviousRun(chunks=nothing), facts["machine"]
+    folder, previous, machine = None, PreviousRun(chunks=nothing), facts.machine
     if run.options.out is not None and not _has_whole_result(evaluation, facts):
         folder, previous, machine = _open_folder(evaluation, facts, chunks)
     return Opened(
-        facts=facts,
-        previous=previous,
-        chunks=chunks,
-        machine=machine,
-        folder=folder,
-        reference=reference,
-        compared=compared,
+        facts=facts, previous=previous, chunks=chunks, machine=machine, folder=folder, reference=reference
     )
 
 
-def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
+def _has_whole_result(evaluation: Evaluation, facts: JobFacts) -> bool:
     """If this run is a share, join the other shares; whether all have their result already. A collective."""
     run, options = evaluation.run, evaluation.run.options
     if run.share is None:
@@ -105,23 +94,23 @@ def _has_whole_result(evaluation: Evaluation, facts: Mapping[str, Any]) -> bool:
     return not run.from_rank_0(is_open)
 
 
-def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Reference | None:
+def _open_reference(evaluation: Evaluation, facts: JobFacts) -> Reference | None:
     run, reference = evaluation.run, None
     if run.options.reference is None or run.share is not None:
         return None
     if run.backend.world.is_main:
         from dualeval.engine.job.reference import Reference
 
-        step = partial(run.control.progress.step, "setup")
+        step = partial(run.control.progress.step, Stage.SETUP)
         reference = Reference.open(run.options.reference)
-        reference.check(evaluation.dataset, evaluation.plan.num_samples, evaluation.columns, compared, step)
+        reference.check(evaluation, facts, step)
     # An unusable reference stops all ranks here, before a folder is made or anything evaluated.
     run.control.meet()
     return reference
 
 
 def _open_folder(
-    evaluation: Evaluation, facts: dict[str, Any], chunks: Sequence[int]
+    evaluation: Evaluation, facts: JobFacts, chunks: Sequence[int]
 ) -> tuple[RunFolder, PreviousRun, dict[str, Any]]:
     """Rank 0 makes the output folder or resumes in it; the others receive its state, and its machine."""
     run, plan, options = evaluation.run, evaluation.plan, evaluation.run.options
@@ -136,16 +125,14 @@ def _open_folder(
             secrets.token_hex(4),
             plan,
             facts,
-            fresh=options.fresh,
-            mix_machines=options.mix_machines,
-            evaluates=options.evaluate_missing,
+            options,
             share=run.share,
-            step=lambda: control.progress.step("setup"),
+            step=lambda: control.progress.step(Stage.SETUP),
             lost=lambda reason: control.give_up(reason, rank=control.name.rank),
         )
         # From here on, an early exit is recorded in the folder, and closes it.
         run.watch.keep(folder)
-        machine = previous.chunks.machine(facts["machine"])
+        machine = previous.chunks.machine(facts.machine)
         message = {**folder.to_message(previous, plan), "machine": machine}
     message = run.from_rank_0(message)
     if not world.is_main:
@@ -164,9 +151,9 @@ def _open_folder(
     return folder, previous, message["machine"]
 
 
-def _new_path(facts: Mapping[str, Any]) -> Path:
-    fingerprint = facts["fingerprint"]
-    earlier = folder_of_launch(Path("runs"), fingerprint, facts["launches"])
+def _new_path(facts: JobFacts) -> Path:
+    fingerprint = facts.fingerprint
+    earlier = folder_of_launch(Path("runs"), fingerprint, facts.launches)
     if earlier is not None:
         return earlier
     now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -19,8 +19,10 @@ import numpy.typing as npt
 from dualeval.columns.ragged import Rows, described
 from dualeval.engine.folder.finished import finished_run
 from dualeval.engine.folder.stored_rows import StoredRows, Window
+from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.samples.subset import ids_of
 from dualeval.engine.values.differences import differing_fingerprints
+from dualeval.engine.values.job_facts import JobFacts
 from dualeval.engine.values.row_comparison import (
     PREDICTION_COLUMNS,
     Difference,
@@ -58,15 +60,9 @@ class Reference:
             raise UsageError(f"--reference: {error}") from error
         return cls(folder=Path(folder).absolute(), result=result, rows=rows)
 
-    def check(
-        self,
-        dataset: Dataset,
-        count: int,
-        columns: Sequence[str],
-        facts: Mapping[str, Any],
-        step: Callable[[], None] = lambda: None,
-    ) -> None:
+    def check(self, evaluation: Evaluation, facts: JobFacts, step: Callable[[], None]) -> None:
         """Check, before anything is evaluated, that it is a run over the same samples of the same data."""
+        count, columns = evaluation.plan.num_samples, evaluation.columns
         if not set(columns) & set(self.rows.names):
             raise UsageError(
                 f"--reference {self.folder}: no column is in both runs. There: {', '.join(self.rows.names)}; "
@@ -75,14 +71,18 @@ class Reference:
         stop = 0
         for window in self.rows.windows(self.rows.names[:1], with_ids=True):
             stop = window.start + len(window.ids)
-            own = ids_of(dataset, range(window.start, min(stop, count)))
+            own = ids_of(evaluation.dataset, range(window.start, min(stop, count)))
             for place, (here, there) in enumerate(zip(own, window.ids, strict=False), window.start):
                 if here != there:
                     self._refuse_samples(f"sample {place} is {there!r} there, {here!r} here")
             step()
         if stop != count:
             self._refuse_samples(f"{stop:,} samples there, {count:,} here")
-        if said := differing_fingerprints(facts, vars(self.result)):
+        this_run = {
+            "data": {"fingerprint": facts.job["data"], "contents": facts.job["contents"]},
+            "job": {**evaluation.run.job, **evaluation.task.options()},
+        }
+        if said := differing_fingerprints(this_run, vars(self.result)):
             raise UsageError(
                 f"--reference {self.folder} has the same ids, but over different data: the fingerprints "
                 f"differ in {said}. Evaluate both over the same data, or compare the two runs afterwards: "
@@ -97,13 +97,9 @@ class Reference:
         )
 
     def compare(
-        self,
-        windows: Iterable[Window],
-        dataset: Dataset,
-        facts: Mapping[str, Any],
-        step: Callable[[], None] = lambda: None,
+        self, windows: Iterable[Window], dataset: Dataset, result: Result, step: Callable[[], None]
     ) -> dict[str, Any]:
-        """The comparison of another run's rows with this one's, for the result; says if these are gone."""
+        """The comparison of another run's rows with this one's, for its result; says if these are gone."""
         names = ("metrics_digest", "fingerprint")
         found = {"folder": str(self.folder), **{name: getattr(self.result, name) for name in names}}
         compared = _Compared()
@@ -114,15 +110,15 @@ class Reference:
                 step()
         except DualevalError as error:
             return {**found, "problem": str(error)}
-        return {**found, "differs_in": self._differs_in(facts), **compared.to_json()}
+        return {**found, "differs_in": self._differs_in(result), **compared.to_json()}
 
-    def _differs_in(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def _differs_in(self, result: Result) -> dict[str, list[Any]]:
         """The options that differ, each with its value in the reference and in the run at hand."""
         # A tuple in the job is a list in the file.
-        there, here = self.result.job, json.loads(json.dumps(facts["job"]))
+        there, here = self.result.job, json.loads(json.dumps(result.job))
         names = there.keys() & here.keys() - {*_NOT_NAMED}
         found = {name: [there[name], here[name]] for name in names if there[name] != here[name]}
-        weights = [one.get("fingerprint") for one in (self.result.weights, facts["weights"])]
+        weights = [one.get("fingerprint") for one in (self.result.weights, result.weights)]
         if weights[0] != weights[1]:
             found["weights_fingerprint"] = weights
         return dict(sorted(found.items()))

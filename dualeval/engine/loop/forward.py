@@ -38,6 +38,7 @@ from dualeval.engine.model.preparation import prepare, why_preparation_failed
 from dualeval.engine.samples.feed import FailedSample
 from dualeval.engine.samples.subset import postprocessed
 from dualeval.options.choices import COMPILE
+from dualeval.result import TimedStage
 from dualeval.tasks import Dataset, Task
 
 _Found = TypeVar("_Found")
@@ -57,7 +58,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
     with loop.running():
         start = perf_counter()
         looked = look(evaluation, loop.remaining, partial(compute_of, evaluation))
-        loop.times["look"] = perf_counter() - start
+        loop.times[TimedStage.LOOK] = perf_counter() - start
         evaluation.run.note_all([*looked.notes, *looked.warnings, *(looked.unlike or [])])
         lasting, widest = Lasting(evaluation.model), Widest()
         with compute_of(evaluation, looked.threads) as compute:
@@ -66,7 +67,7 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
                 under_way.start(work, compute.start, data)
                 under_way.count(all_but=compute.ahead)
             under_way.count()
-    loop.times["compute"] = under_way.compute_s
+    loop.times[TimedStage.COMPUTE] = under_way.compute_s
     # If the numbers differ each time anyway, none are compared.
     decides = None if looked.unlike else partial(_decides, evaluation, loop, lasting)
     switched = lasting.warnings(*compute.models, decides=decides)
@@ -98,7 +99,7 @@ class UnderWay:
         self._progress = evaluation.run.control.progress
         self._waits = compute.ahead > 0
         # While a GPU computes, this thread sleeps; on a CPU the watch sees the threads compute.
-        self._stage: Stage = "forward" if evaluation.run.device.type == "cpu" else "device"
+        self._stage = Stage.FORWARD if evaluation.run.device.type == "cpu" else Stage.DEVICE
         self._batches: deque[tuple[Work, Pending | None]] = deque()
         self._widest = widest
         # Seconds spent on starting batches and waiting for them.
@@ -152,7 +153,7 @@ def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Mod
     """Whether this rank's first or last batch has another result with the model as the loop left it."""
     world, plan = evaluation.run.backend.world, evaluation.plan
     mine = loop.remaining[world.rank :: world.size] or loop.remaining  # in a dynamic schedule any
-    evaluation.run.control.progress.step("forward")
+    evaluation.run.control.progress.step(Stage.FORWARD)
     for batch in {plan.chunk_batches(mine[0])[0], plan.chunk_batches(mine[-1])[-1]}:
         samples = plan.batch_samples(batch)
         try:
@@ -185,9 +186,9 @@ def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> N
 
     def compute_in(layout: str) -> None:
         tried = prepare(copy_sharing_tensors(model), replace(trial.options, layout=layout))
-        run.control.progress.step("forward")
+        run.control.progress.step(Stage.FORWARD)
         first_columns(task, dataset, tried, trial)
-        run.control.progress.step("setup")
+        run.control.progress.step(Stage.SETUP)
 
     if run.options.shard is not None or is_sharded(model):
         layout = layout_of(model, run.options.layout)

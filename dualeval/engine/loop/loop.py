@@ -16,6 +16,7 @@ import torch
 
 from dualeval.columns.ragged import Column
 from dualeval.engine.checks import first_batch as trial
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.accelerator import is_out_of_memory
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.lease import gone
@@ -31,7 +32,7 @@ from dualeval.engine.values.measured import check_cluster
 from dualeval.errors import DualevalError, Stopped, text_of
 from dualeval.options.choices import DYNAMIC
 from dualeval.process.status_line import LINE
-from dualeval.result import JOB
+from dualeval.result import JOB, TimedStage
 
 
 def unwritable(recorder: Recorder, error: OSError) -> Exception:
@@ -61,8 +62,8 @@ def _recorder_of(evaluation: Evaluation, opened: Opened) -> Recorder:
     else:
         writer = JournalWriter(
             folder.journal,
-            fingerprint=opened.facts["fingerprint"],
-            machine=opened.facts["machines"][world.rank],
+            fingerprint=opened.facts.fingerprint,
+            machine=opened.facts.machines[world.rank],
             prefix=folder.prefix(world.rank),
         )
     progress = evaluation.run.control.progress
@@ -168,15 +169,15 @@ class Loop:
                     if options.on_error == "stop":
                         raise unreadable(self._evaluation.dataset, failed[0])
                     work = replace(work, failed=failed)
-                self._progress.step("forward", work.chunk)
+                self._progress.step(Stage.FORWARD, work.chunk)
                 yield work, data
                 # The current chunk is finished; no other one is begun.
                 if self._control.is_stopping() and until_stopped and work.is_last:
                     return
                 if handed:
-                    self._progress.step("load", handed[0].chunk)
+                    self._progress.step(Stage.LOAD, handed[0].chunk)
         finally:
-            self.times.update(data=feed.wait_s, transfer=feed.transfer_s)
+            self.times |= {TimedStage.DATA: feed.wait_s, TimedStage.TRANSFER: feed.transfer_s}
             self.notes = feed.notes
 
     def _batches_of_rank(self) -> int:
@@ -194,7 +195,7 @@ class Loop:
                 is_last = batch == batches[-1]
                 handed.append(Work(chunk=chunk, batch=batch, samples=samples, is_last=is_last))
                 if len(handed) == 1:
-                    self._progress.step("load", chunk)
+                    self._progress.step(Stage.LOAD, chunk)
                 yield samples
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
@@ -208,7 +209,7 @@ class Loop:
 
     def count(self, work: Work, columns: Mapping[str, Column] | None) -> None:
         """Record a batch."""
-        self._progress.step("metrics", work.chunk)
+        self._progress.step(Stage.METRICS, work.chunk)
         if columns is not None:
             start = perf_counter()
             columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)

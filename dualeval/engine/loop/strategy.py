@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dualeval.engine.checks.replay import EvaluatesBatch, StoredBatch
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device import numerics
 from dualeval.engine.device.divided import has_late
 from dualeval.engine.device.numerics import NumericSettings
@@ -44,7 +45,7 @@ class Strategy:
         The stack holds the contexts that last as long as the model computes.
         """
         run = self._run
-        identity = ModelIdentity.of(model, partial(run.control.progress.inside, "collective"))
+        identity = ModelIdentity.of(model, partial(run.control.progress.inside, Stage.COLLECTIVE))
         check_model(model, run.options)
         # After the identity: hooks that are set here are no part of the model.
         stack.enter_context(self.computing(model))

@@ -339,7 +339,7 @@ class Feed:
             _end(readers)
 
     def _uploaded(self, uploads: Uploads, data: Any) -> Any:
-        self._step("transfer")
+        self._step(Stage.TRANSFER)
         start = perf_counter()
         try:
             return uploads.start(data)

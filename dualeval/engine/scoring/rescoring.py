@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualeval.columns.ragged import to_column
+from dualeval.columns.ragged import Rows, to_column
 from dualeval.engine.folder.finished import finished_run
 from dualeval.engine.folder.stored_rows import RowSource, StoredRows
 from dualeval.engine.folder.windows import MappedColumns, copied
@@ -24,21 +25,15 @@ from dualeval.engine.values.differences import differences
 from dualeval.engine.values.measured import (
     check_cluster,
     check_declarations,
-    check_keys,
-    columns_of,
-    columns_wanted,
-    fields_of_result,
-    find_clusters,
-    plain,
+    clustered_fields,
+    measure,
     rough_warnings,
     update,
-    with_clusters,
 )
 from dualeval.errors import DualevalError, UsageError, with_type
 from dualeval.messages import did_you_mean
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.by_name import as_metrics
-from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import (
     INTERVAL_FORMULAS,
     JOB,
@@ -94,8 +89,9 @@ def _with_measured(
 ) -> Result:
     """A run's result with other metrics instead of its own."""
     cluster = cluster or result.clusters.get("column")
-    found = None if cluster is None else _clusters_of_rows(rows, cluster, measured)
-    fields, said = with_clusters(fields_of_result(measured), cluster, found)
+    if cluster is not None:
+        check_column_of_clusters(rows, cluster)
+    fields, said = clustered_fields(measured, cluster, rows.names, partial(_columns_of_clusters, rows))
     own = [sentence for part in measured for sentence in part.warnings]
     warnings = [*_not_of_intervals(result), *own, *said]
     return replace(
@@ -116,16 +112,14 @@ def _not_of_intervals(result: Result) -> Iterator[str]:
             yield sentence
 
 
-def _clusters_of_rows(rows: RowSource, name: str, measured: Sequence[Measured]) -> ClusterIntervals:
-    """The intervals by clusters for the values that metrics have measured."""
-    check_column_of_clusters(rows, name)
-    names = columns_wanted(name, measured, rows.names)
+def _columns_of_clusters(rows: RowSource, names: Sequence[str]) -> dict[str, Rows]:
+    """Whole columns for intervals by clusters; the first one says which samples make a cluster."""
     with MappedColumns(None) as mapped:
         for window in rows.windows(names):
             mapped.append(window.columns)
         columns = mapped.columns()
-    check_cluster(name, {name: to_column(copied(columns[name][:1]))})
-    return find_clusters(name, measured, columns)
+    check_cluster(names[0], {names[0]: to_column(copied(columns[names[0]][:1]))})
+    return columns
 
 
 def check_column_of_clusters(rows: RowSource, name: str) -> None:
@@ -159,12 +153,7 @@ def _recompute(rows: RowSource, metrics: Sequence[Metric | RowMetric]) -> list[M
                 for metric, ledger in zip(of_ledger, ledgers, strict=True):
                     update(metric, ledger, columns, batches.tolist())
         whole = mapped.columns()
-    measured = [
-        plain(metric.name, metric.compute(ledger)) for metric, ledger in zip(of_ledger, ledgers, strict=True)
-    ]
-    measured += [plain(metric.name, metric.compute(columns_of(metric, whole))) for metric in row_metrics]
-    check_keys(measured)
-    return measured
+    return measure(zip(of_ledger, ledgers, strict=True), row_metrics, whole)
 
 
 def _batch_size(rows: RowSource) -> int:

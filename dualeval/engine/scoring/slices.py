@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import compress, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,7 @@ from dualeval.engine.folder.stored_rows import RowSource
 from dualeval.engine.folder.windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.scoring.rescoring import check_column_of_clusters
-from dualeval.engine.values.measured import (
-    check_cluster,
-    columns_of,
-    columns_wanted,
-    fields_of_result,
-    find_clusters,
-    plain,
-    update,
-    with_clusters,
-)
+from dualeval.engine.values.measured import check_cluster, clustered_fields, columns_of, plain, update
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, did_you_mean
 from dualeval.metrics import Measured, Metric, RowMetric, is_of_rows, keeps_rows, per_batch, split_by_kind
@@ -255,7 +245,12 @@ class Slicing:
             for window in rows.windows(None if texts else wanted or rows.names[:1]):
                 for name, own in texts.items():
                     if name not in window.texts:
-                        raise self._not_there(name, [*rows.names, *window.texts], rows.path)
+                        known = [*rows.names, *window.texts]
+                        raise UsageError(
+                            f"--by {name}: {rows.path} has no such column. The columns are "
+                            f"{', '.join(known)}. A run keeps those of its data that --keep names."
+                            f"{did_you_mean(name, known)}"
+                        )
                     own += compress(window.texts[name], window.evaluated)
                 mapped.append({name: window.columns[name] for name in wanted})
                 there.append(window.evaluated)
@@ -278,14 +273,6 @@ class Slicing:
         without = ", ".join(name for name in unsliced if name in result.metrics)
         said = f"no slices of {without}: their columns are not kept, or they need whole batches"
         return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
-
-    @staticmethod
-    def _not_there(name: str, known: Sequence[str], path: Path) -> UsageError:
-        return UsageError(
-            f"--by {name}: {path} has no such column. The columns are {', '.join(known)}. A run keeps those "
-            "of its data that --keep names."
-            f"{did_you_mean(name, known)}"
-        )
 
     def _wanted(self, result: Result, kept: Sequence[str]) -> list[str]:
         """The columns that slices are computed from."""
@@ -315,12 +302,12 @@ class Slicing:
             except Exception as error:  # noqa: BLE001 - of a metric that needs more samples, or all classes
                 measured.append(Measured(values={metric.name: None}))
                 rough[metric.name] = f"cannot be computed of this group: {text_of(error)}"
-        clusters = None
-        if self.cluster is not None:
-            wanted = columns_wanted(self.cluster, measured, [*columns])
-            clusters = find_clusters(self.cluster, measured, {name: columns[name][places] for name in wanted})
-        fields, _ = with_clusters(fields_of_result(measured), self.cluster, clusters)
-        count = None if clusters is None else clusters.count
+
+        def read(names: Sequence[str]) -> dict[str, Rows]:
+            return {name: columns[name][places] for name in names}
+
+        fields, _ = clustered_fields(measured, self.cluster, [*columns], read)
+        count = fields.get("clusters", {}).get("count")
         numbers = {
             name: found
             for name, found in fields["metrics"].items()

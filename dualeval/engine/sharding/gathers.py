@@ -26,7 +26,7 @@ from torch import nn
 
 from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.control.progress import Position
+from dualeval.engine.control.progress import Position, Stage
 from dualeval.engine.device.accelerator import is_out_of_memory
 from dualeval.engine.device.divided import is_of_fsdp, is_unit
 from dualeval.engine.sharding.fsdp import reads_refused
@@ -171,7 +171,7 @@ class Gathers:
 
     def _gather(self, names: Sequence[str]) -> None:
         for name in names:
-            with self._progress.inside("collective"):
+            with self._progress.inside(Stage.COLLECTIVE):
                 self._units[name].unshard()
             self._units[name].reshard()
 
@@ -187,7 +187,7 @@ class Gathers:
                 self._first.append(_Call(args=(), kwargs={}))
         self._check_order(name)
         self._gathered, self._before = _shown(name), self._progress.position
-        self._progress.step("collective", self._before.chunk)
+        self._progress.step(Stage.COLLECTIVE, self._before.chunk)
 
     def _check_order(self, name: str) -> None:
         place = len(self._seen)

@@ -19,6 +19,7 @@ from torch import nn
 from dualeval.engine.checks.repeatability import Lasting, as_before, differences, is_short
 from dualeval.engine.checks.replay import EvaluatesBatch, StoredBatch
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import check_sharded
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Pending
@@ -33,6 +34,7 @@ from dualeval.engine.sharding.gathers import Gathers
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import BackendError, PeerError, Stopped, UsageError
 from dualeval.options.choices import DYNAMIC, LOCKSTEP
+from dualeval.result import TimedStage
 from dualeval.tasks import Dataset
 
 # A collective mostly fails because another rank has ended, and this news arrives a moment later.
@@ -98,7 +100,7 @@ class Lockstep(Strategy):
                 if evaluation.run.control.has_peers:
                     wait_for_news(evaluation.run.control, lambda: False, within_s=_CAUSE_WITHIN_S)
                 raise
-        loop.times["compute"] = rounds.under_way.compute_s
+        loop.times[TimedStage.COMPUTE] = rounds.under_way.compute_s
         if switched := lasting.warnings(evaluation.model):
             loop.unlike = [*(loop.unlike or []), *switched]
         return settings.check_after_loop(compute.changed_settings)
@@ -114,7 +116,7 @@ def wait_for_news(
 ) -> None:
     """Sleep until another rank's announced message has arrived."""
     limit = monotonic() + within_s
-    with control.progress.inside("meet"):
+    with control.progress.inside(Stage.MEET):
         while True:
             control.raise_if_peer_failed()
             if has_come() or monotonic() > limit:
@@ -145,7 +147,7 @@ class _Rounds:
             work, data, problem = self._prepare(batches)
             if self._agree_to_stop(problem):
                 break
-            self._progress.step("forward", None if work is None else work.chunk)
+            self._progress.step(Stage.FORWARD, None if work is None else work.chunk)
             self.under_way.start(work, self._start, (data, stand_in))
             del data
         self.under_way.count()
@@ -155,7 +157,7 @@ class _Rounds:
         # All ranks begin with a forward of the same samples, which sets the order of units for all others.
         stand_in = of_first(self._evaluation, lambda data, _: data)
         with as_before(self._evaluation.model, self._evaluation.task):
-            self._progress.step("forward")
+            self._progress.step(Stage.FORWARD)
             start = perf_counter()
             columns = self._compute.start(stand_in)()
             seconds = torch.tensor([perf_counter() - start], dtype=torch.float64)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.device import numerics
 from dualeval.engine.identity.model import ModelIdentity, model_fingerprint
 from dualeval.engine.job.run_state import Run
@@ -63,7 +64,7 @@ class ShardedModel:
         control, backend = self._run.control, self._run.backend
         reading = Reading(self._parameters, backend, self._identity.hasher)
         for parameter in self._parameters:
-            control.progress.step("setup")
+            control.progress.step(Stage.SETUP)
             reading.read(parameter)
         # Raises if another rank could not read its part.
         control.meet()

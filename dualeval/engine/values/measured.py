@@ -228,6 +228,16 @@ def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
+def measure(
+    parts: Iterable[tuple[Metric, Tensor]], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
+) -> list[Measured]:
+    """What all samples give: by metrics with their slots of the ledger, then by row metrics."""
+    measured = [plain(metric.name, metric.compute(slots)) for metric, slots in parts]
+    measured += [plain(metric.name, metric.compute(columns_of(metric, columns))) for metric in row_metrics]
+    check_keys(measured)
+    return measured
+
+
 def check_keys(measured: Iterable[Measured]) -> None:
     """Check that no two metrics give a value of the same name."""
     seen: set[str] = set()
@@ -260,11 +270,19 @@ def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
         )
 
 
-def columns_wanted(name: str, measured: Sequence[Measured], kept: Sequence[str]) -> list[str]:
-    """The kept columns that intervals by clusters are computed from."""
-    scores = [score for part in measured for score in part.scores.values()]
-    wanted = dict.fromkeys((name, *(column for score in scores for column in score.columns)))
-    return [column for column in wanted if column in kept]
+def clustered_fields(
+    measured: Sequence[Measured],
+    cluster: str | None,
+    kept: Sequence[str],
+    read: Callable[[Sequence[str]], Mapping[str, Rows]],
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a result, and warnings; for a column of clusters, ``read`` gives some kept columns."""
+    found = None
+    if cluster is not None:
+        scores = [score for part in measured for score in part.scores.values()]
+        wanted = dict.fromkeys((cluster, *(column for score in scores for column in score.columns)))
+        found = find_clusters(cluster, measured, read([column for column in wanted if column in kept]))
+    return with_clusters(fields_of_result(measured), cluster, found)
 
 
 def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dualeval.errors import DualevalError
 from dualeval.messages import printable
-from dualeval.result import PREDICTIONS
+from dualeval.result import PREDICTIONS, class_names
 
 if TYPE_CHECKING:
     from dualeval.result import Result
@@ -50,8 +50,9 @@ class Confusion:
         return np.array(self.entries, np.int64).reshape(-1, 3)
 
 
-def confusions_of(result: Result, folder: Path | None, names: Sequence[str | None]) -> dict[str, Confusion]:
+def confusions_of(result: Result, folder: Path | None) -> dict[str, Confusion]:
     """The confusion matrices of a result, by name; without one that of predictions.parquet."""
+    names = class_names(result)
     matrices = {
         name: Confusion(classes=value["classes"], entries=value["entries"], names=names)
         for name, value in result.metrics.items()

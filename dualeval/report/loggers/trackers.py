@@ -28,7 +28,7 @@ from dualeval.report.loggers.confusions import (
     is_confusion,
 )
 from dualeval.report.loggers.loggers import Target, is_installed
-from dualeval.result import Result
+from dualeval.result import Result, class_names
 
 # Of more classes than these each figure is in the table alone: a tracker draws a chart of every scalar.
 _CHARTED_CLASSES = 100
@@ -92,8 +92,7 @@ class Record:
 
 def record_of(result: Result, folder: Path | None, step: int | None) -> Record:
     """Make the record of a result."""
-    names = [*(result.labels.get("classes") or ())]
-    confusions = confusions_of(result, folder, names)
+    names, confusions = class_names(result), confusions_of(result, folder)
     tables = {name: _table(columns, names) for name, columns in figures_of(result, confusions).items()}
     finished = result.finished_at or datetime.now(timezone.utc).isoformat()
     intervals, units = _of_intervals(result)

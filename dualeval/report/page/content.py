@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dualeval.comparison.compared import Comparison, compare
 from dualeval.comparison.worst import CONFIDENCE, LOSS, PREDICTION, TARGET, JudgedRows, Sample, flips_of
 from dualeval.errors import with_type
-from dualeval.report.loggers.confusions import confusions_of, figures_of
-from dualeval.result import JOB, Result, described_part
+from dualeval.report.loggers.confusions import Confusion, confusions_of, figures_of
+from dualeval.result import JOB, Result, TimedStage, class_names, described_part
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -21,17 +21,6 @@ _CARDS, _LOSSES = 60, 30
 _THUMBNAIL = 160  # pixels of the longer side
 # By class these come first, as far as they are there.
 _FIRST = ("support", "recall", "precision", "f1", "iou", "dice", "accuracy")
-# A rank's parts of the loop and of its end, and what took the time where one is the largest.
-_PARTS = {
-    "look": "a one-time check of the first samples",
-    "data": "waiting for samples to be read",
-    "transfer": "copying to the device",
-    "compute": "the forward pass",
-    "metrics": "counting metrics",
-    "journal": "writing the journal",
-    "meet": "waiting for other ranks",
-    "reduce": "adding up the ranks' counts",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +119,9 @@ def build(
     comparisons = [compare(other, folder) for other in against]
     reasons, cut = _chosen(rows, comparisons)
     samples = rows.samples([*reasons])
-    names = rows.class_names
-    confusions = confusions_of(result, folder, names)
+    confusions = confusions_of(result, folder)
     confusion = next(iter(confusions.values()), None)
-    columns, by_class = classes_of(result, folder)
+    columns, by_class = classes_of(result, confusions)
     model = result.description.get("model", "")
     return PageContent(
         title=f"{folder.absolute().name}: {model or result.job.get('task', 'run')}",
@@ -298,10 +286,9 @@ def thumbnail(picture: Image.Image) -> Image.Image:
 # -- classes, seconds, provenance ----------------------------------------------------------------------
 
 
-def classes_of(result: Result, folder: Path) -> tuple[list[str], list[list[Any]]]:
+def classes_of(result: Result, confusions: Mapping[str, Confusion]) -> tuple[list[str], list[list[Any]]]:
     """The figures of each class: the columns' names, "class" first, and a row a class."""
-    names = [*(result.labels.get("classes") or ())]
-    tables = figures_of(result, confusions_of(result, folder, names)).values()
+    names, tables = class_names(result), figures_of(result, confusions).values()
     count = max((len(values) for table in tables for values in table.values()), default=0)
     found = {name: values for table in tables for name, values in table.items() if len(values) == count}
     columns = [*(name for name in _FIRST if name in found), *(name for name in found if name not in _FIRST)]
@@ -316,12 +303,12 @@ def classes_of(result: Result, folder: Path) -> tuple[list[str], list[list[Any]]
 def limited_by(timing: Mapping[str, Any]) -> str:
     """Say in a sentence what took the most time."""
     ranks = timing.get("ranks") or ()
-    sums = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in _PARTS}
-    whole = sum(rank.get("evaluate", 0.0) + rank.get("meet", 0.0) + rank.get("reduce", 0.0) for rank in ranks)
+    sums = {stage: sum(rank.get(stage, 0.0) for rank in ranks) for stage in TimedStage}
+    whole = sum(rank.get("evaluate", 0.0) for rank in ranks) + sums[TimedStage.MEET] + sums[TimedStage.REDUCE]
     if whole <= 0:
         return ""
-    largest = max(sums, key=lambda name: sums[name])
-    said = f"The largest part of the {timing['evaluate_s']:.2f} s of evaluation went into {_PARTS[largest]}"
+    largest = max(sums, key=lambda stage: sums[stage])
+    said = f"The largest part of the {timing['evaluate_s']:.2f} s of evaluation went into {largest.words}"
     said += f" ({100 * sums[largest] / whole:.0f} %)"
     if timing["setup_s"] > timing["evaluate_s"]:
         said += f"; preparation took longer, {timing['setup_s']:.2f} of {timing['total_s']:.2f} s in all"

@@ -9,7 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dualeval.messages import counted, printable_lines
 from dualeval.report.page import charts
 from dualeval.report.page.content import thumbnail
 from dualeval.report.table import shown_numbers
+from dualeval.result import TimedStage
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -230,11 +231,10 @@ def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> Iterator[dic
 
 
 def _seconds(content: PageContent) -> list[dict[str, Any]]:
-    # The seconds of the whole loop are no part of themselves.
-    parts = [name for name in dict.fromkeys(chain(*content.seconds)) if name not in ("rank", "evaluate")]
-    names = ("rank", "evaluate", *parts)
+    stages = [stage for stage in TimedStage if any(stage in each for each in content.seconds)]
+    names = ("rank", "evaluate", *stages)
     rows = [[each["rank"], *(float(each.get(name) or 0) for name in names[1:])] for each in content.seconds]
-    drawn = [charts.draw_seconds(content.seconds, parts)]
+    drawn = [charts.draw_seconds(content.seconds, stages)]
     tables = [_table("Numbers of the chart", names, rows, folds=True)]
     more = len(rows) > charts.MOST_RANKS
     caption = f"The first {charts.MOST_RANKS} ranks; the others are in the table." if more else None

@@ -33,6 +33,7 @@ from dualeval.launch import detect
 from dualeval.options.job import Job
 from dualeval.process.signals import numbers_of
 from dualeval.process.start import DEFAULT_SIGNALS, end_with_parent
+from dualeval.result import TimedStage
 from dualeval.tasks import Task
 from dualeval.tools.bench.cell import DATAPARALLEL, OF_RANKS, STAGES, CellStart, own_part
 
@@ -82,7 +83,7 @@ def _measure(session: Session, job: Job, start: CellStart) -> dict[str, Any]:
 # A data set that is through in a moment is not repeated for ever: each pass is set up anew.
 _MOST_PASSES = 20
 # Seconds of a rank's part of a pass, as in ``Result.timing``.
-_TIMES = ("evaluate", "data", "transfer", "compute", "metrics", "meet", "reduce")
+_TIMES = ("evaluate", *(stage for stage in TimedStage if stage not in (TimedStage.LOOK, TimedStage.JOURNAL)))
 
 
 def measure_evaluation(

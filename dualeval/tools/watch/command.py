@@ -20,6 +20,7 @@ from dualeval.cli.run import evaluate_job, of_one_model, prepared, run, session_
 from dualeval.cli.several import exit_code_of
 from dualeval.cli.task_flags import TaskCommand
 from dualeval.data.cache import DataCache
+from dualeval.engine.control.progress import Stage
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.values.differences import differences, listing
 from dualeval.engine.values.options import or_remove
@@ -197,7 +198,7 @@ class Watching:
 
     def _finish(self, checkpoint: Checkpoint, result: Result | None, failure: DualevalError | None) -> None:
         """Write and say what a checkpoint has come to, and let others have it."""
-        self.session.control.progress.step("idle")
+        self.session.control.progress.step(Stage.IDLE)
         name = printable(checkpoint.name)
         if failure is not None:
             self.board.fail(checkpoint, failure)

@@ -18,11 +18,11 @@ import torch
 from dualeval.backends.base import Op
 from dualeval.backends.single import SingleBackend
 from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor
-from dualeval.engine.control.progress import Heartbeat, Name, Progress, Work
+from dualeval.engine.control.progress import Heartbeat, Name, Progress, Stage, Work
 from dualeval.world import World
 
 NAMES = {rank: Name(rank=rank, host=f"n{rank}", pid=4711, space="here", start="1") for rank in range(3)}
-HEARTBEAT = Heartbeat(steps=5, work=0, number=1, stage="load", chunk=17)
+HEARTBEAT = Heartbeat(steps=5, work=0, number=1, stage=Stage.LOAD, chunk=17)
 LIMITS = Limits(timeout_s=60, forward_timeout_s=1800)
 
 
@@ -33,14 +33,14 @@ def watching(notes: list[str] | None = None, *, sees_all: bool = True) -> Monito
 
 def look(monitor: Monitor, now: float, **changed: Heartbeat) -> tuple[int, str] | None:
     """What the monitor says where all ranks go on, but for those given as r0, r1, ...."""
-    heartbeats = {rank: Heartbeat(int(now * 100), 0, int(now * 10), "forward", 1) for rank in NAMES}
+    heartbeats = {rank: Heartbeat(int(now * 100), 0, int(now * 10), Stage.FORWARD, 1) for rank in NAMES}
     return monitor.look(
         {**heartbeats, **{int(name[1:]): heartbeat for name, heartbeat in changed.items()}}, now
     )
 
 
 def test_a_heartbeat_travels_as_text() -> None:
-    for heartbeat in (HEARTBEAT, Heartbeat(0, 7, 3, "setup"), HEARTBEAT._replace(saved=12, run=2, done=64)):
+    for heartbeat in (HEARTBEAT, Heartbeat(0, 7, 3, Stage.SETUP), HEARTBEAT._replace(saved=1, run=2, done=6)):
         assert Heartbeat.read(str(heartbeat)) == heartbeat
 
 
@@ -70,7 +70,7 @@ def test_who_ends_within_a_slow_step_is_named_as_not_responding() -> None:
 
 def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
     monitor = watching()
-    waiting = HEARTBEAT._replace(stage="meet", chunk=None)
+    waiting = HEARTBEAT._replace(stage=Stage.MEET, chunk=None)
     for now in range(0, 1000, 10):
         assert look(monitor, now, r1=waiting._replace(number=now)) is None
     assert look(monitor, 1060, r1=waiting._replace(number=990)) == (
@@ -82,20 +82,14 @@ def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
 def test_who_does_not_live_is_named_before_those_it_holds_up() -> None:
     """All stand in a collective since the same moment; one of them was stopped there."""
     monitor = watching()
-    reducing = Heartbeat(9, 0, 0, "collective")
-    for now in (0.0, 30.0):
-        assert (
-            look(monitor, now, **{f"r{rank}": reducing._replace(number=int(now)) for rank in NAMES}) is None
-        )
-    found = look(
-        monitor,
-        91.0,
-        r0=reducing._replace(number=91),
-        r1=reducing._replace(number=30),
-        r2=reducing._replace(number=91),
-    )
-    assert found is not None
-    assert found[0] == 1
+
+    def reducing(*numbers: int) -> dict[str, Heartbeat]:
+        return {f"r{rank}": Heartbeat(9, 0, number, Stage.COLLECTIVE) for rank, number in enumerate(numbers)}
+
+    for now in (0, 30):
+        assert look(monitor, now, **reducing(now, now, now)) is None
+    found = look(monitor, 91.0, **reducing(91, 30, 91))
+    assert found is not None and found[0] == 1
 
 
 def test_who_has_saved_everything_has_nothing_more_to_do() -> None:
@@ -175,7 +169,7 @@ def judged(stage: str, *, works: bool, until: int = 2000) -> list[tuple[int, str
     judge = Judge(LIMITS, 0)
     found: list[tuple[int, str]] = []
     for now in range(until):
-        kind = judge.look(Heartbeat(3, now if works else 0, now, stage, 17), now).kind
+        kind = judge.look(Heartbeat(3, now if works else 0, now, Stage(stage), 17), now).kind
         if not found or found[-1][1] != kind:
             found.append((now, kind))
     return found
@@ -209,7 +203,7 @@ def test_when_a_standstill_is_named_and_given_up(
 
 def test_a_forward_that_hangs_after_it_has_computed_is_given_up_soon() -> None:
     judge = Judge(LIMITS, 0)
-    kinds = [judge.look(Heartbeat(3, min(now, 100), now, "forward", 17), now).kind for now in range(200)]
+    kinds = [judge.look(Heartbeat(3, min(now, 100), now, Stage.FORWARD, 17), now).kind for now in range(200)]
     assert kinds.index("stuck") == 161
 
 
@@ -217,7 +211,7 @@ def test_long_computing_is_said_once() -> None:
     notes: list[str] = []
     monitor = watching(notes)
     for now in range(0, 300, 5):
-        assert look(monitor, now, r1=Heartbeat(5, now, now, "forward", 17)) is None
+        assert look(monitor, now, r1=Heartbeat(5, now, now, Stage.FORWARD, 17)) is None
     assert notes == [
         "rank 1 on n1 (pid 4711): computing for 65 s, chunk 17, stage forward; the limit is 1,800 s "
         "(--forward-timeout)"
@@ -229,8 +223,8 @@ def test_who_waits_in_a_collective_for_one_that_works_is_not_named() -> None:
     monitor = watching()
     found = []
     for now in range(0, 400, 5):
-        waiting = Heartbeat(9, now, now, "collective")
-        builds = Heartbeat(5, min(now, 295), now, "setup")
+        waiting = Heartbeat(9, now, now, Stage.COLLECTIVE)
+        builds = Heartbeat(5, min(now, 295), now, Stage.SETUP)
         found.append(look(monitor, now, r0=waiting, r1=builds, r2=waiting))
     first = next(one for one in found if one is not None)
     assert found.index(first) == 360 // 5
@@ -242,8 +236,8 @@ def test_a_collective_that_hangs_for_all_is_named() -> None:
     monitor = watching()
     found = []
     for now in range(0, 71, 2):
-        waiting = Heartbeat(9, now, now, "collective")
-        found.append(look(monitor, now, r0=waiting, r1=waiting._replace(stage="meet"), r2=waiting))
+        waiting = Heartbeat(9, now, now, Stage.COLLECTIVE)
+        found.append(look(monitor, now, r0=waiting, r1=waiting._replace(stage=Stage.MEET), r2=waiting))
     assert found.index((0, "rank 0 on n0 (pid 4711): no progress for 64 s, stage collective")) == 64 // 2
 
 
@@ -263,7 +257,7 @@ def test_a_backends_collectives_are_steps_of_their_own() -> None:
             return super()._gather(payload, dst)
 
     backend = Seen(World.alone())
-    backend.around_collective = lambda: progress.inside("collective")
+    backend.around_collective = lambda: progress.inside(Stage.COLLECTIVE)
     backend.barrier()
     backend.all_reduce(torch.ones(3))
     backend.reduce_mean(torch.ones(3))

@@ -19,6 +19,8 @@ from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.opening import begins_anew
+from dualeval.engine.values.job_facts import JobFacts
+from dualeval.engine.values.options import RunOptions
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.process.identity import Process
@@ -29,17 +31,19 @@ from tests.engine.test_evaluator import evaluate
 from tests.vehicles.tiny import TinyTask
 
 PLAN = EvalPlan(num_samples=8, batch_size=4)
-FACTS: dict[str, Any] = {
-    "fingerprint": "f" * 64,
-    "job": {},
-    "machine": {"device": "cpu", "versions": {}, "libraries": {}},
-    "files": [],
-    "task_class": "T",
-    "options": {},
-    "metrics": [],
-    "launches": [],
-    "start_over": "Give another --out",
-}
+FACTS = JobFacts(
+    job={},
+    fingerprint="f" * 64,
+    samples_digest="5a" * 32,
+    machines=[{"device": "cpu", "versions": {}, "libraries": {}}],
+    hosts=["one"],
+    launches=[],
+    files=[],
+    task_class="T",
+    metrics=[],
+    options={},
+    start_over="Give another --out",
+)
 PATIENCE_S = 30.0
 
 
@@ -67,7 +71,7 @@ def lost() -> list[str]:
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: list[str]) -> Iterator[RunFolder]:
     """A run's folder, whose lease is renewed quickly."""
     monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
-    folder, _ = RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False, lost=lost.append)
+    folder, _ = RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, RunOptions(), lost=lost.append)
     yield folder
     folder.close()
 
@@ -197,7 +201,7 @@ def test_what_killed_runs_have_left_is_removed(tmp_path: Path, age_s: float, sta
     others = [tmp_path / "journal/notes.txt", tmp_path / "a.partial"]
     for file in others:
         file.write_text("somebody else's")
-    folder, _ = RunFolder.open(tmp_path, "0123abcd", PLAN, FACTS, fresh=False)
+    folder, _ = RunFolder.open(tmp_path, "0123abcd", PLAN, FACTS, RunOptions())
     assert [number for number, file in enumerate(left) if file.exists()] == stays
     assert all(file.exists() for file in others)
     folder.close()
@@ -237,7 +241,7 @@ def test_a_folder_without_room_does_not_stay(
 
     monkeypatch.setattr(f"{folder_module.__name__}.{name}", full)
     with pytest.raises(UsageError, match="No space left on device"):
-        RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
+        RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, RunOptions())
     assert not list(tmp_path.iterdir())
 
 

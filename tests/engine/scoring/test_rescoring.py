@@ -198,7 +198,7 @@ def test_a_task_of_ones_own_is_scored_from_python(tmp_path: Path) -> None:
         """Of the same name as the built-in one, and with metrics of its own."""
 
     evaluate(Mine(), tmp_path, limit=20)
-    with pytest.raises(UsageError, match=r"task tests\.engine\.test_rescoring\..*Mine.*dualeval\.rescore\("):
+    with pytest.raises(UsageError, match=r"task tests\.engine\.scoring\..*Mine.*dualeval\.rescore\("):
         metrics_of_run(tmp_path / "job.json")
 
 
