@@ -50,7 +50,7 @@ from torch import Tensor
 
 from dualeval import Backend, Result, connect, detect
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.control.progress import Progress, Stage
+from dualeval.engine.control.progress import Progress, Stage, Tally
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalWriter
@@ -118,9 +118,10 @@ def _loop_clocks() -> Iterator[dict[str, float]]:
     taken: dict[str, float] = {}
     begin_run, flush = ControlPlane.begin_run, Recorder.flush
 
-    def begin(self: ControlPlane, *arguments: Any, **options: Any) -> None:
-        begin_run(self, *arguments, **options)
+    def begin(self: ControlPlane, *arguments: Any, **options: Any) -> Tally:
+        tally = begin_run(self, *arguments, **options)
         taken["cpu_s"], taken["main_s"] = process_time(), thread_time()
+        return tally
 
     def end(self: Recorder, *arguments: Any, **options: Any) -> bool:
         flushed = flush(self, *arguments, **options)

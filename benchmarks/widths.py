@@ -1,7 +1,10 @@
-"""How many calls and files of dualeval's own a batch passes, and the end of a run that has lost a rank.
+"""How many calls and files of dualeval's own a batch passes, what comes before, and the end of a lost run.
 
-A batch is one in the midst of the embedded job, on one CPU thread. The end is that of rank 0, in its main
-thread, from the session's `conclude` until it has an exit code. With `--beside` a commit is counted, too.
+A batch is one in the midst of the embedded job, on one CPU thread; and one of a `TensorDataset` of pictures
+that `evaluate` gets beside a convolution, of 10 classes, whose columns are made of many batches at once, and
+of 100, whose columns are not. Before the loop are the looks and the trial of the embedded job. The end is
+that of rank 0 of a run that has lost rank 1, in its main thread, from the session's `conclude` until it has
+an exit code. With `--beside` a commit is counted, too.
 
     python benchmarks/widths.py [--beside COMMIT]
 """
@@ -17,15 +20,26 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, machine, run_process, table, write_results
 
-# Where a batch begins; and which of the job's 20 is counted: neither of the first, nor of the last.
-_BATCH, _COUNTED = ("engine/model/compute.py", "_columns"), 12
+# By file and name: where a batch begins, and functions of which all calls are counted.
+_BATCH = "compute.py", "_columns"
+_LOOKS, _TRIAL, _END = ("repeatability.py", "look"), ("loop.py", "_try"), ("open_session.py", "conclude")
+# So many batches behind the first: one of the fewest calls is counted, as a journal file, which is written by
+# the clock, may fall into another.
+_COUNTED = 10
+_OF_JOB = 1280
 _SAMPLES = 20_000
-_HEAD = "", "calls a batch", "its files", "its changes of file", "files of an end", "watch entered"
+_CLASSES = 10, 100
+_HEAD = (
+    *("", "calls a batch", "its files", "its changes of file", "calls of looks and trial"),
+    *(f"calls a batch of a TensorDataset, {classes} classes" for classes in _CLASSES),
+    *("files of an end", "watch entered"),
+)
 
 
 class Calls:
@@ -34,15 +48,24 @@ class Calls:
     def __init__(self) -> None:
         # Calls in dualeval's files: file, name, the caller's file.
         self.met: list[tuple[str, str, str]] = []
-        # How many there were when the session concluded, and when it had concluded.
-        self.concludes = self.concluded = 0
+        # How many there were when each batch began; and when a function began, and when it had ended.
+        self.batches: list[int] = []
+        self.spans: dict[tuple[str, str], tuple[int, int]] = {}
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         file, name, caller = _file(frame), frame.f_code.co_name, _file(frame.f_back or frame)
         if file and event == "call":
             self.met.append((file, name, caller))
-        if (file, name) == ("engine/open_session.py", "conclude"):
-            self.concludes, self.concluded = self.concludes or len(self.met) - 1, len(self.met)
+        of = file.rpartition("/")[2], name
+        if of == _BATCH and event == "call":
+            self.batches.append(len(self.met) - 1)
+        if of in (_LOOKS, _TRIAL, _END):
+            self.spans[of] = self.spans.get(of, (len(self.met) - 1,))[0], len(self.met)
+
+    def of_batch(self) -> list[str]:
+        """The files of a batch's calls."""
+        begun = [at for at in self.batches if at > self.spans[_TRIAL][1]][: _COUNTED + 1]
+        return min(([file for file, _, _ in self.met[at:end]] for at, end in pairwise(begun)), key=len)
 
 
 def _file(frame: Any) -> str:
@@ -58,15 +81,32 @@ def count_batch(calls: Calls, out: str) -> None:
 
     def count(code: int) -> None:
         sys.setprofile(None)
-        begun = [at for at, call in enumerate(calls.met) if call[:2] == _BATCH]
-        files = [file for file, _, _ in calls.met[begun[_COUNTED] : begun[_COUNTED + 1]]]
+        files = calls.of_batch()
         changes = sum(file != files[at - 1] for at, file in enumerate(files))
-        print("\n" + json.dumps([len(files), len({*files}), changes]), flush=True)
+        before = sum(end - start for start, end in (calls.spans[_LOOKS], calls.spans[_TRIAL]))
+        print("\n" + json.dumps([len(files), len({*files}), changes, before]), flush=True)
         end(code)
 
     end, vars(os)["_exit"] = os._exit, count  # as the command ends its process
     sys.setprofile(calls)
-    run(["run", "--no-progress", "--limit", "1280", "--batch-size", "64", "--out", out])
+    run(["run", "--no-progress", "--limit", str(_OF_JOB), "--batch-size", "64", "--out", out])
+
+
+def count_door(classes: int) -> None:
+    """Evaluate a `TensorDataset` in this process, and print how many calls a batch passes."""
+    import torch
+
+    import dualeval
+
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, classes)
+    labels = torch.arange(_OF_JOB) % classes
+    data = torch.utils.data.TensorDataset(torch.rand(_OF_JOB, 1, 8, 8), labels)
+    calls = Calls()
+    sys.setprofile(calls)
+    dualeval.evaluate(model=torch.nn.Sequential(*layers).eval(), data=data, batch_size=64, out=None)
+    sys.setprofile(None)
+    print("\n" + json.dumps([len(calls.of_batch())]), flush=True)
 
 
 def count_end(calls: Calls, out: str) -> None:
@@ -88,7 +128,7 @@ def count_end(calls: Calls, out: str) -> None:
     with suppress(dualeval.PeerError):
         dualeval.evaluate(model=model, data=data, metrics=["loss"], batch_size=20, out=out)
     sys.setprofile(None)
-    met = calls.met[calls.concludes : calls.concluded]
+    met = calls.met[slice(*calls.spans[_END])]
     entered = sum("watch.py" in file and caller != file for file, _, caller in met)
     print("\n" + json.dumps([len({file for file, _, _ in met}), entered]), flush=True)
 
@@ -97,13 +137,14 @@ def counted(checkout: Path, out: Path) -> list[str]:
     """What a checkout's package comes to, as in the table."""
     environ = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, __file__, "--out"]
-    batch = run_process([*words, f"{out}-batch"], timeout_s=120, environ=environ)
+    alone = [[*words, f"{out}-batch"], *([*words, "", "--classes", str(classes)] for classes in _CLASSES)]
+    batches = [run_process(each, timeout_s=300, environ=environ) for each in alone]
     with socket.create_server(("127.0.0.1", 0)) as server:
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
     environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     with subprocess.Popen([*words, f"{out}-end"], env={**environ, "RANK": "1", "LOCAL_RANK": "1"}):
-        end = run_process([*words, f"{out}-end"], timeout_s=120, environ=environ)
-    return [str(number) for done in (batch, end) for number in json.loads(done.output.splitlines()[-1])]
+        end = run_process([*words, f"{out}-end"], timeout_s=300, environ=environ)
+    return [str(number) for done in (*batches, end) for number in json.loads(done.output.splitlines()[-1])]
 
 
 def main() -> None:
@@ -111,7 +152,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count what a batch and an end pass.")
     parser.add_argument("--beside", metavar="COMMIT", help="a commit of this checkout")
     parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--classes", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.classes:
+        count_door(asked.classes)
+        return
     if asked.out:
         (count_end if "RANK" in os.environ else count_batch)(Calls(), asked.out)
         return

@@ -17,14 +17,10 @@ class LateColumns:
     column is lost: only functions that are marked (``keeps_late``) get one.
     """
 
-    # What they are made of, a row a sample.
+    # What they are made of, a row a sample; on the host in memory that nobody else has.
     given: Mapping[str, Tensor]
     # What batches have in common whose columns can be made at once.
     kind: object
-
-    def copied(self) -> Mapping[str, Tensor]:
-        """The same in memory that nobody else has."""
-        raise NotImplementedError
 
     def of(self, given: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """As these, of other tensors, as the same ones on the host."""

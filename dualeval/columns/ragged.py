@@ -254,8 +254,10 @@ def copied(column: Any) -> Any:
 
 
 def all_copied(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns, each ``copied``."""
-    return {name: copied(column) for name, column in columns.items()}
+    """Columns, each ``copied``: most are plain tensors."""
+    return {
+        name: column.clone() if type(column) is Tensor else copied(column) for name, column in columns.items()
+    }
 
 
 def each_part(change: Callable[[Tensor], Tensor], column: Ragged) -> Ragged:

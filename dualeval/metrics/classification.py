@@ -75,7 +75,7 @@ def observe_logits(logits: Tensor, target: Tensor, top: int, read: Collection[st
 
 
 def _names(read: Collection[str]) -> tuple[str, ...]:
-    return (*_COLUMNS, *(name for name in ON_REQUEST if name in read))
+    return (*_COLUMNS, *filter(read.__contains__, ON_REQUEST))
 
 
 def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]) -> dict[str, Tensor]:
@@ -149,9 +149,6 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
         columns = _columns_of(logits, known, self._top, names)
         return {**columns, **({"target": as_labels(target)} if "target" in columns else {})}
 
-    def copied(self) -> LogitColumns:
-        return self.of({"logits": self.given["logits"].clone(), "target": self.given["target"].clone()})
-
     def joined(self, others: Sequence[LateColumns]) -> LogitColumns:
         batches = [self.given, *(batch.given for batch in others)]
         return self.of({name: torch.cat([batch[name] for batch in batches]) for name in self.given})
@@ -180,7 +177,9 @@ def observed_logits(
             "write squeeze(-1), or flatten(1)"
         )
     if late and logits.shape[1] <= _FEW_CLASSES:
-        return LogitColumns(logits, target, top, read, any_label)
+        # Copied on the host, as the next batch may be written into this memory. A GPU's are anyway.
+        given = (logits.clone(), target.clone()) if logits.is_cpu else (logits, target)
+        return LogitColumns(*given, top, read, any_label)
     known = _known(target, logits) if any_label else target
     return {**observe_logits(logits, known, top, read), "target": as_labels(target)}
 

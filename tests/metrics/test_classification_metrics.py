@@ -195,13 +195,14 @@ def test_logits_that_wait_give_the_columns_of_their_batches(classes: int, dtype:
     logits[7, 1], logits[9, 0] = math.nan, math.inf
     read = ("probabilities",)
     batches = [*zip(torch.split(logits, 64), torch.split(target, 64), strict=True)]
+    expected = [observe_logits(*batch, 5, read) for batch in batches]
     late = [observed_logits(*batch, 5, read) for batch in batches]
+    logits.zero_()  # as a model that writes each batch into the same memory
     waiting = [each for each in late if isinstance(each, LogitColumns)]
     assert len(waiting) == len(batches)
     first, together = waiting[0], waiting[0].joined(waiting[1:])
     for each in [*late, together]:
         assert [*each] == [*observe_logits(logits, target, 5, read)]
-    expected = [observe_logits(*batch, 5, read) for batch in batches]
     for name, column in together.items():
         parts = torch.cat([of_batch[name] for of_batch in expected])
         assert column.dtype == parts.dtype

@@ -134,8 +134,7 @@ def fail_in_the_middle(rank: int, control: ControlPlane) -> dict[str, float]:
 
 def stop_all(rank: int, control: ControlPlane) -> dict[str, float]:
     """A signal reaches one rank; all save, rank 0 learns of all in time, and they of the exit code."""
-    control.begin_run()
-    control.add_done(rank)
+    control.begin_run().done = rank
     moments = {}
     control.meet()
     if rank == control.size // 2:

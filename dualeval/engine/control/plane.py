@@ -187,33 +187,26 @@ class ControlPlane(Ending):
 
     # -- counting samples --------------------------------------------------------------------------
 
-    def begin_run(self, show: Callable[[int], None] | None = None) -> None:
-        """Count the samples of a run from here on."""
+    def begin_run(self, show: Callable[[int], None] | None = None) -> Tally:
+        """Begin the tally of a run's samples; the next beats report what is counted in it."""
         self._runs += 1
-        self._tally = Tally(self._runs, show)
+        tally = self._tally = Tally(self._runs, show)
         self._wake.set()
+        return tally
 
     def claim(self) -> int:
         """Take the counted run's next number, from 0; no other rank gets the same."""
-        tally = self._counted()
+        tally = self._tally
+        assert tally is not None and not tally.is_over, "numbers are claimed between begin_run and end_run"
         if self._meetings is not None:
             return self._meetings.claim(tally.number)
         return next(tally.claims)
-
-    def add_done(self, samples: int) -> None:
-        """Count samples that this rank has finished; the next beat reports them."""
-        self._counted().done += samples
 
     def end_run(self) -> None:
         """Stop counting; the next heartbeats still report what was done."""
         if self._tally is not None and not self._tally.is_over:
             self._wake.set()
             self._tally.end()
-
-    def _counted(self) -> Tally:
-        tally = self._tally
-        assert tally is not None and not tally.is_over, "samples are counted between begin_run and end_run"
-        return tally
 
     # -- the helper thread -------------------------------------------------------------------------
 

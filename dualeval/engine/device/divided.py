@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def is_unit(module: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a model, or a part of it, is sharded by ``fully_shard``: its forward holds collectives."""
-    return any(is_unit(module) for module in model.modules())
+    return any(map(is_unit, model.modules()))
 
 
 def check_sharded(model: nn.Module, world: World) -> None:
@@ -117,4 +118,4 @@ def has_late(model: nn.Module) -> bool:
 
 
 def names_of_classes(value: object) -> set[str]:
-    return {kind.__name__ for kind in type(value).__mro__}
+    return {*map(attrgetter("__name__"), type(value).__mro__)}

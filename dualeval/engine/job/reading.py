@@ -30,10 +30,10 @@ def read_alone(
         for place in range(len(several)):
             step(place)
             found.append(next(reading))
-        if notes is not None:
-            notes += feed.notes
     finally:
         feed.close()
+    if notes is not None:
+        notes += feed.notes
     failed = [sample for _, samples in found for sample in samples]
     if failed and evaluation.run.options.on_error == "stop":
         raise unreadable(evaluation.dataset, failed[0])

@@ -116,7 +116,9 @@ class Loop:
         whole = self._plan.samples_in(self._chunks)
         before = whole - self._plan.samples_in(self.remaining)
         show = self._run.show if self._world.is_main else None
-        self._control.begin_run(None if show is None else lambda done: show(before + done, whole))
+        self._tally = self._control.begin_run(
+            None if show is None else lambda done: show(before + done, whole)
+        )
         start = perf_counter()
         try:
             yield
@@ -222,7 +224,7 @@ class Loop:
             self.recorder.add(work, columns)
         except OSError as error:
             raise unwritable(self.recorder, error) from error
-        self._control.add_done(len(work.samples))
+        self._tally.done += len(work.samples)
 
     def _try(self, work: Work, columns: Mapping[str, Column]) -> None:
         """Take this rank's first batch through all steps that follow the last batch."""

@@ -141,12 +141,11 @@ class Compute:
                     f"observe returned a {type(observed).__name__}, expected a dict of columns, one row per "
                     f"sample, such as {{'loss': losses}}"
                 )
-            # Copied on the host, as the thread's next batch may write into this memory. A GPU's are anyway.
-            is_host = self._accelerator.is_host
             if isinstance(observed, LateColumns):
-                return observed.copied() if is_host else observed
+                return observed
             columns: Columns = as_columns(observed)
-            return all_copied(columns) if is_host else columns
+            # Copied on the host, as the thread's next batch may write into this memory. A GPU's are anyway.
+            return all_copied(columns) if self._accelerator.is_host else columns
 
     def _why(self, error: Exception, model: nn.Module) -> str | None:
         return self._explain(error) or why_model_failed(error, model)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -29,7 +30,7 @@ _CONTENT, _MOST_ATTRIBUTES = 1 << 16, 1 << 10
 
 def put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Restore a dict's entries and their order."""
-    if list(now) != list(before) or any(now[key] is not before[key] for key in before):
+    if list(now) != list(before) or not all(map(is_, now.values(), before.values())):
         now.clear()
         now.update(before)
 
@@ -50,11 +51,11 @@ class Kept:
         self._owner, self._methods = owner, methods
         self._of_model = set() if model is None else {id(module) for module in model.modules()}
         self._attributes = dict(_attributes(owner))
-        self._before = {place: (value, self._inside(value), bind) for place, value, bind in self._places()}
+        self._before = self._places()
 
     def changes(self) -> list[str]:
         """The places of values that were replaced, or now hold other values."""
-        now = {place: [value, *self._inside(value)] for place, value, _ in self._places()}
+        now = {place: [value, *inside] for place, (value, inside, _) in self._places().items()}
         then = {place: [value, *inside] for place, (value, inside, _) in self._before.items()}
         return [place for place in {**then, **now} if not _are_same(then.get(place), now.get(place))]
 
@@ -70,11 +71,13 @@ class Kept:
                 value.clear()
                 (value.update if type(value) is set else value.extend)(inside)
 
-    def _places(self) -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
-        """For each value: its place, the value, and a function that binds another value there."""
-        owner, held = self._owner, _attributes(self._owner)
-        for name, value in list(held.items()):
-            yield f"{type(owner).__name__}.{name}", value, partial(held.__setitem__, name)
+    def _places(self) -> dict[str, tuple[Any, list[Any], Callable[[Any], object]]]:
+        """The values by their places, what each holds, and a function that binds another value there."""
+        owner, held, of_model = self._owner, _attributes(self._owner), self._of_model
+        found = [
+            (f"{type(owner).__name__}.{name}", value, partial(held.__setitem__, name))
+            for name, value in list(held.items())
+        ]
         methods = [getattr(owner, name) for name in self._methods]
         for function in [getattr(each, "__func__", each) for each in (*methods, *held.values())]:
             if type(function) is not FunctionType or not is_own(function):
@@ -82,13 +85,14 @@ class Kept:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 with suppress(ValueError):  # an empty cell
                     bind = partial(setattr, cell, "cell_contents")
-                    yield f"{name} of {function.__qualname__}", cell.cell_contents, bind
+                    found.append((f"{name} of {function.__qualname__}", cell.cell_contents, bind))
             read, module = function.__globals__, function.__module__
             for name in [each for each in function.__code__.co_names if each in read]:
-                yield f"{name} of the module {module}", read[name], partial(read.__setitem__, name)
-
-    def _inside(self, value: Any) -> list[Any]:
-        return [] if id(value) in self._of_model else _inside(value)
+                found.append((f"{name} of the module {module}", read[name], partial(read.__setitem__, name)))
+        return {
+            place: (value, [] if type(value) in _PLAIN or id(value) in of_model else _inside(value), bind)
+            for place, value, bind in found
+        }
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -125,7 +129,7 @@ def _is_plain(value: Any) -> bool:
 
 def is_config(value: Any) -> bool:
     """Whether an object holds only values, as transformers' configs do: no module, tensor or handle."""
-    held = {} if issubclass(type(value), _NO_CONFIGS) else _attributes(value)
+    held = {} if type(value) in _VALUES or issubclass(type(value), _NO_CONFIGS) else _attributes(value)
     return bool(held) and all(
         type(each) in _VALUES or (bool(_attributes(each)) and not issubclass(type(each), _NO_CONFIGS))
         for each in held.values()
@@ -153,7 +157,7 @@ def _inside(value: Any) -> list[Any]:
 def _are_same(before: list[Any] | None, now: list[Any] | None) -> bool:
     if before is None or now is None or len(before) != len(now):
         return False
-    return all(
+    return all(map(is_, before, now)) or all(
         one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
         for one, other in zip(before, now, strict=True)
     )

@@ -244,10 +244,10 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     """
     convert_layout = converter(layout)
 
-    def cast(tensor: Tensor) -> Tensor:
-        return convert_layout(tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-    arrive = convert_layout if dtype is None else cast
+    def arrive(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return map_tensors(arrive, value)
+        return convert_layout(value.to(dtype) if dtype and value.is_floating_point() else value)
 
     def leave(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype == dtype else tensor
@@ -256,8 +256,8 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     of_class = type(model).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: map_tensors(arrive, value) for name, value in kwargs.items()}
-        args = tuple([map_tensors(arrive, value) for value in args])
+        args = tuple(map(arrive, args))
+        kwargs = dict(zip(kwargs, map(arrive, kwargs.values()), strict=True))
         outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
         return outputs if dtype is None else map_tensors(leave, outputs)
 

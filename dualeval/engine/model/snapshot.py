@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ _OF_STATE_DICTS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-# A module's dicts of parts, tensors and hooks.
-_DICTS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+# What torch keeps in every module; and of that the dicts of parts, tensors and hooks.
+_OF_MODULES = vars(nn.Module())
+_DICTS = [name for name, value in _OF_MODULES.items() if isinstance(value, dict)]
 
 
 class Snapshot:
@@ -48,8 +50,8 @@ class Snapshot:
                 for parameter in module._parameters.values():
                     self._note(parameter, keeps_values=False)
                 self._note_buffers(module)
-                for value in self._modules[id(module)].attributes.values():
-                    if id(value) not in self._configs and is_config(value):
+                for name, value in self._modules[id(module)].attributes.items():
+                    if name not in _OF_MODULES and id(value) not in self._configs and is_config(value):
                         self._configs[id(value)] = Kept(value, ())
 
     def knows(self, model: nn.Module) -> bool:
@@ -78,10 +80,9 @@ class Snapshot:
         """Put every model back as it was when it was remembered."""
         reshard(module.module for module in self._modules.values())
         # A first forward that wrote into parameters may have noted this in an attribute, which must stay.
-        held = [
-            each for module in self._modules.values() for each in module.dicts.get("_parameters", {}).values()
-        ]
-        for module in self._modules.values() if not any(map(self._is_written, held)) else ():
+        written = self._written()
+        held = [module.dicts.get("_parameters", {}).values() for module in self._modules.values()]
+        for module in self._modules.values() if written.isdisjoint(map(id, chain(*held))) else ():
             module.put_back()
         for config in self._configs.values():
             config.put_back()
@@ -93,33 +94,31 @@ class Snapshot:
 
     def changes(self) -> list[str]:
         """The modules' attributes that were replaced, and the tensors that were written into."""
-        found = []
+        found, written = list[str](), self._written()
         for kept in self._modules.values():
             now, kind = vars(kept.module), type(kept.module).__name__
-            for held, before in [
-                (now, kept.attributes),
-                *((now[name], kept.dicts[name]) for name in kept.dicts),
-            ]:
+            dicts = [now, *map(now.__getitem__, kept.dicts)], [kept.attributes, *kept.dicts.values()]
+            for held, before in filter(any, zip(*dicts, strict=True)):  # most are empty
                 names = [
                     name for name in {**before, **held} if held.get(name, self) is not before.get(name, self)
                 ]
                 names += [
-                    name for name, value in before.items() if self._is_written(value) and name not in names
+                    name for name, value in before.items() if id(value) in written and name not in names
                 ]
                 found += [f"{kind}.{name}" for name in names]
-        return [*found, *(place for config in self._configs.values() for place in config.changes())]
+        return [*found, *chain(*[config.changes() for config in self._configs.values()])]
 
-    def _is_written(self, value: Any) -> bool:
-        return (
-            isinstance(value, Tensor) and id(value) in self._tensors and self._tensors[id(value)].is_changed
-        )
+    def _written(self) -> set[int]:
+        """The ids of the tensors that were written into; no other object has one of these, as they live."""
+        return {key for key, tensor in self._tensors.items() if tensor.is_changed}
 
     def check(self) -> None:
         """Check that no parameter was written into: their values are not copied."""
+        written = self._written()
         for module in self._modules.values():
             # The parameters as noted: others may have replaced them for the evaluation.
             for name, parameter in module.dicts.get("_parameters", {}).items():
-                if self._is_written(parameter):
+                if id(parameter) in written:
                     raise UsageError(
                         f"the evaluation has changed the parameter {name!r} of a "
                         f"{type(module.module).__name__} in place, and its earlier values are not kept: let "
@@ -138,8 +137,8 @@ class _Module:
     def of(cls, module: nn.Module) -> _Module:
         if isinstance(module, torch.jit.ScriptModule):
             return cls(module, {}, {})  # a program, whose attributes are not Python's
-        own = vars(module)
-        names = [name for name in _DICTS if name in own and not (is_unit(module) and name in _OF_STATE_DICTS)]
+        own, left = vars(module), _OF_STATE_DICTS if is_unit(module) else ()
+        names = [name for name in _DICTS if name in own and name not in left]
         return cls(module, dict(own), {name: dict(own[name]) for name in names})
 
     def put_back(self) -> None:
@@ -148,7 +147,8 @@ class _Module:
         if self.attributes:
             put_back(own, self.attributes)
         for name, before in self.dicts.items():
-            put_back(own[name], before)
+            if before or own[name]:
+                put_back(own[name], before)
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,8 @@ class Feed:
                 if isinstance(item, DualevalError):
                     raise item
                 data, failed, *notes = item
-                self.notes += notes[0] if notes else self._reader.notes()
+                for said in notes:  # of a reading process
+                    self.notes += said
                 # Yielded before the wait for the next batch, so that the device computes this one while the
                 # next is read and copied. No variable refers to it: that would hold the device's memory.
                 yield (data if accelerator.is_host else self._uploaded(uploads, data)), failed
@@ -334,6 +335,8 @@ class Feed:
             # The cause's traceback would only show torch's code.
             raise lost from None
         finally:
+            if not self._workers:
+                self.notes += self._reader.notes()
             # The readers end with the loader's iterator, unless something else holds it.
             del loaded
             _end(readers)

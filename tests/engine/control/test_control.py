@@ -86,8 +86,7 @@ def test_the_reporter_sums_over_ranks_and_hears_of_failures() -> None:
             counted.set()
 
     def work(rank: int, control: ControlPlane) -> Any:
-        control.begin_run(show if rank == 0 else None)
-        control.add_done(10 * (rank + 1))
+        control.begin_run(show if rank == 0 else None).done = 10 * (rank + 1)
         if rank == 0:
             assert counted.wait(LIMIT_S)
             control.fail(DualevalError("enough"))
