@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualeval.engine.device import numerics
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.loop.forward import settle_layout
@@ -46,7 +45,7 @@ def check(task: Task, run: Run) -> None:
             "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
         )
     check_methods(task)
-    numerics.check_precision(run.options.precision, run.device)
+    run.precision.check(run.device)
     check_device(run.options.offload, run.device)
 
 
@@ -88,7 +87,7 @@ def build(task: Task, run: Run, caller: Snapshot | None) -> nn.Module:
     A model that will be divided stays where it was built.
     """
     is_divided = run.options.shard is not None
-    with numerics.autocast(run.options.precision, run.device):
+    with run.precision.forward_context(run.device)():
         model = task.build_late(run.device) if is_divided else task.build_model(run.device)
     check_initialized(model)
     if is_divided:

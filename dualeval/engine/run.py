@@ -64,7 +64,7 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
         # The process: what the caller's script has, and torch's numeric settings, are put back at the end.
         caller = stack.enter_context(as_it_was(task)) if run.guest else None
         stack.enter_context(numerics.without_autocast(run.device))
-        settings = stack.enter_context(numerics.settings(run.options.precision, run.device))
+        settings = stack.enter_context(numerics.settings(run.precision, run.device))
         # At once: a forward that fails as its default device is another one is understood by them.
         run.note_all(settings.notes)
 

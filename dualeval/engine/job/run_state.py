@@ -15,6 +15,8 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.layout import Share
 from dualeval.engine.values.options import RunOptions
+from dualeval.options.evaluation import precision_of
+from dualeval.options.precision import Precision
 
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
 Show: TypeAlias = Callable[[int, int], None]
@@ -66,6 +68,11 @@ class Run:
     workers: int = 0
     # Watches the collectives inside of the model's forward; None before there is a model.
     gathers: Watched | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """How the model computes."""
+        return precision_of(self.options)
 
     def decide(self, shown: Mapping[str, Any], **options: Any) -> None:
         """Decide options that were left open; ``shown`` is the part that the result shows."""
