@@ -41,7 +41,7 @@ class Calls:
         file, name, caller = _file(frame), frame.f_code.co_name, _file(frame.f_back or frame)
         if file and event == "call":
             self.met.append((file, name, caller))
-        if (file, name) == ("engine/session.py", "conclude"):
+        if (file, name) == ("engine/open_session.py", "conclude"):
             self.concludes, self.concluded = self.concludes or len(self.met) - 1, len(self.met)
 
 

@@ -80,3 +80,8 @@ def printable_lines(text: str) -> str:
 def csv_cell(text: str) -> str:
     """An untrusted text for a CSV file: a spreadsheet would compute one that begins like a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def written(value: object) -> str:
+    """A value as a text that can be written: JSON may escape half of a surrogate pair."""
+    return str(value).encode(errors="backslashreplace").decode()

@@ -26,18 +26,17 @@ from dualeval.launch.launchers import BACKENDS, LAUNCHERS, may_start_ranks
 from dualeval.options.choices import SCHEDULES
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.fields import Given, fields_of
-from dualeval.options.job import Job, owners_of, start_of
-from dualeval.options.several import is_several
+from dualeval.options.job import Job, is_several, owners_of, start_of
 from dualeval.process.signals import numbers_of
 from dualeval.process.speech import say
 from dualeval.process.status_line import LINE, doing
-from dualeval.report.loggers.loggers import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
 from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.engine.job.run_state import Show
+    from dualeval.report.loggers.loggers import Target
     from dualeval.result import Result
     from dualeval.tasks import Task
 
@@ -154,9 +153,6 @@ def prepared(
     of_file = start_of(flags["config"])
     for name in ("out", "reference"):
         flags[name] = of_file.get(name) if flags[name] is None else flags[name]
-    if not flags["loggers"]:
-        folder = Path(flags["config"] or "").parent
-        flags["loggers"] = tuple(counted_from(text, folder) for text in of_file.get("logger", ()))
     # The ranks that it starts read the same file.
     if nproc is None and may_start_ranks(world):
         nproc = of_file.get("nproc")
@@ -164,7 +160,7 @@ def prepared(
     invocation = Invocation(
         session=SessionOptions(**_given(flags, SessionOptions, _OF_SESSION)),
         run=_given(flags, RunOptions, _OF_RUN),
-        targets=targets_of(flags["loggers"], None, "--logger"),
+        targets=_targets(flags["loggers"], of_file.get("logger", ()), Path(flags["config"] or "").parent),
         started=started,
         command={"words": _of_run(context.obj), "folder": str(Path.cwd())},
         **{name: flags[name] for name in ("out", "reference", "progress", "as_json", "report", "share")},
@@ -185,6 +181,15 @@ def prepared(
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, jobs[0][1], invocation, context.obj))
     return jobs, invocation
+
+
+def _targets(flags: Sequence[str], of_file: Sequence[str], folder: Path) -> Sequence[Target]:
+    """Where the result is logged: by the flags, else by the job file, whose folder it counts from."""
+    if not flags and not of_file:
+        return ()
+    from dualeval.report.loggers.loggers import counted_from, targets_of
+
+    return targets_of(flags or [counted_from(text, folder) for text in of_file], None, "--logger")
 
 
 def _check_share(invocation: Invocation, jobs: Sequence[tuple[str | None, Job]]) -> None:
@@ -336,13 +341,13 @@ def _evaluate_share(job: Job, invocation: Invocation, share: str, session: Sessi
 @contextmanager
 def _progress(invocation: Invocation, session: Session, name: str = "") -> Iterator[Show | None]:
     """What shows the progress of an evaluation, on rank 0 where it is wanted."""
+    if not (invocation.progress and session.world.is_main):
+        yield None
+        return
     from dualeval.process.speech import show_until_end
     from dualeval.process.status_line import on_screen
     from dualeval.report.progress import Progress
 
-    if not (invocation.progress and session.world.is_main):
-        yield None
-        return
     stream = sys.stderr if invocation.as_json else sys.stdout
     shown = Progress(stream, as_bar=on_screen(stream), name=name)
     show_until_end(shown.close)
@@ -365,7 +370,9 @@ def _asked(job: Job, invocation: Invocation, session: Session) -> dict[str, Any]
 
 def task_of(job: Job, invocation: Invocation, session: Session, cache: DataCache | None = None) -> Task:
     """The task, when one rank a node has fetched what its options ask for."""
-    if session.world.is_main:
+    if session.world.is_main and invocation.targets:
+        from dualeval.report.loggers.loggers import check_installed
+
         check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         if session.world.local_rank == 0:

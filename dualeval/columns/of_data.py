@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.messages import written
+
 # Why a column is left out that the caller has not named among others.
 NOT_NAMED = "--keep does not name it"
 # Letters of a text, and different texts, of a column that is kept without being named.
@@ -282,8 +284,3 @@ def _kind_of_cell(text: str) -> str:
     if not text or _WHOLE.fullmatch(text):
         return "whole" if text else _GAP
     return "number" if _NUMBER.fullmatch(text) and not _CODE.fullmatch(text) else "text"
-
-
-def written(value: Any) -> str:
-    """A value as a text that can be written: JSON may escape half of a surrogate pair."""
-    return str(value).encode(errors="backslashreplace").decode()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns
-from dualeval.data.table import AS_USUAL, PythonRows, Rows, TableOptions, column_of, is_table, read_rows
+from dualeval.data.set_names import is_table
+from dualeval.data.table import AS_USUAL, PythonRows, Rows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import Document
 from dualeval.errors import UsageError
 

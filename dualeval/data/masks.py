@@ -26,7 +26,8 @@ from dualeval.data.labelled_images import PATH_COLUMNS
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.pictures import StoredPicture, prepare, read_picture, size_of
 from dualeval.data.preprocessing import Normalisation
-from dualeval.data.table import AS_USUAL, TableOptions, column_of, is_table, open_table
+from dualeval.data.set_names import is_table
+from dualeval.data.table import AS_USUAL, TableOptions, column_of, open_table
 from dualeval.errors import UsageError, text_of
 from dualeval.messages import counted, first_of
 

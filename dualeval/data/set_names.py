@@ -1,4 +1,4 @@
-"""The names of data sets that lie on the disk, as ``--data CIFAR10:DIR`` gives them; light to import."""
+"""What a value of ``--data`` names: a data set on the disk (CIFAR10:DIR), or a table; light to import."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ SPLITS = {
     "MNIST": ("test", "train"),
 }
 _NAMES = {name.casefold(): name for name in SPLITS}
+# The endings of tables, whose rows are the samples or name them.
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 _NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
 
 
@@ -70,3 +72,8 @@ def data_beside(data: str, folder: Path) -> str:
 
 def _simple(name: str) -> str:
     return name.replace("-", "").replace("_", "").casefold()
+
+
+def is_table(path: Path) -> bool:
+    """Whether a path is that of a table, by its suffix."""
+    return path.suffix.lower() in TABLES and not path.is_dir()

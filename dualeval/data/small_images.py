@@ -23,7 +23,6 @@ from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preproc
 from dualeval.data.set_names import NamedSet
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
-from dualeval.vision_library import torchvision
 
 
 class SmallImages:
@@ -128,6 +127,8 @@ class ResizedImages(SmallImages):
     in_memory = False
 
     def __init__(self, images: SmallImages, preprocessing: Preprocessing | OwnPreprocessing) -> None:
+        from dualeval.vision_library import torchvision
+
         torchvision()  # not in each reading process anew
         super().__init__(images._images, images._targets, images._split)
         self.labels = images.labels
@@ -266,6 +267,8 @@ def read_small(wanted: NamedSet) -> SmallImages:
 
 def _read_cifar(wanted: NamedSet) -> SmallImages:
     """CIFAR-10 or CIFAR-100 by torchvision, which unpickles a file if its md5 is the published one."""
+    from dualeval.vision_library import torchvision
+
     kind = getattr(torchvision().datasets, wanted.name)
     try:
         found = kind(wanted.root, train=wanted.split == "train")

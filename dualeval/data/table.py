@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from dualeval.columns.of_data import NO_COLUMNS, FurtherColumns, KeptColumns
 from dualeval.data.contents import what_it_is
+from dualeval.data.set_names import TABLES, is_table
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, is_unicode
 from dualeval.options.choices import STANDARD_QUOTES
 from dualeval.process.status_line import doing
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ROWS_AT_ONCE = 1 << 14
 _NAMED_AT_MOST = 12
@@ -69,11 +69,6 @@ class Table:
     def where(self, number: int) -> str:
         """Where a row is, for messages."""
         return f"{self.path}, {self.unit} {number}"
-
-
-def is_table(path: Path) -> bool:
-    """Whether a path is that of a table, by its suffix."""
-    return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
 def open_table(
@@ -397,7 +392,7 @@ def read_rows(
     path = Path(data)
     if not path.is_file() or not is_table(path):
         found = "does not exist" if not path.exists() else "is not a table"
-        raise UsageError(f"--data {data} {found}. Expected a file {', '.join(SUFFIXES)}.")
+        raise UsageError(f"--data {data} {found}. Expected a file {', '.join(TABLES)}.")
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")
     table = open_table(path, lambda found: _with_id(found, choose), example, options=options)

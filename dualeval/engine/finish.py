@@ -27,7 +27,6 @@ from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.loop.loop import Loop, unwritable
 from dualeval.engine.samples.subset import findings_of, part_of, warnings_of, whole_set_intervals
-from dualeval.engine.scoring.slices import slicing_of
 from dualeval.engine.values.measured import (
     check_keys,
     columns_of,
@@ -337,9 +336,12 @@ class _Ended:
 
     def _with_slices(self, result: Result, rows: NewRows) -> Result:
         """The result with the metrics of each group that was asked for."""
-        slicing = slicing_of(self._evaluation, self._step)
-        if slicing is None:
+        if not self._evaluation.run.options.by:
             return result
+        from dualeval.engine.scoring.slices import slicing_of
+
+        slicing = slicing_of(self._evaluation, self._step)
+        assert slicing is not None
         try:
             return slicing.of_rows(result, rows)
         except DualevalError as error:

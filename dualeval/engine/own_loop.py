@@ -28,6 +28,7 @@ from dualeval.engine.checks.replay import prove, stored_batches
 from dualeval.engine.device import numerics
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.finish import finish, let_go
+from dualeval.engine.guest import CallersModels, unwrapped
 from dualeval.engine.job.agreement import agree
 from dualeval.engine.job.evaluation import Evaluation, evaluation_of, plan_of
 from dualeval.engine.job.opened import open_rows
@@ -35,7 +36,6 @@ from dualeval.engine.job.reading import compute_alone
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.loop.loop import Loop
 from dualeval.engine.model.preparation import check_initialized, training_note
-from dualeval.engine.model.snapshot import Snapshot, unwrapped
 from dualeval.engine.samples.feed import FailedSample, checked_workers
 from dualeval.engine.samples.samples import Samples, check_samples, wrap
 from dualeval.engine.samples.subset import drawn
@@ -477,7 +477,7 @@ def rank_0s_buffers(given: nn.Module | None, run: Run) -> Iterator[None]:
     if given is None or not run.guest:
         yield
         return
-    snapshot, model = Snapshot(), unwrapped(given)
+    snapshot, model = CallersModels(), unwrapped(given)
     snapshot.remember_buffers(model)
     wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
     broadcasts = wrapper is not None and wrapper.broadcast_buffers

@@ -1,6 +1,7 @@
 """A run, from its task to its result: the same steps on every rank, whatever launcher or backend.
 
 Read ``evaluate`` from top to bottom. Each step is a room of its own; what a step decides, the ``Run`` keeps.
+What differs where the model is a caller's, is divided or computes in lockstep, is a ``Strategy``'s.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from dualeval.engine.building import build, check, identify_and_prepare, mesh_of, samples_of
+from dualeval.engine.building import check, samples_of
 from dualeval.engine.checks.repeatability import as_before
 from dualeval.engine.checks.replay import prove, stored_batches
 from dualeval.engine.device import numerics
@@ -21,12 +21,11 @@ from dualeval.engine.job.agreement import agree
 from dualeval.engine.job.evaluation import evaluation_of
 from dualeval.engine.job.opened import open_rows
 from dualeval.engine.job.run_state import Run
-from dualeval.engine.loop.forward import evaluate_all, evaluated_alone, first_columns
+from dualeval.engine.loop.forward import first_columns
 from dualeval.engine.loop.loop import Loop
-from dualeval.engine.model.guest import as_it_was
+from dualeval.engine.loop.strategy import Strategy
 from dualeval.engine.model.preparation import compiler_settings, set_evaluation_mode
-from dualeval.engine.sharding.lockstep import evaluate_in_rounds, evaluated_together
-from dualeval.options.choices import LOCKSTEP
+from dualeval.engine.strategies import strategy_for, strategy_of
 from dualeval.process.status_line import doing
 from dualeval.result import Result
 from dualeval.tasks import Dataset, Task
@@ -35,9 +34,9 @@ from dualeval.tasks import Dataset, Task
 def evaluate(task: Task, run: Run) -> Result:
     """Evaluate a task; every rank calls this and gets the same metrics."""
     check(task, run)
-    with mesh_of(run) as mesh:
+    with strategy_of(task, run) as strategy:
         # A function of its own: a model that is divided is gone before the ranks' mesh ends.
-        result = _evaluate(task, run, mesh)
+        result = _evaluate(task, run, strategy)
     assert result is not None
     return result
 
@@ -45,31 +44,31 @@ def evaluate(task: Task, run: Run) -> Result:
 def evaluate_share(task: Task, run: Run) -> None:
     """Evaluate the chunks of the run's share, which has no result of its own; every rank calls this."""
     check(task, run)
-    with mesh_of(run) as mesh:
-        _evaluate(task, run, mesh)
+    with strategy_of(task, run) as strategy:
+        _evaluate(task, run, strategy)
 
 
 def try_out(task: Task, run: Run) -> None:
     """Do all that ``evaluate`` does before it opens a folder: what cannot be evaluated is refused."""
     check(task, run)
-    with mesh_of(run) as mesh:
-        _evaluate(task, run, mesh, is_dry=True)
+    with strategy_of(task, run) as strategy:
+        _evaluate(task, run, strategy, is_dry=True)
 
 
-def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = False) -> Result | None:
+def _evaluate(task: Task, run: Run, strategy: Strategy, *, is_dry: bool = False) -> Result | None:
     # A step that changes something for as long as the run lasts enters the stack. One that has something for
     # people to read calls ``note_all``; what the result has to say, too, is joined to the warnings as well.
     with ExitStack() as stack:
         stack.enter_context(doing("preparing the evaluation"))  # ends with the first batch
-        # The process: what the caller's script has, and torch's numeric settings, are put back at the end.
-        caller = stack.enter_context(as_it_was(task)) if run.guest else None
+        # The process: torch's numeric settings are put back at the end.
         stack.enter_context(numerics.without_autocast(run.device))
         settings = stack.enter_context(numerics.settings(run.precision, run.device))
         # At once: a forward that fails as its default device is another one is understood by them.
         run.note_all(settings.notes)
 
         # What is evaluated: model and samples, as the task gives them.
-        model = build(task, run, caller)
+        with doing("building the model"):
+            model = strategy.build()
         mode_warnings = set_evaluation_mode(model)
         run.note_all(task.notes())
         dataset = samples_of(task, run)
@@ -78,7 +77,8 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
 
         # The model is identified as it was built; then it is folded, cast, laid out, compiled, or divided.
         stack.enter_context(compiler_settings(run.options.optimize))
-        model, identity = identify_and_prepare(task, dataset, model, run, mesh, stack)
+        strategy = strategy_for(model, strategy, task, run)  # a forward that takes all ranks is the model's
+        model, identity = strategy.prepare(dataset, model, stack)
         evaluation = evaluation_of(task, dataset, model, run, _rows(task, dataset, model, run))
         # Once for all: pictures are opened for them.
         of_data = task.data_warnings() if run.backend.world.is_main else ()
@@ -98,24 +98,18 @@ def _evaluate(task: Task, run: Run, mesh: DeviceMesh | None, *, is_dry: bool = F
             run.note_all([f"share {run.share} is done: the result of all shares is in {run.options.path}"])
             return None
 
-        # How batches are computed: each rank by itself, or in lockstep, where a forward takes all ranks.
-        if run.options.schedule == LOCKSTEP:
-            evaluate_again, evaluate_remaining = evaluated_together, evaluate_in_rounds
-        else:
-            evaluate_again, evaluate_remaining = evaluated_alone, evaluate_all
-
         # What is finished must be what this job gives now.
         stored = stored_batches(evaluation, opened)
         # Put back behind all of them: what a second forward gives otherwise shows a model that is unsteady.
         with as_before(model, task) if opened.has_earlier else nullcontext():
-            proven = prove(evaluation, opened, stored, evaluate_again(evaluation, stored))
+            proven = prove(evaluation, opened, stored, strategy.evaluate_again(evaluation, stored))
         if proven.earlier is not None:  # an earlier run's result: nothing remains
             let_go(evaluation, opened)
             return proven.earlier
 
         # The loop of what remains: read, compute, count. Then sum over the ranks, check, write.
         loop = Loop(evaluation, opened)
-        changed_in_loop = evaluate_remaining(evaluation, loop, settings)
+        changed_in_loop = strategy.evaluate_remaining(evaluation, loop, settings)
         warnings += [*settings.notes, *changed, *changed_in_loop]
         if run.share is not None:
             finish_share(evaluation, opened, loop, warnings)

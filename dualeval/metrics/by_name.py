@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualeval.errors import UsageError
 from dualeval.messages import nearest
 from dualeval.metrics.metric import Metric, RowMetric, by_names
-from dualeval.metrics.rows import Rows
 from dualeval.options.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
+
+if TYPE_CHECKING:
+    from dualeval.metrics.rows import Rows
 
 # The columns of NonfiniteLogits and TieWarning, whose module imports torch.
 _NONFINITE, _TIES = ("nan_logits", "inf_logits"), ("ties", "rank")
@@ -57,6 +59,8 @@ def as_metrics(metrics: Sequence[Any], *, with_names: bool = False) -> list[Any]
 
 def _of_columns(function: Callable[..., Any]) -> Rows:
     """A function as a metric: its parameters without a default are the names of the columns."""
+    from dualeval.metrics.rows import Rows
+
     of_name = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     takes = inspect.signature(function).parameters.values()
     columns = [each.name for each in takes if each.kind in of_name and each.default is each.empty]

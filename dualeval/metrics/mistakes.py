@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dualeval.metrics.confusion import NO_CLASS, Confusion
-from dualeval.metrics.segmentation import Overlap
 
 # Columns of what is right, beside "prediction", and what their numbers are.
 _NOUNS = {"target": "class", "answer": "choice"}
@@ -41,7 +40,7 @@ def of_counts(parts: Iterable[tuple[Any, Any]], samples: int) -> list[str] | Non
             [places] = slots.numpy().nonzero()
             target, column = np.divmod(places, metric.num_classes + 1)
             return [*_of_classes(target, column + NO_CLASS, slots.numpy()[places], samples)]
-        if isinstance(metric, Overlap):  # of what is wrong it has the sums alone
+        if hasattr(metric, "counts_overlap"):  # of what is wrong it has the sums alone
             right, targets, predictions = slots.view(3, -1).numpy()
             own, none = np.arange(len(right)), np.full(len(right), NO_CLASS)
             count = np.concatenate([right, targets - right, predictions - right])

@@ -64,6 +64,8 @@ class Overlap:
     """
 
     columns = COUNTS
+    # For ``mistakes``: the ledger is as above.
+    counts_overlap = True
 
     def __init__(
         self, num_classes: int, key: str, times: int, of: tuple[int, int, int], *, name: str | None = None

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from dualeval.errors import UsageError
-from dualeval.models.sources.factory import ModuleModel
 from dualeval.models.sources.fashion_cnn import EMBEDDED as EMBEDDED
 from dualeval.models.sources.fashion_cnn import EmbeddedModel
 from dualeval.models.sources.source import NO_ARGUMENTS, Loading, ModelSource, WeightsSource
@@ -34,6 +33,8 @@ def source_of(
     """The source of a model."""
     if isinstance(name, str):
         return _kind_of(name)(name, arguments, trust=trust)
+    from dualeval.models.sources.factory import ModuleModel
+
     return ModuleModel(name, arguments, trust=trust)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -434,3 +436,27 @@ def _from_file(said: str, path: Path, content: Mapping[str, Any], kind: TaskKind
             raise UsageError(f"{said}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
         values[name] = known[name].of_toml(value, f"{said}: {key}", path.parent)
     return values
+
+
+# -- several models ----------------------------------------------------------------------------------------
+
+# What makes a path a pattern; and the option that may be one.
+WILD, WEIGHTS = re.compile(r"[*?\[]"), "weights"
+
+
+def is_several(jobs: Sequence[tuple[str | None, Job]]) -> bool:
+    """Whether a command asks for several models: in tables of a job file, or by a pattern of weights."""
+    return any(name is not None or pattern_of(job) is not None for name, job in jobs)
+
+
+def pattern_of(job: Job) -> str | None:
+    """The pattern that names the weights of a job; None where they are a file, or no path at all."""
+    if job.kind.origin != BUILT_IN:
+        return None
+    text = getattr(job.options, WEIGHTS, None)
+    return str(text) if text is not None and is_pattern(str(text)) else None
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a path is a pattern, and none that is there under this very name."""
+    return bool(WILD.search(text)) and not os.path.lexists(text)

@@ -17,7 +17,6 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.messages import did_you_mean, nearest
 from dualeval.options.fields import OptionField, fields_of, options_of_call
 from dualeval.tasks.options import SCORED, TASKS
-from dualeval.user_code.importing import broken, own_module
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -177,6 +176,8 @@ def summary_of(source: Any) -> str:
 def _load(reference: str) -> tuple[Any, str]:
     """What a module or file has under a name, and where it comes from."""
     place, _, attribute = reference.rpartition(":")
+    from dualeval.user_code.importing import own_module
+
     module = own_module(place, f"--task {reference}")
     origin = f"{'file' if place.endswith('.py') else 'module'} {place}"
     if not hasattr(module, attribute):
@@ -229,6 +230,8 @@ def load_plugin(entry: EntryPoint) -> Any:
     except DualevalError:
         raise
     except (Exception, SystemExit) as error:
+        from dualeval.user_code.importing import broken
+
         raise broken(f"{entry.name} ({entry.value}) of {origin_of(entry)}", error) from error
 
 

@@ -14,15 +14,12 @@ from typing import Any, TypeAlias
 
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
-from dualeval.options.job import MODELS_KEY, Job
-from dualeval.options.plugins import BUILT_IN
+from dualeval.options.job import MODELS_KEY, WEIGHTS, WILD, Job, pattern_of
 from dualeval.result import JOB, MODELS, RESULT, STATUS
 
-_WILD = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"([0-9]+)")
 # All that the name of a folder may not have on some disk, or an entry of a table.
 _ODD = re.compile(r"[^\w.+=@-]+")
-_WEIGHTS = "weights"
 # The table in its forms; it lies beside the models' folders, with what keeps other runs out.
 TABLES = (MODELS, "models.csv", "models.md")
 # Names that no model's folder may have: these, and the files that a run of one model would have there.
@@ -39,19 +36,6 @@ class Candidate:
     # Of its folder and its row; no other has it.
     name: str
     job: Job
-
-
-def is_several(jobs: Sequence[tuple[str | None, Job]]) -> bool:
-    """Whether a command asks for several models: in tables of a job file, or by a pattern of weights."""
-    return any(name is not None or pattern_of(job) is not None for name, job in jobs)
-
-
-def pattern_of(job: Job) -> str | None:
-    """The pattern that names the weights of a job; None where they are a file, or no path at all."""
-    if job.kind.origin != BUILT_IN:
-        return None
-    text = getattr(job.options, _WEIGHTS, None)
-    return str(text) if text is not None and is_pattern(str(text)) else None
 
 
 def found_models(jobs: Sequence[tuple[str | None, Job]]) -> list[Found]:
@@ -86,11 +70,6 @@ def candidates_of(jobs: Sequence[tuple[str | None, Job]], found: Sequence[Found]
     return made
 
 
-def is_pattern(text: str) -> bool:
-    """Whether a path is a pattern, and none that is there under this very name."""
-    return bool(_WILD.search(text)) and not os.path.lexists(text)
-
-
 def expanded(pattern: str, *, refuses: bool = True) -> list[str]:
     """The files and folders that a pattern fits, in natural order: epoch2 before epoch10."""
     # A Path's own glob takes no absolute pattern.
@@ -108,7 +87,7 @@ def _natural(piece: str) -> tuple[int, int, str]:
 def _fixed_part(pattern: str) -> Path:
     """The folder below which a pattern looks."""
     parts = Path(pattern).parts
-    first = next(number for number, part in enumerate(parts) if _WILD.search(part))
+    first = next(number for number, part in enumerate(parts) if WILD.search(part))
     return Path(*parts[:first])
 
 
@@ -127,7 +106,7 @@ def names_of(pattern: str, paths: Sequence[str]) -> list[str]:
     more of them. Only where two come to the same name, each has some letters of its path's hash behind it.
     """
     fixed, suffix = _fixed_part(pattern), Path(pattern).suffix
-    is_fixed = bool(suffix) and not _WILD.search(suffix)
+    is_fixed = bool(suffix) and not WILD.search(suffix)
     names = []
     for path in paths:
         below = Path(path).relative_to(fixed).as_posix() if fixed.parts else Path(path).as_posix()
@@ -141,7 +120,7 @@ def names_of(pattern: str, paths: Sequence[str]) -> list[str]:
 
 def _name_of(job: Job) -> str:
     """The name of a model that was given none: its model and weights."""
-    model, weights = (getattr(job.options, name, None) for name in ("model", _WEIGHTS))
+    model, weights = (getattr(job.options, name, None) for name in ("model", WEIGHTS))
     parts = [_short(value) for value in (model, weights) if value is not None]
     return _safe("-".join(parts)) if parts else "model"
 

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.set_names import IMAGENET, named_set
+from dualeval.data.set_names import IMAGENET, TABLES, is_table, named_set
 from dualeval.data.small_images import FASHION_MNIST_CLASSES, IdxImages, SmallImages, read_small
 from dualeval.data.small_images import SPLITS as IDX_SPLITS
-from dualeval.data.table import SUFFIXES, TableOptions, is_table
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class DataSource:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise UsageError(
                 f"{flags} does not apply to {self.name}: it is for a manifest, a file that ends with "
-                f"{', '.join(SUFFIXES)}. Leave it out."
+                f"{', '.join(TABLES)}. Leave it out."
             )
         if options.split is None or self._named is not None:
             return
@@ -95,7 +93,11 @@ class DataSource:
     def least_classes(self, asked: int | None) -> int | None:
         """The number of classes by which wnids are known: ImageNet's own, where nobody asked for another."""
         is_imagenet = self._named is not None and self._named.name == IMAGENET
-        return len(imagenet_wnids()) if is_imagenet and asked is None else asked
+        if not is_imagenet or asked is not None:
+            return asked
+        from dualeval.data.class_folders import imagenet_wnids
+
+        return len(imagenet_wnids())
 
     def read_small(self, cache: DataCache, known: KnownClasses | None) -> SmallImages:
         """Read small images."""
@@ -114,6 +116,8 @@ class DataSource:
         from dualeval.data.labelled_images import ImageFolder, ManifestImages
 
         if self._is_manifest:
+            from dualeval.data.table import TableOptions
+
             options = self._options
             return ManifestImages(
                 self._path,

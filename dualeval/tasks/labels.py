@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
-from dualeval.data.table import Rows
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
-from dualeval.models import published
 from dualeval.models.checkpoints.checkpoint import read_class_names
 from dualeval.options.choices import CLASS_ORDERS, check_choice
+
+if TYPE_CHECKING:
+    from dualeval.data.table import Rows
 
 
 class FolderLabels:
@@ -74,9 +74,13 @@ class FolderLabels:
         """The weights' classes, or ImageNet's where the folders are named by its wnids."""
         if self.known is not None:
             return self.known
+        from dualeval.data.class_folders import imagenet_wnids
+
         wnids = imagenet_wnids()
         if len(wnids) in (self._num_classes, len(folders)) and are_wnids(folders, wnids):
-            return published.imagenet_classes()
+            from dualeval.models.published import imagenet_classes
+
+            return imagenet_classes()
         return None
 
 
@@ -108,6 +112,8 @@ def hint_for(labels: Labels, classes: int) -> str:
     """What to type where a model tells more classes apart than there are folders; "" for nothing to say."""
     if not labels.classes:
         return ""
+    from dualeval.data.class_folders import imagenet_wnids
+
     wnids = imagenet_wnids()
     if labels.rule != "class map" and classes == len(wnids) and are_wnids(labels.classes, wnids):
         return (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dualeval.data.class_folders import check_folder
 from dualeval.data.set_names import data_beside
 from dualeval.errors import UsageError
 from dualeval.models.weights_name import (
@@ -230,6 +229,8 @@ class ImageClassificationOptions(PictureOptions):
             return  # its library or module is named first
         super().check_paths()
         if self.data and ":" not in str(self.data) and not Path(self.data).suffix:
+            from dualeval.data.class_folders import check_folder
+
             check_folder(Path(self.data))
 
 

@@ -26,7 +26,6 @@ from dualeval.models.weights import (
 from dualeval.tasks import Task
 from dualeval.tasks.options import PictureOptions
 from dualeval.tasks.refusals import for_a_trial, refused_images
-from dualeval.user_code.importing import own_module
 
 # What decides the numbers of picture files, and is never assumed.
 NEEDED = ("resize", "crop", "mean", "std")
@@ -87,6 +86,8 @@ def named_preprocessing(named: Any, origin: str) -> ChosenPreprocessing | None:
 def _function_at(named: str) -> Any:
     place, _, name = named.rpartition(":")
     said = f"--preprocessing {named}"
+    from dualeval.user_code.importing import own_module
+
     module = own_module(place, said)
     if not hasattr(module, name):
         raise UsageError(f"{said}: {place} has no {name!r}.{nearest(name, dir(module))}")

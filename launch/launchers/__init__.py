@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from dualeval.errors import UsageError
 from dualeval.launch.launchers.base import Launcher, Way
-from dualeval.launch.site import Site, spread
 from dualeval.messages import counted
 from dualeval.process.start import RANK_VARIABLES
 from dualeval.world import World
+
+if TYPE_CHECKING:
+    from dualeval.launch.site import Site
 
 __all__ = ["BACKENDS", "LAUNCHERS", "WAYS", "Launcher", "Way"]
 
@@ -28,11 +31,15 @@ BACKENDS = tuple(dict.fromkeys(name for launcher in _ONE_FIRST for name in launc
 
 def start_words(way: str, ranks: int, site: Site, number: int = 0) -> list[str]:
     """Give the words before a command that start so many ranks of it."""
+    from dualeval.launch.site import spread
+
     return WAYS[way].words(site, spread(ranks, len(site.nodes)), number)
 
 
 def why_not(way: str, backend: str, ranks: int, device: str, site: Site) -> str | None:
     """Say why so many ranks of a backend cannot be started in a way on a site; None where they can."""
+    from dualeval.launch.site import spread
+
     entry = WAYS[way]
     if entry.program is not None and entry.program not in site.programs:
         return f"there is no {entry.program} on the PATH"

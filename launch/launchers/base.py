@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dualeval.errors import LaunchError
-from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings import MeetingAtStore
-from dualeval.world.meetings.mpi import OverMpi
+
+if TYPE_CHECKING:
+    from dualeval.launch.site import Site
 
 # torchrun's names are those of other tools and shells, too. This one it alone sets.
 MARK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -91,6 +92,9 @@ class Environment:
             raise self.error(f"{source.local_rank}={local_rank} is not below {limit}={local_size}")
         if not local_size <= size:
             raise self.error(f"{source.local_size}={local_size} is above {source.size}={size}")
+        from dualeval.world.meetings import MeetingAtStore
+        from dualeval.world.meetings.mpi import OverMpi
+
         return World(
             rank=rank,
             size=size,

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.world import World
-from dualeval.world.meetings.address import AtMaster
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPTIONAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -21,6 +20,8 @@ def _read(environment: Environment) -> World | None:
         return None
     rank, size = environment.number("RANK"), environment.number("WORLD_SIZE")
     _refuse_missing_ranks(environment)
+    from dualeval.world.meetings.address import AtMaster
+
     meeting = AtMaster(address=environment.address())
     local_rank, local_size = (
         environment.number(name) if name in environment.variables else default

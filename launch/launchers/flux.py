@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.world import World
-from dualeval.world.meetings.address import AtAddress
-from dualeval.world.meetings.served import OverPmi
 
 # Those of the task; Flux's own PMI sets PMI_RANK, PMI_SIZE and PMI_FD besides. It tells no number of tasks on
 # the node.
@@ -30,8 +28,12 @@ def _read(environment: Environment) -> World | None:
     world = replace(world, placed=False)
     pmi = {_RANK: "PMI_RANK", _SIZE: "PMI_SIZE"}
     if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
+        from dualeval.world.meetings.served import OverPmi
+
         return replace(world, meeting=OverPmi(descriptor=environment.number("PMI_FD")))
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        from dualeval.world.meetings.address import AtAddress
+
         host, port = environment.address()
         return replace(world, meeting=AtAddress(host=host, port=port, run_id=f"flux.{environ[_JOB]}"))
     raise environment.error(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dualeval.launch.launchers.base import Environment, Launcher, Way
 from dualeval.launch.launchers.slurm import under_srun
-from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings.served import AtHorovodrun
+
+if TYPE_CHECKING:
+    from dualeval.launch.site import Site
 
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
@@ -25,7 +27,11 @@ def _read(environment: Environment) -> World | None:
             "horovodrun started this process in its elastic mode, in which ranks come and go",
             f"Start a fixed number of them with '{environment.launcher.start}'",
         )
-    return world and replace(world, meeting=AtHorovodrun(address=environment.address(*_RENDEZVOUS)))
+    if world is None:
+        return None
+    from dualeval.world.meetings.served import AtHorovodrun
+
+    return replace(world, meeting=AtHorovodrun(address=environment.address(*_RENDEZVOUS)))
 
 
 def _words_gloo(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:

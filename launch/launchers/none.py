@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dualeval.launch.launchers.base import Launcher, Way
 from dualeval.launch.launchers.slurm import one_a_node
-from dualeval.launch.site import Site
 from dualeval.world import World
+
+if TYPE_CHECKING:
+    from dualeval.launch.site import Site
 
 
 def _lacks_nproc(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dualeval.launch.launchers.base import Launcher, Way
-from dualeval.launch.site import Site
+
+if TYPE_CHECKING:
+    from dualeval.launch.site import Site
 
 
 def _words(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:

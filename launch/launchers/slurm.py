@@ -9,11 +9,13 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dualeval.launch.launchers.base import Environment, Launcher, Way
-from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings.address import AtAddress
+
+if TYPE_CHECKING:
+    from dualeval.launch.site import Site
 
 _SIZE, _TASKS = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
 # From here on Slurm's step numbers mean no tasks: a batch script, an salloc shell on a node.
@@ -66,6 +68,8 @@ def _read(environment: Environment) -> World | None:
             "Leave out --distribution=arbitrary, and SLURM_HOSTFILE",
         )
     hosts, sizes = _in_order_of_nodes(environment, hosts, sizes, node)
+    from dualeval.world.meetings.address import AtAddress
+
     restarts = environment.number(_REQUEUES, default=0)
     return replace(
         environment.world(rank, size, local_rank, sizes[node]),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, Launcher, Way
 from dualeval.launch.launchers.slurm import one_a_node
-from dualeval.launch.site import Site
 from dualeval.world import World
-from dualeval.world.meetings.address import AtTorchrun
+
+if TYPE_CHECKING:
+    from dualeval.launch.site import Site
 
 _TRACE = (MARK_OF_TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # How often the ranks were started again, by --max-restarts.
@@ -27,7 +29,11 @@ def _read(environment: Environment) -> World | None:
     address makes no process a rank.
     """
     world = environment.world_of_four()
-    return world and replace(
+    if world is None:
+        return None
+    from dualeval.world.meetings.address import AtTorchrun
+
+    return replace(
         world,
         node_rank=environment.number("GROUP_RANK"),
         meeting=AtTorchrun(

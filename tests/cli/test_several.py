@@ -26,8 +26,8 @@ from dualeval.data.class_folders import class_folders
 from dualeval.data.image_files import digest_of_file
 from dualeval.engine.model import preparation
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
-from dualeval.options.job import Job
-from dualeval.options.several import TABLES, candidates_of, expanded, found_models, is_several, names_of
+from dualeval.options.job import Job, is_several
+from dualeval.options.several import TABLES, candidates_of, expanded, found_models, names_of
 from dualeval.report.loggers.loggers import of_model, targets_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result

@@ -18,7 +18,8 @@ from torch.nn.utils import parametrizations
 
 import dualeval
 from dualeval.engine.identity.model import ModelIdentity
-from dualeval.engine.sharding.parameters import parameters_of, read_all
+from dualeval.engine.model.late import read_all
+from dualeval.engine.sharding.parameters import parameters_of
 from dualeval.errors import UsageError
 from dualeval.models import classifiers
 from dualeval.models.checkpoints.checkpoint import read_state_dict

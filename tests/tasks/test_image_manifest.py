@@ -19,7 +19,7 @@ from dualeval.data.image_files import FileNames
 from dualeval.data.labelled_images import ImageFolder, ManifestImages
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import SUFFIXES
+from dualeval.data.set_names import TABLES
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.tasks.labels import FolderLabels
 from dualeval.user_code.tracebacks import own_code
@@ -373,7 +373,7 @@ def test_the_same_labels_have_the_same_digest_in_every_form(home: Path, kind: st
     names = [str(label).removesuffix(".0") for label in labels]
     lay_out(home / "same", {name: place for place, name in enumerate(names)})
     rows = [{"path": f"{name}/0.png", "label": label} for name, label in zip(names, labels, strict=True)]
-    forms = [home / "same", *(write(home / f"m{suffix}", rows) for suffix in SUFFIXES)]
+    forms = [home / "same", *(write(home / f"m{suffix}", rows) for suffix in TABLES)]
     found = [
         evaluate(
             task(each, image_root=None if each.is_dir() else home / "same", num_classes=len(labels)), None

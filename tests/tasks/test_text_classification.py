@@ -15,7 +15,7 @@ import torch
 from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 
-from dualeval.data.table import SUFFIXES
+from dualeval.data.set_names import TABLES
 from dualeval.engine.scoring.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.result import JOB
@@ -308,7 +308,7 @@ def forms(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, Any
     names, labels, classes = FORMS[kind]
     rows = labelled(*labels)
     of_library = datasets.Dataset.from_list(rows)
-    data = [rows, of_library, *(texts.write(tmp_path / f"t{suffix}", rows) for suffix in SUFFIXES)]
+    data = [rows, of_library, *(texts.write(tmp_path / f"t{suffix}", rows) for suffix in TABLES)]
     if kind == "numbers":
         data.append(of_library.cast_column("label", datasets.ClassLabel(names=[*names])))
     order = kind.removeprefix("--class-order ")

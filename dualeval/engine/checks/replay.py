@@ -28,10 +28,8 @@ from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.samples.feed import FailedSample
 from dualeval.engine.samples.subset import name_of
-from dualeval.engine.scoring.slices import slicing_of
 from dualeval.engine.values.measured import columns_of, plain
 from dualeval.engine.values.plan import EvalPlan
-from dualeval.engine.values.row_comparison import differing_rows
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
 from dualeval.process.status_line import doing
@@ -199,6 +197,8 @@ def _with_what_is_asked(evaluation: Evaluation, opened: Opened, result: Result) 
 
     Its result.json stays as it was written.
     """
+    from dualeval.engine.scoring.slices import slicing_of
+
     run = evaluation.run
     step = partial(run.control.progress.step, "setup")
     slicing = slicing_of(evaluation, step)
@@ -380,6 +380,8 @@ def counted(
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) -> int | None:
     """The row of the first difference beyond the tolerance; without a tolerance, of any bit."""
+    from dualeval.engine.values.row_comparison import differing_rows
+
     wrong = differing_rows(there, now, tolerance)
     allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
     return int(wrong[0]) if len(wrong) > allowed else None

@@ -9,13 +9,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.control.meeting import Meetings
 from dualeval.engine.control.progress import Name
 from dualeval.engine.control.verdict import Verdict
 from dualeval.errors import DualevalError, PeerError
+
+if TYPE_CHECKING:
+    from dualeval.engine.control.meeting import Meetings
 
 
 class Ending:

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.engine.control.progress import Name
-from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
+from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
 from dualeval.world.store import limit_for, names_of_absent, pause_for
 
@@ -24,7 +24,6 @@ _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 _AFTER_RANK_0_S = 10.0
 _LOOK_FOR_VERDICT_S = 0.5
-VERDICT = "verdict"
 _GO = "go"
 _FAILED = "failed"
 

@@ -17,21 +17,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dualeval.backends.base import Backend
 from dualeval.engine.control.ending import Ending, how_it_ended
-from dualeval.engine.control.meeting import VERDICT, Meetings
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
 from dualeval.engine.control.progress import LEFT, Heartbeat, Name, Progress, Tally, Work
-from dualeval.engine.control.verdict import NO_VERDICT, Verdict
+from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Verdict
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.process.speech import say
 from dualeval.world.network import at
 from dualeval.world.store import join_store, pause_for, serve_store
 from dualeval.world.waiting import CONNECTED, STARTED, waiting
+
+if TYPE_CHECKING:
+    from dualeval.engine.control.meeting import Meetings
 
 _TIMEOUT_S, _FORWARD_TIMEOUT_S = 60.0, 1800.0
 _LEAVE_AFTER_FAILURE_S = 2.0
@@ -358,6 +360,8 @@ def open_control_plane(
     limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
     if world.size == 1:
         return ControlPlane(own, own, None, limits)
+    from dualeval.engine.control.meeting import Meetings
+
     server = None
     payload: dict[str, Any] | None = None
     if world.is_main:

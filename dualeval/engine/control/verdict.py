@@ -27,9 +27,9 @@ from dualeval.errors import (
     message_of,
 )
 
-# The key's first value. Rank 0 sets it before any other rank knows the key: ranks read the key with each
-# heartbeat, and the store's ``multi_get`` would wait for an absent key.
-NO_VERDICT = "-"
+# The key, and its first value. Rank 0 sets it before any other rank knows the key: ranks read the key with
+# each heartbeat, and the store's ``multi_get`` would wait for an absent key.
+VERDICT, NO_VERDICT = "verdict", "-"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Whether a model's parameters are divided over the ranks by torch's FSDP, told by names alone."""
+"""Where a model's parameters are, told by names alone: divided by torch's FSDP over ranks, or in a file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.device.accelerator import is_out_of_memory
-from dualeval.errors import BackendError, text_of
+from dualeval.errors import BackendError, UsageError, text_of
+from dualeval.world import World
 
 # By name: importing torch.distributed.fsdp takes a second, and a sharded model has imported it.
 _UNIT = "FSDPModule"
 _OF_FSDP = "torch.distributed.fsdp"
+_FLAT = "FullyShardedDataParallel"
 NOT_GATHERED = (
     "the forward computes with the weights of a part without calling it, but they are gathered only in its "
     "call. Call the part (self.part(x)); or shard the model yourself where it is built "
@@ -30,6 +32,31 @@ def is_unit(module: nn.Module) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Whether a model, or a part of it, is sharded by ``fully_shard``: its forward holds collectives."""
     return any(is_unit(module) for module in model.modules())
+
+
+def check_sharded(model: nn.Module, world: World) -> None:
+    """Check that a sharded model can be evaluated here."""
+    if world.size == 1:
+        return
+    flat = [type(module).__name__ for module in model.modules() if _FLAT in names_of_classes(module)]
+    if flat:
+        raise UsageError(
+            f"the model is sharded by {flat[0]} (FSDP1), which keeps no parameter by itself. Shard it with "
+            "torch.distributed.fsdp.fully_shard (FSDP2), which is evaluated as it is; or gather its "
+            "state_dict (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+            "full_state_dict=True) and load it into a plain copy."
+        )
+    units = is_sharded(model)
+    for name, parameter in model.named_parameters():
+        placements = getattr(parameter, "placements", ())
+        shards = [placement for placement in placements if not placement.is_replicate()]
+        if shards and (not units or len(shards) > 1):
+            raise UsageError(
+                f"the parameter {name!r} is divided over ranks as {tuple(placements)} (tensor parallelism, "
+                "for instance): such a forward needs the same samples on several ranks, but here each rank "
+                "has different ones. Shard the model with torch.distributed.fsdp.fully_shard alone, or give "
+                "a model that is whole on each rank."
+            )
 
 
 def class_of(value: object) -> type[Any]:
@@ -82,6 +109,11 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         if is_unit(module):
             unit: Any = module
             unit.reshard()
+
+
+def has_late(model: nn.Module) -> bool:
+    """Whether a parameter of a model is still in a file (``model.late``)."""
+    return any(hasattr(parameter, "read_rows") for parameter in model.parameters())
 
 
 def names_of_classes(value: object) -> set[str]:

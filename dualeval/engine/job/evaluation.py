@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns.of_data import NOT_NAMED, FurtherColumns, KeptColumns
 from dualeval.columns.ragged import Column, Text, described, parts_of
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.job.run_state import Run
@@ -33,6 +32,9 @@ from dualeval.metrics.confusion import Confusion
 from dualeval.metrics.mistakes import pair_among
 from dualeval.options.choices import NO_COLUMN, columns_of_groups
 from dualeval.tasks import Dataset, Task
+
+if TYPE_CHECKING:
+    from dualeval.columns.of_data import KeptColumns
 
 _NO_METRICS = (
     "there are no metrics, so the result has no numbers. Let metrics() or metrics= give some, such as "
@@ -92,8 +94,8 @@ class Evaluation:
     @property
     def warnings(self) -> list[str]:
         """Warnings for the result."""
-        kept = getattr(getattr(self.dataset, "whole", self.dataset), "kept", None)
-        parts = kept.train_beside_test() if isinstance(kept, KeptColumns) else ()
+        kept = _kept_of(getattr(self.dataset, "whole", self.dataset))
+        parts = () if kept is None else kept.train_beside_test()
         said = [
             f"the column {name} of the data has {rows}, and all parts are evaluated: --by {name} gives "
             "metrics of each; for one part alone give --data a table of its rows"
@@ -218,8 +220,8 @@ def _data_columns_of(
     if isinstance(whole, HuggingFaceSamples):
         whole.read_columns((*options.keep, *also) if options.keep else ())
     there = _read(dataset, range(min(1, len(dataset)))) if callable(getattr(dataset, "columns", None)) else {}
-    kept = getattr(whole, "kept", None)
-    left_out = kept.left_out if isinstance(kept, KeptColumns) else {}
+    kept = _kept_of(whole)
+    left_out = {} if kept is None else kept.left_out
     if not there and not left_out and not asked:
         return None, []
     taken = {*taken, *RESERVED, *_names_of_texts(task, taken)}
@@ -235,12 +237,23 @@ def _data_columns_of(
         return None, [] if options.keep else notes
     # The column types of a user's own data set are known once all values have been read.
     read: Any = getattr(dataset, "columns", None)
-    if not isinstance(kept, KeptColumns):
+    if kept is None:
         read = _whole(dataset, names, options, step).of
     return DataColumns(names=names, read=read), [] if options.keep else notes
 
 
+def _kept_of(dataset: Any) -> KeptColumns | None:
+    """The columns that a data set of dualeval's own has read beside the task's."""
+    if (kept := getattr(dataset, "kept", None)) is None:
+        return None
+    from dualeval.columns.of_data import KeptColumns
+
+    return kept if isinstance(kept, KeptColumns) else None
+
+
 def _check(name: str, there: Mapping[str, Any], left_out: Mapping[str, str], taken: Collection[str]) -> None:
+    from dualeval.columns.of_data import NOT_NAMED
+
     if (why := left_out.get(name, NOT_NAMED)) != NOT_NAMED:
         # The task was made in Python without this name.
         hint = f"Give keep=({name!r},) to the task, too" if why.startswith("it has") else "Leave it out"
@@ -266,6 +279,8 @@ def _whole(
     dataset: Dataset, names: Sequence[str], options: RunOptions, step: Callable[[], None]
 ) -> KeptColumns:
     """Columns of all evaluated samples, by the rules for columns of tables."""
+    from dualeval.columns.of_data import FurtherColumns
+
     count = len(dataset) if options.limit is None else min(options.limit, len(dataset))
     further = FurtherColumns(names, keep=names)
     for first in range(0, count, _AT_ONCE):

@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import FinishedChunks
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch, join_shares
 from dualeval.engine.folder.stored_rows import Window
 from dualeval.engine.job.evaluation import Evaluation
-from dualeval.engine.job.reference import Reference
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, listed
 from dualeval.result import Result
 from dualeval.tasks import Dataset
+
+if TYPE_CHECKING:
+    from dualeval.engine.job.reference import Reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,8 @@ def _open_reference(evaluation: Evaluation, compared: Mapping[str, Any]) -> Refe
     if run.options.reference is None or run.share is not None:
         return None
     if run.backend.world.is_main:
+        from dualeval.engine.job.reference import Reference
+
         step = partial(run.control.progress.step, "setup")
         reference = Reference.open(run.options.reference)
         reference.check(evaluation.dataset, evaluation.plan.num_samples, evaluation.columns, compared, step)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,16 +20,6 @@ from dualeval.options.precision import Precision
 
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
 Show: TypeAlias = Callable[[int, int], None]
-
-
-class Watched(Protocol):
-    """The collectives inside of a model's forward, as who computes knows them (``sharding.gathers``)."""
-
-    # Whether the last forward is complete, so that no other rank waits in it for this one.
-    is_complete: bool
-
-    def forward(self) -> AbstractContextManager[None]:
-        """The context of one forward of the task, which calls the model once or more often."""
 
 
 @dataclass(kw_only=True)
@@ -66,8 +56,8 @@ class Run:
     threads: int = field(default_factory=torch.get_num_threads)
     # Reading processes of this rank.
     workers: int = 0
-    # Watches the collectives inside of the model's forward; None before there is a model.
-    gathers: Watched | None = None
+    # The context of a forward that takes all ranks (``sharding.lockstep``); None where each computes alone.
+    around_forward: Callable[[], AbstractContextManager[None]] | None = None
 
     @property
     def precision(self) -> Precision:

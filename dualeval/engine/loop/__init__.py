@@ -1,4 +1,4 @@
 """The loop: a rank's batches are read, computed and recorded, without a collective.
 
-It imports checks, job and what these import. Begin with ``loop.py``, then ``forward.py``.
+It imports checks, job and what these import. Begin with ``strategy.py``, then ``loop.py`` and ``forward.py``.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,6 @@ from dualeval.engine.checks.repeatability import (
     is_short,
     look,
 )
-from dualeval.engine.checks.replay import EvaluatesBatch, StoredBatch
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.numerics import NumericSettings
@@ -38,7 +37,7 @@ from dualeval.engine.model.layouts import OF_TRIAL, layout_by_trial, layout_of
 from dualeval.engine.model.preparation import prepare, why_preparation_failed
 from dualeval.engine.samples.feed import FailedSample
 from dualeval.engine.samples.subset import postprocessed
-from dualeval.options.choices import COMPILE, LOCKSTEP
+from dualeval.options.choices import COMPILE
 from dualeval.tasks import Dataset, Task
 
 _Found = TypeVar("_Found")
@@ -166,11 +165,6 @@ def _decides(evaluation: Evaluation, loop: Loop, lasting: Lasting, model: nn.Mod
     return False
 
 
-def evaluated_alone(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
-    """For ``prove``: a function that computes a finished batch again, on the rank that calls it."""
-    return partial(evaluate_alone, evaluation)
-
-
 def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Mapping[str, Any]:
     """The columns that ``postprocess`` returns, computed from the first readable samples."""
     evaluation = Evaluation(task=task, dataset=dataset, model=model, plan=plan_of(dataset, run), run=run)
@@ -231,8 +225,7 @@ def compute_of(
     around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Compute:
     """The ``Compute`` of an evaluation's batches."""
-    gathers, options = evaluation.run.gathers, evaluation.run.options
-    has_collectives = options.schedule == LOCKSTEP or options.shard is not None
+    options = evaluation.run.options
     # After inference mode, a sharded model computes in no other mode; but its owner may still need it.
     keeps_mode = evaluation.run.guest or is_sharded(evaluation.model)
     return Compute(
@@ -243,5 +236,5 @@ def compute_of(
         threads,
         inference=not keeps_mode,
         explain=partial(why_preparation_failed, options=options),
-        around_forward=gathers.forward if gathers is not None and has_collectives else around_forward,
+        around_forward=evaluation.run.around_forward or around_forward,
     )

@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from dualeval.engine.device.divided import NOT_GATHERED, is_sharded
-from dualeval.engine.model.folding import fold
 from dualeval.engine.model.layouts import converter, fixed_part, is_changeable, layout_of
 from dualeval.engine.values.nests import map_tensors
 from dualeval.engine.values.options import RunOptions
@@ -47,11 +46,14 @@ def prepare(
     """
     check_model(model, options)
     layout = layout_of(model, options.layout)
-    if options.optimize == FOLD and not fold(model):
-        note(
-            "--optimize fold: nothing was folded, because no batch norm directly follows a convolution of "
-            "torch (a subclass of nn.Conv2d does not count)"
-        )
+    if options.optimize == FOLD:
+        from dualeval.engine.model.folding import fold
+
+        if not fold(model):
+            note(
+                "--optimize fold: nothing was folded, because no batch norm directly follows a convolution "
+                "of torch (a subclass of nn.Conv2d does not count)"
+            )
     precision = precision_of(options)
     if is_changeable(model):
         convert_layout = converter(layout)

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dualeval.backends.base import Backend
-from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.device.accelerator import random_states, set_random_states
 from dualeval.engine.device.divided import is_unit, reshard
-from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.model.kept import Kept, is_config, put_back, version_of
 from dualeval.errors import UsageError
-from dualeval.result import sha256_of_json
 
 # The first forward of a sharded model adds these, once: FSDP needs them afterwards, too.
 _OF_STATE_DICTS = (
@@ -78,49 +74,6 @@ class Snapshot:
         if tensor is not None and not is_lazy(tensor) and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
 
-    def take(self, model: nn.Module) -> nn.Module:
-        """The model to evaluate, without its wrappers for training on several processes."""
-        self.remember(model)
-        model = unwrapped(model)
-        # A compiled program is wrapped as a whole, and its parts cannot be exchanged.
-        for module in [] if isinstance(model, torch.jit.ScriptModule) else list(model.modules()):
-            module._modules.update(
-                {name: unwrapped(part) for name, part in module._modules.items() if part is not None}
-            )
-        return model
-
-    def share_buffers(self, model: nn.Module, backend: Backend, control: ControlPlane) -> list[str]:
-        """Give every rank rank 0's buffers, until ``put_back``; a collective.
-
-        In training, each rank's batch norms see only that rank's samples. ``DistributedDataParallel`` sends
-        rank 0's buffers to all ranks before its next forward, and a checkpoint has them.
-
-        New tensors replace the model's own buffers. If these were written into, a backward whose forward came
-        before would fail.
-        """
-        if backend.world.size == 1:
-            return []
-        buffers = dict(model.named_buffers())
-        kinds = [[name, str(buffer.dtype), list(buffer.shape)] for name, buffer in buffers.items()]
-        digest = Hasher().digest(list(buffers.values())).hex()
-        control.meet()
-        everyone = backend.all_gather_json([sha256_of_json(kinds), digest])
-        # Models of different structure are refused later, with what differs.
-        if any(own[0] != everyone[0][0] for own in everyone) or all(own == everyone[0] for own in everyone):
-            return []
-        rank_0s = {}
-        for buffer in buffers.values():
-            values = backend.broadcast(buffer.detach().cpu().contiguous(), src=0)
-            rank_0s[id(buffer)] = torch.empty_like(buffer.detach()).copy_(values)
-        for module in model.modules():
-            for name, own in list(module._buffers.items()):
-                if own is not None:
-                    module._buffers[name] = rank_0s[id(own)]
-        return [
-            "the ranks have different buffers (running statistics of batch norms, for instance): rank 0's "
-            "are evaluated, and every rank gets its own back afterwards"
-        ]
-
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""
         reshard(module.module for module in self._modules.values())
@@ -173,16 +126,6 @@ class Snapshot:
                         "the task's build_model and forward leave the parameters alone, or give build_model "
                         "a copy of the model to return."
                     )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and DataParallel.
-
-    Even in evaluation mode, the wrapper would broadcast the buffers before each forward.
-    """
-    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        model = model.module
-    return model
 
 
 @dataclass(frozen=True)

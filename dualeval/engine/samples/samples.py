@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
-from dualeval.columns.of_data import FurtherColumns, WithColumns, written
 from dualeval.engine.identity.hasher import Hasher, SampleHasher
 from dualeval.engine.identity.plain import attributes_of, module_name
 from dualeval.errors import UsageError
+from dualeval.messages import written
 from dualeval.tasks import Dataset, Task
+
+if TYPE_CHECKING:
+    from dualeval.columns.of_data import KeptColumns
 
 # A column's name, the samples' ids, or a function that returns the id for an index.
 Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
@@ -189,8 +192,10 @@ class Samples:
         return Hasher().attributes(attributes).hex()
 
 
-class HuggingFaceSamples(WithColumns, Samples):
+class HuggingFaceSamples(Samples):
     """A ``datasets.Dataset`` of Hugging Face; its contents are hashed as they are stored, undecoded."""
+
+    kept: KeptColumns | None = None
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
         super().__init__(data, ids=ids, fingerprint=fingerprint)
@@ -211,8 +216,14 @@ class HuggingFaceSamples(WithColumns, Samples):
     def _of_column(self, index: int, name: str) -> Any:
         return self._id_column[index][name]
 
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        """The columns that are kept, of some samples; as of ``Dataset``."""
+        return {} if self.kept is None else self.kept.of(indices)
+
     def read_columns(self, names: Sequence[str]) -> None:
         """Read the columns that are kept for the rows of a run, by the rules of ``FurtherColumns``."""
+        from dualeval.columns.of_data import FurtherColumns
+
         schema = self._stored.features.arrow_schema
         unfit = {each.name: f"it holds {each.type}" for each in schema if not _is_plain(str(each.type))}
         further = FurtherColumns(schema.names, (), names, unfit=unfit)

@@ -1,4 +1,4 @@
 """Models whose parameters are divided over the ranks: identity, values, gathers, and a loop in lockstep.
 
-It imports loop and what that imports. Begin with ``model.py``, then ``lockstep.py``.
+It imports guest and loop, and what these import. Begin with ``sharded.py``, then ``lockstep.py``.
 """

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
-from dualeval.engine.device.divided import NOT_GATHERED, class_of, is_sharded, names_of_classes
+from dualeval.engine.device.divided import NOT_GATHERED, class_of
 from dualeval.engine.values.nests import map_tensors
 from dualeval.errors import UsageError
-from dualeval.world import World
 
-_FLAT = "FullyShardedDataParallel"
 # The first torch version whose FSDP is tested here.
 _FIRST = "2.13"
 _ONE_NUMBER = (
@@ -44,31 +42,6 @@ _NUMBERS = {
 def has_forward(module: nn.Module) -> bool:
     """Whether a module has a forward of its own."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def check_sharded(model: nn.Module, world: World) -> None:
-    """Check that a sharded model can be evaluated here."""
-    if world.size == 1:
-        return
-    flat = [type(module).__name__ for module in model.modules() if _FLAT in names_of_classes(module)]
-    if flat:
-        raise UsageError(
-            f"the model is sharded by {flat[0]} (FSDP1), which keeps no parameter by itself. Shard it with "
-            "torch.distributed.fsdp.fully_shard (FSDP2), which is evaluated as it is; or gather its "
-            "state_dict (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-            "full_state_dict=True) and load it into a plain copy."
-        )
-    units = is_sharded(model)
-    for name, parameter in model.named_parameters():
-        placements = getattr(parameter, "placements", ())
-        shards = [placement for placement in placements if not placement.is_replicate()]
-        if shards and (not units or len(shards) > 1):
-            raise UsageError(
-                f"the parameter {name!r} is divided over ranks as {tuple(placements)} (tensor parallelism, "
-                "for instance): such a forward needs the same samples on several ranks, but here each rank "
-                "has different ones. Shard the model with torch.distributed.fsdp.fully_shard alone, or give "
-                "a model that is whole on each rank."
-            )
 
 
 def check_torch(version: str = torch.__version__) -> None:

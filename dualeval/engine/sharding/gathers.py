@@ -29,7 +29,6 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.control.progress import Position
 from dualeval.engine.device.accelerator import is_out_of_memory
 from dualeval.engine.device.divided import is_of_fsdp, is_unit
-from dualeval.engine.job.run_state import Run
 from dualeval.engine.sharding.fsdp import reads_refused
 from dualeval.errors import BackendError, PeerError, UsageError, text_of
 
@@ -231,17 +230,6 @@ class Gathers:
             _forget_records(self._units.values())
         self._is_first = False
         self.is_complete = True
-
-
-@contextmanager
-def watching(model: nn.Module, run: Run) -> Iterator[None]:
-    """Watch the gathers of a run's model inside of the block."""
-    owned = run.options.shard is not None
-    with Gathers(model, run.control, run.backend, owned=owned) as run.gathers:
-        try:
-            yield
-        finally:
-            run.gathers = None  # it holds the model
 
 
 def _shown(name: str) -> str:

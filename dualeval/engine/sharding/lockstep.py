@@ -9,6 +9,7 @@ message, whether to continue: a stop ends all after the same round, and a rank t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from time import monotonic, perf_counter, sleep
 from typing import Any, NoReturn
 
@@ -18,19 +19,21 @@ from torch import nn
 from dualeval.engine.checks.repeatability import Lasting, as_before, differences, is_short
 from dualeval.engine.checks.replay import EvaluatesBatch, StoredBatch
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.device.divided import is_sharded
+from dualeval.engine.device.divided import check_sharded
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Pending
 from dualeval.engine.folder.recorder import Work
+from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.job.evaluation import Evaluation
-from dualeval.engine.job.run_state import Run
 from dualeval.engine.loop.forward import UnderWay, compute_of, evaluate_alone, of_first
 from dualeval.engine.loop.loop import Loop
+from dualeval.engine.loop.strategy import Strategy
 from dualeval.engine.model.compute import Compute
-from dualeval.engine.sharding.fsdp import check_sharded
+from dualeval.engine.sharding.gathers import Gathers
 from dualeval.engine.values.plan import EvalPlan
 from dualeval.errors import BackendError, PeerError, Stopped, UsageError
 from dualeval.options.choices import DYNAMIC, LOCKSTEP
+from dualeval.tasks import Dataset
 
 # A collective mostly fails because another rank has ended, and this news arrives a moment later.
 _CAUSE_WITHIN_S = 3.0
@@ -38,56 +41,72 @@ _LOOK_EVERY_S = 0.02
 _RANDOM = "forward or observe draws random numbers, or keeps something from one batch to the next"
 
 
-def settle_schedule(model: nn.Module, run: Run) -> None:
-    """Decide the schedule that a model is evaluated in."""
-    check_sharded(model, run.backend.world)
-    schedule = run.options.schedule
-    if is_sharded(model) or run.options.shard is not None:
-        if schedule == DYNAMIC:
+class Lockstep(Strategy):
+    """Of a run whose forward takes all ranks."""
+
+    def prepare(
+        self, dataset: Dataset, model: nn.Module, stack: ExitStack
+    ) -> tuple[nn.Module, ModelIdentity]:
+        self.settle_schedule(model)
+        return super().prepare(dataset, model, stack)
+
+    def settle_schedule(self, model: nn.Module) -> None:
+        """Check the schedule that was asked for, and note the one in which the model is evaluated."""
+        run = self._run
+        check_sharded(model, run.backend.world)
+        if run.options.schedule == DYNAMIC:
             raise UsageError(
                 f"--schedule {DYNAMIC}: the model is sharded, so each forward of one rank waits for all "
                 "other ranks: none can take more batches than another. Leave --schedule out."
             )
-        schedule = LOCKSTEP
-    if schedule == LOCKSTEP:
         shards = {} if run.options.shard is None else {"shard": run.options.shard}
-        run.decide({"schedule": schedule, **shards}, schedule=schedule)
+        run.decide({"schedule": LOCKSTEP, **shards}, schedule=LOCKSTEP)
+
+    @contextmanager
+    def computing(self, model: nn.Module) -> Iterator[None]:
+        run = self._run
+        owned = run.options.shard is not None
+        with Gathers(model, run.control, run.backend, owned=owned) as self._gathers:
+            run.around_forward = self._gathers.forward
+            try:
+                yield
+            finally:
+                run.around_forward = None
+                del self._gathers  # it holds the model
+
+    def evaluate_again(self, evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
+        """Compute rank 0's stored batches on all ranks. A collective.
+
+        The returned function holds no collective, and gives the columns of another forward at each call.
+        """
+        own = [[batch.samples.start, batch.samples.stop] for batch in stored]
+        shared = [range(*limits) for limits in evaluation.run.from_rank_0(own)]
+        # Twice: rank 0 may ask whether the model gives the same bits again.
+        found = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
+        return lambda samples: found[samples].pop()
+
+    def evaluate_remaining(self, evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
+        """Compute one batch a round on every rank. A collective."""
+        with loop.running(), compute_of(evaluation, 1) as compute:
+            # Ranks that arrive early sleep here instead of spinning in the first collective.
+            evaluation.run.control.meet()
+            rounds = _Rounds(evaluation, loop, compute, self._gathers)
+            lasting = Lasting(evaluation.model)
+            try:
+                rounds.run()
+            except BackendError:
+                if evaluation.run.control.has_peers:
+                    wait_for_news(evaluation.run.control, lambda: False, within_s=_CAUSE_WITHIN_S)
+                raise
+        loop.times["compute"] = rounds.under_way.compute_s
+        if switched := lasting.warnings(evaluation.model):
+            loop.unlike = [*(loop.unlike or []), *switched]
+        return settings.check_after_loop(compute.changed_settings)
 
 
 def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:
     """Number of rounds: the batches of the rank with the most."""
     return max(sum(len(plan.chunk_batches(chunk)) for chunk in remaining[rank::size]) for rank in range(size))
-
-
-def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
-    """Like ``evaluate_all``, with one batch a round on every rank. A collective."""
-    with loop.running(), compute_of(evaluation, 1) as compute:
-        # Ranks that arrive early sleep here instead of spinning in the first collective.
-        evaluation.run.control.meet()
-        rounds = _Rounds(evaluation, loop, compute)
-        lasting = Lasting(evaluation.model)
-        try:
-            rounds.run()
-        except BackendError:
-            if evaluation.run.control.has_peers:
-                wait_for_news(evaluation.run.control, lambda: False, within_s=_CAUSE_WITHIN_S)
-            raise
-    loop.times["compute"] = rounds.under_way.compute_s
-    if switched := lasting.warnings(evaluation.model):
-        loop.unlike = [*(loop.unlike or []), *switched]
-    return settings.check_after_loop(compute.changed_settings)
-
-
-def evaluated_together(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
-    """Compute rank 0's stored batches on all ranks, for ``prove``. A collective.
-
-    The returned function holds no collective, and gives the columns of another forward at each call.
-    """
-    own = [[batch.samples.start, batch.samples.stop] for batch in stored]
-    shared = [range(*limits) for limits in evaluation.run.from_rank_0(own)]
-    # Twice: rank 0 may ask whether the model gives the same bits again.
-    found = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
-    return lambda samples: found[samples].pop()
 
 
 def wait_for_news(
@@ -106,13 +125,14 @@ def wait_for_news(
 class _Rounds:
     """The rounds of one rank."""
 
-    def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
+    def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute, gathers: Gathers) -> None:
         self._evaluation = evaluation
         self._backend = evaluation.run.backend
         self._control = evaluation.run.control
         self._progress = evaluation.run.control.progress
         self._loop = loop
         self._compute = compute
+        self._gathers = gathers
         # The batches that are being computed.
         self.under_way = UnderWay(evaluation, loop, compute)
 
@@ -157,8 +177,7 @@ class _Rounds:
             # A batch without a readable sample has no columns to keep.
             return None if data is None else pending
         except Exception as error:
-            gathers = self._evaluation.run.gathers
-            if gathers is None or not gathers.is_complete:
+            if not self._gathers.is_complete:
                 raise
             problem = error
 

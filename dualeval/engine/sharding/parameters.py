@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import rows_digest, tensor_digest
 from dualeval.engine.model.compute import is_compiled
+from dualeval.engine.model.late import LateRows, whole
 from dualeval.engine.model.layouts import fixed_part
 from dualeval.engine.model.snapshot import Snapshot, named_by
 from dualeval.engine.sharding.fsdp import has_forward
@@ -25,14 +26,6 @@ from dualeval.tasks import Task
 # Bytes of a parameter that are read to check that all ranks read the same.
 _PROBED_BYTES = 4096
 _IMAGE_DIMENSIONS = 4
-
-
-@runtime_checkable
-class _LateRows(Protocol):
-    """A parameter whose values are still where they were saved."""
-
-    def read_rows(self, first: int, last: int, into: Tensor) -> None:
-        """Read rows of the first dimension into a tensor of the CPU, in its dtype."""
 
 
 @dataclass(kw_only=True)
@@ -102,15 +95,6 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
     return sorted(found, key=lambda parameter: parameter.name)
 
 
-def check_device(offload: bool, device: torch.device) -> None:
-    """Check that this run can keep parameters in host memory, if that is asked for."""
-    if offload and device.type == "cpu":
-        raise UsageError(
-            "offload keeps a rank's part of the model in host memory, and this run computes there (device "
-            "cpu). Leave offload out."
-        )
-
-
 def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None:
     """Check that a model to be divided was made for this run: it cannot be restored afterwards."""
     if is_sharded(model):
@@ -151,7 +135,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_values(name: str, parameter: nn.Parameter) -> None:
-    is_late = isinstance(parameter, _LateRows)
+    is_late = isinstance(parameter, LateRows)
     if is_lazy(parameter) or (parameter.is_meta and not is_late):
         tensor_digest(name, parameter, Hasher().digest)  # which says what to do
     is_plain = is_late or type(parameter) in (nn.Parameter, Tensor)
@@ -188,7 +172,7 @@ class Reading:
         source, parameter.source = parameter.source, None
         assert source is not None, "each parameter is read once"
         first, last = parameter.rows_of(self._rank, self._size)
-        if isinstance(source, _LateRows):
+        if isinstance(source, LateRows):
             self._probe += _ends_of(source, parameter)
             if parameter.is_divided:
                 rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
@@ -196,7 +180,7 @@ class Reading:
                     source.read_rows(first, last, rows)
                 self._late.append(parameter)
             else:
-                rows = _whole(source)
+                rows = whole(source)
                 self._digests[parameter.name] = tensor_digest(parameter.name, rows, self._hasher.digest)
         else:
             # Every rank has all of it; a difference is found when the ranks compare their jobs.
@@ -228,7 +212,7 @@ class Reading:
         return self._digests
 
 
-def _ends_of(source: _LateRows, parameter: Parameter) -> list[str]:
+def _ends_of(source: LateRows, parameter: Parameter) -> list[str]:
     """Digests of the first and the last rows of a late parameter."""
     count = parameter.shape[0] if parameter.shape else 1
     most = max(1, min(count, _PROBED_BYTES * count // max(1, parameter.nbytes)))
@@ -259,29 +243,3 @@ def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     else:
         # Recurrent layers also keep a list of their weights.
         setattr(module, own, parameter)
-
-
-def read_all(model: nn.Module) -> None:
-    """Read the values of all late parameters into memory, in place; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        parameters: dict[str, Any] = dict(module._parameters)
-        for name, parameter in parameters.items():
-            if isinstance(parameter, _LateRows):
-                if id(parameter) not in made:
-                    keeps_gradient: bool = parameters[name].requires_grad
-                    made[id(parameter)] = nn.Parameter(_whole(parameter), keeps_gradient)
-                setattr(module, name, made[id(parameter)])
-
-
-def has_late(model: nn.Module) -> bool:
-    """Whether a parameter of a model is still in a file."""
-    return any(isinstance(parameter, _LateRows) for parameter in model.parameters())
-
-
-def _whole(parameter: Any) -> Tensor:
-    """The values of a late parameter, with its own strides: they decide last bits."""
-    values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-    if values.numel():
-        parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)
-    return values

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from dualeval.columns.ragged import Column, Rows, Text, described
 from dualeval.errors import UsageError
 from dualeval.messages import did_you_mean
 from dualeval.metrics import DIRECTIONS, Measured, Metric, RowMetric, keeps_rows, per_batch
-from dualeval.metrics.clusters import ClusterIntervals, cluster_intervals
 from dualeval.metrics.intervals import Ends
 from dualeval.metrics.scores import Score
+
+if TYPE_CHECKING:
+    from dualeval.metrics.clusters import ClusterIntervals
 
 Values = TypeVar("Values")
 # Fields of ``Measured`` and of ``Result``.
@@ -267,6 +269,8 @@ def columns_wanted(name: str, measured: Sequence[Measured], kept: Sequence[str])
 
 def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:
     """The intervals by clusters for all values that metrics have measured."""
+    from dualeval.metrics.clusters import cluster_intervals
+
     values = {key: value for part in measured for key, value in part.values.items()}
     units = {key: unit for part in measured for key, unit in part.units.items()}
     scores = {key: score for part in measured for key, score in part.scores.items()}

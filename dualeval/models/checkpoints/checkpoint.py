@@ -15,10 +15,8 @@ import torch
 from dualeval.data.contents import what_weights_are
 from dualeval.errors import UsageError
 from dualeval.messages import listed
-from dualeval.models.checkpoints.distributed import METADATA, DistributedFolder
-from dualeval.models.checkpoints.finding import arguments_in, choose, class_names_in, is_state_dict
+from dualeval.models.checkpoints.finding import METADATA, arguments_in, choose, class_names_in, is_state_dict
 from dualeval.models.checkpoints.late import FilePart, LateTensor, StampedFile, contiguous_strides
-from dualeval.models.checkpoints.torch_files import TorchFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,8 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
     if path.is_dir():
         saved = saved_in(path)
         if saved.name == METADATA:
+            from dualeval.models.checkpoints.distributed import DistributedFolder
+
             distributed = DistributedFolder(path)
             found, tensors = choose(path, distributed.tree, key)
             return StateDict(path=path, key=found, tensors=distributed.late_state_dict(tensors))
@@ -49,6 +49,8 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
         content = _read_shards(saved, trust=trust) if _is_index(saved) else _read_safetensors(saved)
         found, tensors = choose(path, content, key)
         return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
+    from dualeval.models.checkpoints.torch_files import TorchFile
+
     file = TorchFile(saved, trust=trust)
     found, tensors = choose(path, file.tree, key)
     beside = arguments_in(file.tree)
@@ -59,6 +61,8 @@ def read_class_names(path: Path) -> tuple[str, tuple[str, ...]]:
     """As ``class_names_in``, of a file of ``torch.save``; no code of its is run for that."""
     if not path.is_file() or _is_index(path) or path.suffix == ".safetensors":
         return "", ()
+    from dualeval.models.checkpoints.torch_files import TorchFile
+
     try:
         _check_file(path)
         return class_names_in(TorchFile(path).tree)
@@ -239,6 +243,8 @@ def _read_shards(index: Path, *, trust: bool) -> OrderedDict[str, Any]:
 def _tensors_of(path: Path, trust: bool) -> OrderedDict[str, Any]:
     if path.suffix == ".safetensors":
         return OrderedDict(_read_safetensors(path))
+    from dualeval.models.checkpoints.torch_files import TorchFile
+
     file = TorchFile(path, trust=trust)
     if not is_state_dict(file.tree):
         raise UsageError(f"{path} is one of several files with weights, and holds more than tensors by name.")

@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.finding import PassedOver
+from dualeval.models.checkpoints.finding import METADATA, PassedOver
 from dualeval.models.checkpoints.late import Chunks, FilePart, LateTensor, StampedFile
 from dualeval.models.checkpoints.torch_files import NotInPlace, part_of, records_of
 from dualeval.models.model_errors import first_line
-
-METADATA = ".metadata"
 
 
 class _Record:

@@ -16,6 +16,9 @@ from torch import Tensor
 from dualeval.errors import UsageError
 from dualeval.messages import listed
 
+# The file of torch.distributed.checkpoint that says what lies where.
+METADATA = ".metadata"
+
 # Where training scripts put state_dicts: the model's own, and averages of it over the training.
 KNOWN_KEYS = (
     *("state_dict", "model_state_dict", "model", "net", "module"),

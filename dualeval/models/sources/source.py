@@ -17,7 +17,6 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.checkpoint import StateDict, read_state_dict
-from dualeval.models.late_building import late_or_whole
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
 from dualeval.models.weights_name import check_weights_file, is_published_name
 from dualeval.process.status_line import doing
@@ -160,6 +159,8 @@ class ModelSource(ABC):
         note: Callable[[str], object],
     ) -> nn.Module:
         """As ``build``, without memory for the parameters: their values stay in the file."""
+        from dualeval.models.late_building import late_or_whole
+
         return late_or_whole(lambda: self.build(weights, num_classes, loading), note, self.why_whole(weights))
 
     def why_whole(self, weights: WeightsSource) -> str | None:

@@ -16,9 +16,9 @@ from rich.table import Table
 from torch import nn
 
 from dualeval.columns.ragged import Rows
-from dualeval.engine.building import moved
 from dualeval.engine.device import numerics
 from dualeval.engine.device.machines import machine_facts
+from dualeval.engine.loop.strategy import moved
 from dualeval.engine.model.compute import is_compiled
 from dualeval.engine.model.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.model.preparation import compiler_settings, set_evaluation_mode

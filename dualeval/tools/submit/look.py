@@ -13,9 +13,9 @@ from dualeval.errors import LibraryError, UsageError, text_of, with_type
 from dualeval.messages import nearest
 from dualeval.models.weights_name import is_published_name
 from dualeval.options.fields import paths_in
-from dualeval.options.job import Job
+from dualeval.options.job import Job, is_several
 from dualeval.options.plugins import BUILT_IN
-from dualeval.options.several import candidates_of, found_models, is_several
+from dualeval.options.several import candidates_of, found_models
 
 # On what the metrics of a task by name depend: all that its model and data may decide.
 _DECIDED: dict[str, list[dict[str, Any]]] = {

@@ -21,7 +21,8 @@ from dualeval.engine.folder.lease import Lease
 from dualeval.engine.values.differences import differences
 from dualeval.errors import EXIT_DONE, DualevalError, UsageError, text_of
 from dualeval.messages import did_you_mean, listed
-from dualeval.options.several import expanded, is_pattern, names_of
+from dualeval.options.job import is_pattern
+from dualeval.options.several import expanded, names_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable, number_of
 from dualeval.result import RESULT, Result, read_job, read_result, read_status, sha256_of_json
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import dualeval
-from dualeval.engine.model.guest import as_it_was
-from dualeval.engine.model.snapshot import Snapshot
-from dualeval.engine.sharding.fsdp import check_sharded
+from dualeval.engine.device.divided import check_sharded
+from dualeval.engine.guest import CallersModels, as_it_was
 from dualeval.errors import UsageError
 from dualeval.world import World
 from tests.vehicles import sessions
@@ -239,7 +238,7 @@ def test_rank_0s_buffers_are_not_written_into_the_models() -> None:
     model = nn.Sequential(norm, other)
     originals = list(model.buffers())
     versions = [buffer._version for buffer in originals]
-    guest = Snapshot()
+    guest = CallersModels()
     guest.remember(model)
     assert guest.share_buffers(model, cast(Any, Rank0()), cast(Any, SimpleNamespace(meet=lambda: None)))
     assert norm.running_mean is not None
