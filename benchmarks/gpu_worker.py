@@ -29,9 +29,10 @@ import dualeval
 from dualeval import ModelTask, Session, connect, detect
 from dualeval.backends.selftest import check_operations, measure_all_reduce
 from dualeval.engine.device.accelerator import accelerator_of
-from dualeval.engine.device.numerics import NumericSettings, autocast
+from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Uploads, start_download
 from dualeval.errors import DualevalError
+from dualeval.options.precision import PRECISIONS, Precision
 
 _BATCH = 64
 _FEW, _MANY = 8, 40  # batches of the evaluations whose waits are compared
@@ -151,13 +152,13 @@ def _lines_that_wait(work: Callable[[], object]) -> Counter[str]:
     )
 
 
-def _bare(problem: Problem, device: torch.device, precision: str) -> float:
+def _bare(problem: Problem, device: torch.device, precision: Precision) -> float:
     """Seconds of a loop by hand, with dualeval's numeric settings."""
     network, targets = problem.network.to(device), problem.targets.to(device)
     right = torch.zeros((), dtype=torch.int64, device=device)
     settings = NumericSettings(precision, device)
     start = perf_counter()
-    with torch.inference_mode(), autocast(precision, device):
+    with torch.inference_mode(), precision.forward_context(device)():
         for first in range(0, len(problem.images), _BATCH):
             rows = slice(first, first + _BATCH)
             logits = network(problem.images[rows].to(device, non_blocking=True))
@@ -187,7 +188,7 @@ def speed(given: dict[str, Any]) -> Any:
             return float(len(problem.images) / seconds)
 
         ways = {
-            "bare": partial(_bare, pinned, device, given["precision"]),
+            "bare": partial(_bare, pinned, device, PRECISIONS[given["precision"]]),
             "dualeval contiguous": partial(ours, "contiguous"),
             "dualeval": partial(ours, "auto"),
         }
@@ -209,7 +210,7 @@ def profile(given: dict[str, Any]) -> Any:
 
         def bare(part: Problem) -> Callable[[], object]:
             pinned = replace(part, images=part.images.pin_memory())
-            return partial(_bare, pinned, device, precision)
+            return partial(_bare, pinned, device, PRECISIONS[precision])
 
         for way, of in {"dualeval": ours, "bare": bare}.items():
             few, many = (of(problem.first(_BATCH * batches)) for batches in (_FEW, _MANY))
@@ -367,7 +368,7 @@ def errors_of_fp32(given: dict[str, Any]) -> Any:
         "attention": (attention, ["heads", "heads", "heads"]),
     }
     for precision, bounds in (("fp32", (0.0, 1e-5)), ("tf32", (1e-5, 1e-2))):
-        settings = NumericSettings(precision, device)
+        settings = NumericSettings(PRECISIONS[precision], device)
         for name, (operation, names) in operations.items():
             exact = operation(*(of[each].double() for each in names))
             error = float((operation(*(of[each] for each in names)) - exact).abs().max() / exact.abs().max())

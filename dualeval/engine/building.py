@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.device import numerics
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.samples.feed import checked_workers, why_not_forked
 from dualeval.engine.samples.samples import as_dataset
@@ -33,7 +32,7 @@ def check(task: Task, run: Run) -> None:
             "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
         )
     check_methods(task)
-    numerics.check_precision(run.options.precision, run.device)
+    run.precision.check(run.device)
     if run.options.offload and run.device.type == "cpu":
         raise UsageError(
             "offload keeps a rank's part of the model in host memory, and this run computes there (device "

@@ -46,6 +46,7 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import as_metrics
 from dualeval.metrics.means import Mean
 from dualeval.options.choices import AUTO, DYNAMIC, LOCKSTEP, check_kind
+from dualeval.options.precision import PRECISIONS
 from dualeval.result import Result, TimedStage
 from dualeval.tasks import Dataset, Task
 
@@ -144,7 +145,7 @@ class OwnLoop:
                     f"the loop was left before its end: {count - self._done} of the {count} samples of this "
                     "rank are missing. Let the loop finish (no break) before you call result()."
                 )
-            with numerics.settings(self._run.options.precision, self._run.backend.device):
+            with numerics.settings(self._run.precision, self._run.backend.device):
                 self._result = self._finish()
         return self._result
 
@@ -156,7 +157,7 @@ class OwnLoop:
     def _steps(self) -> Generator[Any, None, None]:
         run, task = self._run, self._task
         with (
-            numerics.settings(run.options.precision, run.backend.device, leave=_CALLERS) as settings,
+            numerics.settings(run.precision, run.backend.device, leave=_CALLERS) as settings,
             rank_0s_buffers(task.given_model, run),
         ):
             run.note_all([*settings.notes, *training_note(task.model)])
@@ -367,7 +368,7 @@ def _check_asked(dataset: Any, run: Run, collate: Any, metrics: Any, model: Any)
     """Check what ``Session.batches`` was given, before anything is read."""
     check_samples(dataset)
     _check_left_out(run.options)
-    numerics.check_precision(run.options.precision, run.backend.device)
+    run.precision.check(run.backend.device)
     kind = "a function of a list of samples, or None for torch's default_collate"
     check_kind("collate", collate, collate is None or callable(collate), kind)
     kind = "an nn.Module, or None"
@@ -403,8 +404,9 @@ _OWN: Mapping[str, str] = {
 
 def _check_left_out(options: RunOptions) -> None:
     """Check that no option asks for what only the caller can do, who computes the forward."""
+    of_process = [name for name, precision in PRECISIONS.items() if not precision.is_half]
     for name, instead in _OWN.items():
-        if (given := getattr(options, name)) not in ("fp32", "tf32", AUTO, None):
+        if (given := getattr(options, name)) not in (*of_process, AUTO, None):
             raise UsageError(f"{name} {given!r}: in your own loop {instead}. Leave {name} out.")
 
 

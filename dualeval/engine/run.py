@@ -62,7 +62,7 @@ def _evaluate(task: Task, run: Run, strategy: Strategy, *, is_dry: bool = False)
         stack.enter_context(doing("preparing the evaluation"))  # ends with the first batch
         # The process: torch's numeric settings are put back at the end.
         stack.enter_context(numerics.without_autocast(run.device))
-        settings = stack.enter_context(numerics.settings(run.options.precision, run.device))
+        settings = stack.enter_context(numerics.settings(run.precision, run.device))
         # At once: a forward that fails as its default device is another one is understood by them.
         run.note_all(settings.notes)
 

@@ -12,9 +12,6 @@ from collections.abc import Callable, Sequence
 from dualeval.errors import UsageError
 from dualeval.messages import did_you_mean
 
-PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp16", "bf16")
-# Those whose weights and inputs are cast.
-CAST = ("fp16", "bf16")
 AUTO, CONTIGUOUS, CHANNELS_LAST = "auto", "contiguous", "channels-last"
 LAYOUTS = (AUTO, CONTIGUOUS, CHANNELS_LAST)
 FOLD, COMPILE = "fold", "compile"

@@ -5,23 +5,22 @@ A field is a flag of ``dualeval run``, a key of a job file and an option of ``Se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import (
-    CAST,
     DYNAMIC,
     FOLD,
     FSDP,
     LAYOUTS,
     ON_ERROR,
     OPTIMIZATIONS,
-    PRECISIONS,
     SHARDINGS,
     check_groups,
 )
 from dualeval.options.fields import fields_of, flag_of, option
+from dualeval.options.precision import PRECISIONS, Precision
 
 # Headings of the help; those of a task's own options stand between DATA and RUN.
 MODEL = "Model"
@@ -92,7 +91,7 @@ class EvaluationOptions:
     )
     batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(
-        "fp32", "fp32 (default), tf32, [amp-]fp16, [amp-]bf16.", group=RUN, choices=PRECISIONS
+        "fp32", "fp32 (default), tf32, [amp-]fp16, [amp-]bf16.", group=RUN, choices=tuple(PRECISIONS)
     )
     keep_batchnorm_fp32: bool = option(False, "With fp16, bf16: batch norms in fp32.", group=RUN)
     # "auto" decides by the kinds of the model's layers.
@@ -139,11 +138,12 @@ class EvaluationOptions:
         if not self.keep_batchnorm_fp32:
             return
         sign, flag = self._sign, self._said("keep_batchnorm_fp32")
-        if self.precision not in CAST:
+        casts = [name for name, each in PRECISIONS.items() if each.cast is not None]
+        if self.precision not in casts:
             raise UsageError(
                 f"{flag}: with {sign}precision {self.precision} nothing is cast, and batch norms are in "
                 "float32 anyway (under autocast too). Leave it out, or give "
-                f"{sign}precision {' or '.join(CAST)}."
+                f"{sign}precision {' or '.join(casts)}."
             )
         if self.optimize == FOLD:
             raise UsageError(
@@ -176,3 +176,8 @@ class EvaluationOptions:
                 f"{sign}schedule {schedule}: with {sign}shard {self.shard} each forward waits for all ranks, "
                 f"so none can take more batches than another. Leave {sign}schedule out"
             )
+
+
+def precision_of(options: EvaluationOptions) -> Precision:
+    """How the model computes, as the options say."""
+    return replace(PRECISIONS[options.precision], keeps_batchnorm=options.keep_batchnorm_fp32)

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "dualeval"
 # its own.
 GROUND = {
     *("errors", "messages", "atomic_files", "user_code", "process", "vision_library", "columns.of_data"),
-    *("options.choices", "options.evaluation", "options.fields"),
+    *("options.choices", "options.evaluation", "options.fields", "options.precision"),
     *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
     *("models.model_errors", "models.weights_name", "torch_errors"),
 }

@@ -14,13 +14,11 @@ import torch
 import torch._dynamo  # here, not with the first export: the import sets an environment variable
 from torch import nn
 
-from dualeval.engine.device import numerics
 from dualeval.engine.folder import journal, predictions, recorder, windows
 from dualeval.engine.model.preparation import set_evaluation_mode
 from dualeval.engine.values import plan
 from dualeval.engine.values.options import NEW_FOLDER
 from dualeval.errors import ExactlyOnceError, UsageError
-from dualeval.options import choices
 from dualeval.tasks import Task
 from tests.vehicles.sessions import FILES, noted
 from tests.vehicles.sessions import evaluate as evaluate
@@ -218,10 +216,6 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert evaluate(TinyTask(5), tmp_path, fresh=True).metrics_digest == first.metrics_digest
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
     assert (tmp_path / "journal/notes.txt").read_text() == (tmp_path / "other.partial").read_text() == "kept"
-
-
-def test_precisions_are_those_of_the_options() -> None:
-    assert tuple(numerics.PRECISIONS) == choices.PRECISIONS
 
 
 # -- a model left in training mode: set to evaluation, and said; what cannot be set is said too ---------

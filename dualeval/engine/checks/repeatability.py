@@ -371,8 +371,8 @@ def differences(
 
 
 def _is_rough(evaluation: Evaluation) -> bool:
-    kinds = {parameter.dtype for parameter in evaluation.model.parameters()}
-    return evaluation.run.options.precision != "fp32" or bool(kinds & _HALF)
+    kinds, precision = {each.dtype for each in evaluation.model.parameters()}, evaluation.run.precision
+    return precision.tf32 or precision.is_half or bool(kinds & _HALF)
 
 
 def _allowed_of(evaluation: Evaluation) -> float:

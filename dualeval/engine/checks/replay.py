@@ -43,8 +43,6 @@ SKIPPED = "skipped"
 # If batches differ in outcome, the one that is last here counts.
 OUTCOMES = (NOTHING_TO_COMPARE, SAME_BITS, WITHIN_TOLERANCE)
 
-# Relative and absolute, for floats that another machine has computed.
-_TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1, "fp16": 2e-2, "bf16": 1e-1}
 # Part of a batch's rows that may be outside the tolerance on another machine: near ties, the predicted class
 # may change.
 _OUTSIDE = 0.1
@@ -180,7 +178,7 @@ def _compare(
             stored=batch,
             evaluate=evaluate,
             machine=opened.facts.machine,
-            precision=evaluation.run.options.precision,
+            tolerance=evaluation.run.precision.tolerance,
             place=opened.folder.path,
             start_over=opened.facts.start_over,
             name=partial(name_of, evaluation.dataset),
@@ -223,7 +221,8 @@ class Proof:
     evaluate: EvaluatesBatch
     # The machine that computes now.
     machine: Mapping[str, Any]
-    precision: str
+    # The precision's, for floats that another machine has computed.
+    tolerance: float
     # For messages: the folder of the stored batch, how to start over, and a sample's name.
     place: object
     start_over: str
@@ -246,7 +245,7 @@ class Proof:
                 unsteady = self._unsteady
                 if column not in unsteady:
                     self._refuse(column, row, values, found)
-            row = _first_difference(values, found, _TOLERANCES[self.precision])
+            row = _first_difference(values, found, self.tolerance)
             if row is not None:
                 self._refuse(column, row, values, found, unsteady)
             outcome = WITHIN_TOLERANCE

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dualeval.engine.device import numerics
 from dualeval.engine.device.accelerator import accelerator_of
 from dualeval.engine.values.differences import differences
 from dualeval.errors import UsageError
+from dualeval.options.precision import Precision
 
 Machine = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ _PERIOD = 4_093
 
 
 def machine_facts(
-    device: torch.device, libraries: Sequence[str], precision: str | None = None
+    device: torch.device, libraries: Sequence[str], precision: Precision | None = None
 ) -> dict[str, Any]:
     """Facts of this rank's machine that can change a bit: device model, CPU capability, versions, bits."""
     versions = {"python": platform.python_version()}
@@ -117,14 +117,14 @@ def chunks_by_machine(parts: Iterable[tuple[Machine, int]]) -> list[dict[str, An
     return counted
 
 
-def numeric_bits(device: torch.device, precision: str) -> str:
+def numeric_bits(device: torch.device, precision: Precision) -> str:
     """Hash the results of a few kernels: convolutions, matrix products, sums, and operations between layers.
 
     To be called inside ``numerics.settings``. Equal hashes prove equal bits only for these kernels.
     """
     digest = hashlib.sha256()
-    with torch.inference_mode(), numerics.autocast(precision, device):
-        for name, result in _results(device, numerics.CASTS.get(precision, torch.float32)):
+    with torch.inference_mode(), precision.forward_context(device)():
+        for name, result in _results(device, precision.dtype or torch.float32):
             digest.update(f"{name}\0{result.dtype}\0{tuple(result.shape)}\0".encode())
             digest.update(result.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:_DIGITS]

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,18 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from dualeval.errors import UsageError
-
-# The values of --precision, each with its autocast type (None: no autocast).
-PRECISIONS: dict[str, torch.dtype | None] = {
-    "fp32": None,
-    "tf32": None,
-    "amp-fp16": torch.float16,
-    "amp-bf16": torch.bfloat16,
-    "fp16": None,
-    "bf16": None,
-}
-# The type that weights and inputs are cast to.
-CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from dualeval.options.precision import Precision
 
 # PyTorch 2.9's settings of how float32 is computed, parents before children: a child that is "none" takes its
 # parent's value. The older settings (allow_tf32) still exist; reading one raises if it disagrees with these.
@@ -43,36 +31,6 @@ _CHILDREN = tuple(
     f"torch.backends.{kernels}.fp32_precision"
     for kernels in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 )
-
-
-def check_precision(precision: str, device: torch.device) -> None:
-    """Check that a device can compute in a precision."""
-    if precision != "tf32":
-        return
-    if device.type != "cuda":
-        raise UsageError(
-            f"--precision tf32: the device is {device}, and TF32 is a format that only some GPUs have. Leave "
-            "it out (fp32), or run on a GPU with --device cuda."
-        )
-    with torch.cuda.device(device):
-        if torch.cuda.is_tf32_supported():
-            return
-    raise UsageError(
-        f"--precision tf32: {torch.cuda.get_device_name(device)} has no TF32, which NVIDIA's GPUs have from "
-        "Ampere on (compute capability 8.0), and AMD's from the MI300 on (gfx94, gfx95). Leave --precision "
-        "out (fp32)."
-    )
-
-
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The autocast context of a precision; for one without autocast, it turns off the caller's."""
-    return autocast_of(precision, device)()
-
-
-def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.autocast]:
-    """A function that makes a new ``autocast`` for each batch: a context belongs to one thread."""
-    dtype = PRECISIONS[precision]
-    return partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not None)
 
 
 @contextmanager
@@ -107,11 +65,10 @@ class _Setting:
 class NumericSettings:
     """The settings of one run, from its start to ``restore``."""
 
-    def __init__(self, precision: str, device: torch.device, leave: Collection[str] = ()) -> None:
-        tf32 = precision == "tf32"
-        older = _older_fp32_settings(tf32)
+    def __init__(self, precision: Precision, device: torch.device, leave: Collection[str] = ()) -> None:
+        older = _older_fp32_settings(precision.tf32)
         others = [setting for setting in _other_settings(device) if setting.name not in leave]
-        self._settings = [*(_fp32_settings(tf32) if _HAS_FP32_PRECISION else older), *others]
+        self._settings = [*(_fp32_settings(precision.tf32) if _HAS_FP32_PRECISION else older), *others]
         # Written first, as writing them also changes some of the newer ones.
         self._also = older if _HAS_FP32_PRECISION else []
         self._before = _read_without_parents(self._settings)
@@ -173,7 +130,9 @@ class NumericSettings:
 
 
 @contextmanager
-def settings(precision: str, device: torch.device, leave: Collection[str] = ()) -> Iterator[NumericSettings]:
+def settings(
+    precision: Precision, device: torch.device, leave: Collection[str] = ()
+) -> Iterator[NumericSettings]:
     """Set what equal bits need: no TF32 unless asked for, deterministic kernels, no choice of kernels by
     timing, and on a CPU one thread per kernel, as its last bits may depend on the number of threads.
 

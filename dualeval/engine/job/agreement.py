@@ -85,7 +85,7 @@ def agree(
     }
     job["constants"] = {name: _of_one(values, world) for name, values in job["constants"].items()}
     machine = {
-        **machine_facts(backend.device, task.libraries, options.precision),
+        **machine_facts(backend.device, task.libraries, run.precision),
         # Beside the other versions, not in the job: a run may be continued with another torch on
         # request.
         "libraries": job.pop("libraries"),

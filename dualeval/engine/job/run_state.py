@@ -15,6 +15,8 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.layout import Share
 from dualeval.engine.values.options import RunOptions
+from dualeval.options.evaluation import precision_of
+from dualeval.options.precision import Precision
 
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
 Show: TypeAlias = Callable[[int, int], None]
@@ -56,6 +58,11 @@ class Run:
     workers: int = 0
     # The context of a forward that takes all ranks (``sharding.lockstep``); None where each computes alone.
     around_forward: Callable[[], AbstractContextManager[None]] | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """How the model computes."""
+        return precision_of(self.options)
 
     def decide(self, shown: Mapping[str, Any], **options: Any) -> None:
         """Decide options that were left open; ``shown`` is the part that the result shows."""

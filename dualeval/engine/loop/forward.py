@@ -233,7 +233,7 @@ def compute_of(
         evaluation.task,
         evaluation.model,
         evaluation.run.device,
-        options.precision,
+        evaluation.run.precision,
         threads,
         inference=not keeps_mode,
         explain=partial(why_preparation_failed, options=options),

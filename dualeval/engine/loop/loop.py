@@ -246,7 +246,7 @@ class Loop:
     def _out_of_memory(self, error: BaseException) -> DualevalError:
         options = self._run.options
         tries = [] if options.batch_size == 1 else [f"--batch-size {options.batch_size // 2}"]
-        tries += [] if options.precision.startswith("amp") else ["--precision amp-bf16 on a GPU"]
+        tries += [] if self._run.precision.autocast is not None else ["--precision amp-bf16 on a GPU"]
         tries += ["on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks", "a device with more memory"]
         # Python's MemoryError has no text.
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")

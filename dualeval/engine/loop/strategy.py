@@ -11,7 +11,6 @@ from torch import nn
 
 from dualeval.engine.checks.replay import EvaluatesBatch, StoredBatch
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.device import numerics
 from dualeval.engine.device.divided import has_late
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.identity.model import ModelIdentity
@@ -68,7 +67,7 @@ class Strategy:
 
 def built(task: Task, run: Run) -> nn.Module:
     """The task's model, where the task has put it."""
-    with numerics.autocast(run.options.precision, run.device):
+    with run.precision.forward_context(run.device)():
         model = task.build_model(run.device)
     check_initialized(model)
     return model

@@ -25,6 +25,7 @@ from dualeval.engine.device.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.device.transfer import HOST, Columns, Pending, is_plain, start_download
 from dualeval.errors import UsageError
 from dualeval.models.model_errors import why_model_failed
+from dualeval.options.precision import Precision
 from dualeval.tasks import Task
 
 # Each batch under way holds its own activations; to use more cores than this, start more ranks.
@@ -64,7 +65,7 @@ class Compute:
         task: Task,
         model: nn.Module,
         device: torch.device,
-        precision: str,
+        precision: Precision,
         threads: int,
         *,
         inference: bool = True,
@@ -75,7 +76,7 @@ class Compute:
         self._explain = explain
         self._gradients_off = torch.inference_mode if inference else torch.no_grad
         self._task = task
-        self._autocast = numerics.autocast_of(precision, device)
+        self._autocast = precision.forward_context(device)
         self._model = model
         # The models that compute: one for each thread.
         self.models = [model]

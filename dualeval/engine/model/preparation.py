@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from dualeval.engine.device import numerics
 from dualeval.engine.device.divided import NOT_GATHERED, is_sharded
 from dualeval.engine.model.layouts import converter, fixed_part, is_changeable, layout_of
 from dualeval.engine.values.nests import map_tensors
@@ -24,6 +23,7 @@ from dualeval.engine.values.options import RunOptions
 from dualeval.errors import UsageError, text_of, with_type
 from dualeval.messages import counted, listed
 from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
+from dualeval.options.evaluation import precision_of
 from dualeval.torch_errors import TorchError
 
 # Shapes of batches that may each be compiled; torch's own limit is 8.
@@ -54,17 +54,17 @@ def prepare(
                 "--optimize fold: nothing was folded, because no batch norm directly follows a convolution "
                 "of torch (a subclass of nn.Conv2d does not count)"
             )
-    dtype = numerics.CASTS.get(options.precision)
+    precision = precision_of(options)
     if is_changeable(model):
         convert_layout = converter(layout)
 
         def convert(module: nn.Module, tensor: Tensor) -> Tensor:
-            return convert_layout(tensor.to(dtype_in(module, tensor.dtype, options)))
+            return convert_layout(tensor.to(precision.dtype_in(module, tensor.dtype)))
 
         held = ((module, own) for module in model.modules() for own in (module._parameters, module._buffers))
         convert_each(held, lambda module, tensor: _converted(module, tensor, convert, owned=owned))
-        if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
-            set_door(model, dtype, layout)
+        if precision.dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
+            set_door(model, precision.dtype, layout)
     elif is_sharded(model) and layout == CHANNELS_LAST:
         # Parameters stay contiguous, as FSDP needs them: a convolution follows the layout of its inputs.
         set_door(model, None, layout)
@@ -88,13 +88,6 @@ def check_initialized(model: nn.Module) -> None:
         )
 
 
-def dtype_in(module: nn.Module, own: torch.dtype, options: RunOptions) -> torch.dtype:
-    """The dtype in which a module's tensor of some dtype is computed."""
-    keeps = options.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
-    dtype = numerics.CASTS.get(options.precision)
-    return own if dtype is None or keeps or not own.is_floating_point else dtype
-
-
 def check_model(model: nn.Module, options: RunOptions) -> None:
     """Check that a model can be prepared as the options say."""
     if options.optimize is not None and (part := fixed_part(model)) is not None:
@@ -107,21 +100,22 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
             f"--optimize {options.optimize}: the model is sharded, and its layers' parameters exist only "
             "while a layer computes. Leave it out."
         )
-    if options.precision not in numerics.CASTS:
+    precision = precision_of(options)
+    if precision.cast is None:
         return
-    said = f"--precision {options.precision}"
+    flag = precision.flag
     if (part := fixed_part(model)) is not None:
         raise UsageError(
-            f"{said}: {part}, and its dtypes were fixed when it was made. Leave it out, or make that program "
+            f"{flag}: {part}, and its dtypes were fixed when it was made. Leave it out, or make that program "
             "again from a model of this dtype."
         )
     if not is_changeable(model):
         raise UsageError(
-            f"{said}: the model has tensors of a special class (such as those of a sharded model), which "
-            f"cannot be cast. Give a model whose tensors are whole, or --precision amp-{options.precision}."
+            f"{flag}: the model has tensors of a special class (such as those of a sharded model), which "
+            f"cannot be cast. Give a model whose tensors are whole, or {precision.flag_of_autocast}."
         )
     if not any(tensor.is_floating_point() for tensor in model.parameters()):
-        raise UsageError(f"{said}: the model has no floating parameters to cast. Leave it out.")
+        raise UsageError(f"{flag}: the model has no floating parameters to cast. Leave it out.")
     if options.keep_batchnorm_fp32 and not any(isinstance(part, _BatchNorm) for part in model.modules()):
         raise UsageError("--keep-batchnorm-fp32: the model has no batch norm. Leave it out.")
 
@@ -140,6 +134,7 @@ def identity_of(options: RunOptions) -> dict[str, Any]:
 
 def why_preparation_failed(error: BaseException, options: RunOptions) -> str | None:
     """Why an option made a forward fail; None if no option is the cause."""
+    precision = precision_of(options)
     said = (text_of(error).splitlines() or [""])[0].rstrip(".")
     if options.shard is not None and (why := _why_not_gathered(said)) is not None:
         return f"--shard {options.shard}: {why}"
@@ -155,17 +150,16 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
             f"--optimize compile: torch.compile failed: {with_type(error)}. It needs a C++ compiler (g++ or "
             "clang; on Debian: apt install g++), on a GPU Triton. Install that, or leave it out"
         )
-    if options.precision in numerics.CASTS and TorchError.MIXED_DTYPES.search(said):
+    if precision.cast is not None and TorchError.MIXED_DTYPES.search(said):
         return (
-            f"--precision {options.precision}: {said}. The model's weights and the inputs of model(...) are "
+            f"{precision.flag}: {said}. The model's weights and the inputs of model(...) are "
             "cast. A tensor that its forward makes in float32 is not, nor are the inputs of a part or "
-            f"method called directly (model.encode(x)). Use --precision amp-{options.precision}, or call "
+            f"method called directly (model.encode(x)). Use {precision.flag_of_autocast}, or call "
             "model(...)"
         )
-    if options.precision in numerics.CASTS and TorchError.NO_KERNEL.search(said):
+    if precision.cast is not None and TorchError.NO_KERNEL.search(said):
         return (
-            f"--precision {options.precision}: {said}: this device has no such operation. Use --precision "
-            f"amp-{options.precision}"
+            f"{precision.flag}: {said}: this device has no such operation. Use {precision.flag_of_autocast}"
         )
     if options.layout == CHANNELS_LAST and TorchError.NOT_CONTIGUOUS.search(said):
         return (

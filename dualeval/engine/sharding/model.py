@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.device import numerics
 from dualeval.engine.identity.model import ModelIdentity, model_fingerprint
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.model.layouts import converter
-from dualeval.engine.model.preparation import convert_each, dtype_in, set_door
+from dualeval.engine.model.preparation import convert_each, set_door
 from dualeval.engine.sharding.fsdp import has_forward, of_rows, refuse_own_rows, set_strides
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
 from dualeval.engine.values.options import RunOptions
+from dualeval.options.evaluation import precision_of
+from dualeval.options.precision import Precision
 
 _LARGEST_PART = 32
 _SMALLEST_PART = 1024
@@ -75,21 +76,21 @@ class ShardedModel:
         """Divide the model, and give it its values."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        model, layout = self._model, options.layout
+        model, layout, precision = self._model, options.layout, precision_of(options)
         convert = converter(layout)
         convert_each(
             ((module, module._buffers) for module in model.modules()),
-            lambda module, buffer: convert(self._computed(module, buffer, options)),
+            lambda module, buffer: convert(self._computed(module, buffer, precision)),
         )
         whole, sizes, dtypes = set(), {}, {}
         for parameter in self._parameters:
             module = model.get_submodule(parameter.name.rpartition(".")[0])
-            dtypes[parameter.name] = dtype_in(module, parameter.dtype, options)
+            dtypes[parameter.name] = precision.dtype_in(module, parameter.dtype)
             if parameter.is_divided:
                 made = _empty(parameter, dtypes[parameter.name])
                 sizes[id(made)] = made.nbytes
             else:
-                value = self._computed(module, parameter.take_rows(), options)
+                value = self._computed(module, parameter.take_rows(), precision)
                 made = nn.Parameter(convert(value), requires_grad=False)
                 whole.add(made)
             _put_all(model, parameter, made)
@@ -107,13 +108,12 @@ class ShardedModel:
                 rows = convert(parameter.take_rows().to(device, dtypes[parameter.name]))
                 divided = of_rows(rows, self._mesh, torch.Size(parameter.shape))
                 _put_all(model, parameter, nn.Parameter(divided, requires_grad=False))
-        dtype = numerics.CASTS.get(options.precision)
-        if dtype is not None or any(len(parameter.shape) == 4 for parameter in self._parameters):
-            set_door(model, dtype, layout)
+        if precision.dtype is not None or any(len(parameter.shape) == 4 for parameter in self._parameters):
+            set_door(model, precision.dtype, layout)
         return model
 
-    def _computed(self, module: nn.Module, tensor: Tensor, options: RunOptions) -> Tensor:
-        return tensor.detach().to(self._device, dtype_in(module, tensor.dtype, options))
+    def _computed(self, module: nn.Module, tensor: Tensor, precision: Precision) -> Tensor:
+        return tensor.detach().to(self._device, precision.dtype_in(module, tensor.dtype))
 
 
 def _empty(parameter: Parameter, dtype: torch.dtype) -> nn.Parameter:

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from torch import nn
 
-from dualeval.engine.device import numerics
 from dualeval.engine.device.divided import has_late
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity.model import ModelIdentity
@@ -39,7 +38,7 @@ class Sharded(Lockstep):
 
     def build(self) -> nn.Module:
         """The task's model, which stays where it was built."""
-        with numerics.autocast(self._run.options.precision, self._run.device):
+        with self._run.precision.forward_context(self._run.device)():
             model = self._task.build_late(self._run.device)
         check_initialized(model)
         check_owned(self._task, model, self._caller)

@@ -24,7 +24,7 @@ class Cell:
     mode: str
     # How many ranks; for "dataparallel" how many GPUs its one process uses.
     processes: int
-    # One of `choices.PRECISIONS`.
+    # One of `options.precision.PRECISIONS`.
     precision: str
     # Samples a batch of each process.
     batch_size: int

@@ -23,10 +23,11 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
 from dualeval.launch.launchers import child_environ, why_not
 from dualeval.launch.site import Site, default_ranks
 from dualeval.messages import counted
-from dualeval.options.choices import CAST, PRECISIONS, check_choice
+from dualeval.options.choices import check_choice
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.job import COMMON, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
+from dualeval.options.precision import FP32, PRECISIONS
 from dualeval.result import json_text
 from dualeval.tools import node_facts, trials
 from dualeval.tools.bench.cell import (
@@ -130,7 +131,7 @@ def bench(context: click.Context, /, **flags: Any) -> None:
     for mode in flags["mode"] or ():
         check_choice("--mode", mode, MODES)
     for precision in flags["precision"] or ():
-        check_choice("--precision", precision, PRECISIONS)
+        check_choice("--precision", precision, tuple(PRECISIONS))
     if (flags["mode"], flags["processes"]) == ([DATAPARALLEL], [1]):
         raise UsageError(
             f"--mode {DATAPARALLEL} --processes 1: it splits a batch over several GPUs, so there is nothing "
@@ -179,11 +180,11 @@ def _check_training(job: Job, flags: Mapping[str, Any]) -> None:
             f"{words}: not for --train, which has no metrics, skips no sample and trains the model as it is "
             "built. Leave it out."
         )
-    for precision in flags["precision"] or [job.precision]:
-        if precision in CAST:
+    for precision in [PRECISIONS[name] for name in flags["precision"] or [job.precision]]:
+        if precision.cast is not None:
             raise UsageError(
-                f"--train --precision {precision}: a training keeps its weights in float32, as the steps of "
-                f"an optimiser are lost in half precision. Give --precision amp-{precision}, or leave out "
+                f"--train {precision.flag}: a training keeps its weights in float32, as the steps of an "
+                f"optimiser are lost in half precision. Give {precision.flag_of_autocast}, or leave out "
                 "--train."
             )
 
@@ -275,14 +276,13 @@ def _described(job: Job) -> dict[str, str]:
         fetch()
     task = job.make_task()
     cpu = torch.device("cpu")
-    with numerics.settings("fp32", cpu):
+    with numerics.settings(FP32, cpu):
         task.build_model(cpu)
     return dict(task.description())
 
 
 def _reasons(job: Job, site: Site, device: torch.device, cores: int) -> Callable[[Cell], str | None]:
     """What says why a cell cannot be measured on this machine."""
-    from dualeval.engine.device.numerics import check_precision
     from dualeval.world import World
     from dualeval.world.devices import device_here
 
@@ -290,7 +290,7 @@ def _reasons(job: Job, site: Site, device: torch.device, cores: int) -> Callable
 
     def why(cell: Cell) -> str | None:
         try:
-            check_precision(cell.precision, device)
+            PRECISIONS[cell.precision].check(device)
             if cell.mode != DATAPARALLEL:
                 device_here(job.device, cell.processes, World.alone())
         except UsageError as error:

@@ -31,6 +31,7 @@ from dualeval.engine.values.options import run_options_of
 from dualeval.errors import UsageError
 from dualeval.launch import detect
 from dualeval.options.job import Job
+from dualeval.options.precision import PRECISIONS
 from dualeval.process.signals import numbers_of
 from dualeval.process.start import DEFAULT_SIGNALS, end_with_parent
 from dualeval.result import TimedStage
@@ -193,7 +194,7 @@ def measure_training(
     device = session.backend.device
     if start.mode == DATAPARALLEL:
         split_batches(task, start.processes)
-    with numerics.settings(start.precision, device, leave=_LEFT):
+    with numerics.settings(PRECISIONS[start.precision], device, leave=_LEFT):
         model = task.build_model(device).to(device).train()
         batches = _batches(session, task, options, start)
         training = _Training(session.backend, task, model, start)
@@ -251,18 +252,19 @@ class _Training:
         self._backend = backend
         self._task = task
         self._model = model
-        self._precision = start.precision
+        precision = PRECISIONS[start.precision]
+        self._forward_context = precision.forward_context(backend.device)
         self._reduces = start.mode in OF_RANKS
         self._optimiser = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
         # float16 has too small a range for gradients; the scaler does nothing for the others.
-        self._scaler = torch.amp.GradScaler(backend.device.type, enabled=start.precision == "amp-fp16")
+        self._scaler = torch.amp.GradScaler(backend.device.type, enabled=precision.autocast == "float16")
         # By stage, of all steps since it was set.
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     def step(self, batch: Mapping[str, Tensor]) -> None:
         """Train on one batch; each stage is waited for before the next one begins."""
         marks = [perf_counter()]
-        with numerics.autocast(self._precision, self._backend.device):
+        with self._forward_context():
             logits = self._task.forward(self._model, batch)
             loss = nn.functional.cross_entropy(logits, batch["targets"])
         self._mark(marks)

@@ -21,6 +21,7 @@ from dualeval.engine.samples.subset import postprocessed
 from dualeval.engine.values.nests import tensors_in
 from dualeval.engine.values.options import RunOptions
 from dualeval.engine.values.row_comparison import Difference, differing_rows
+from dualeval.options.evaluation import precision_of
 from dualeval.tasks import Dataset, Task
 
 _OUTPUT = "output"
@@ -108,7 +109,7 @@ class Computed:
             cast(Task, self._beside),
             self.model,
             device,
-            options.precision,
+            precision_of(options),
             1,
             explain=partial(why_preparation_failed, options=options),
         )

@@ -29,6 +29,8 @@ from dualeval.engine.values.plan import EvalPlan
 from dualeval.engine.values.row_comparison import differing_rows
 from dualeval.errors import UsageError
 from dualeval.messages import listed
+from dualeval.options.evaluation import precision_of
+from dualeval.options.precision import FP32
 from dualeval.report.table import labelled, make_console, print_line
 from dualeval.tasks import Task
 from dualeval.tools.invariance.computed import Batches, ColumnRows, Computed, ShapeDiagnosis
@@ -71,8 +73,8 @@ def diagnose(
 ) -> Diagnosis:
     """Compute the job's first batch in many shapes."""
     notes: list[str] = []
-    with numerics.settings(options.precision, device) as held:
-        with numerics.autocast(options.precision, device):
+    with numerics.settings(precision_of(options), device) as held:
+        with precision_of(options).forward_context(device)():
             model = task.build_model(device)
         model = moved(model, device)
         notes += [*task.notes(), *set_evaluation_mode(model), *held.check_after_build()]
@@ -98,7 +100,7 @@ def diagnose(
         rows=rows,
         samples=count,
         last_batch=last if last != options.batch_size and plan.num_batches > 1 else None,
-        machine=machine_facts(device, task.libraries, options.precision),
+        machine=machine_facts(device, task.libraries, precision_of(options)),
         shapes=_diagnose_shapes(task, model, batches, options, device, shapes, notes),
         notes=notes,
     )
@@ -115,7 +117,7 @@ def _layout(
     """The layout that the job's comes to, as in a run."""
 
     def compute_in(layout: str) -> None:
-        with numerics.settings("fp32", device):
+        with numerics.settings(FP32, device):
             Computed(task, model, batches, replace(options, layout=layout, **OF_TRIAL), device)
 
     layout, said = layout_by_trial(model, options.layout, compute_in)
@@ -138,7 +140,7 @@ def _diagnose_shapes(
     shapes: Sequence[int],
     notes: list[str],
 ) -> list[ShapeDiagnosis]:
-    with numerics.settings(options.precision, device) as held, compiler_settings(options.optimize):
+    with numerics.settings(precision_of(options), device) as held, compiler_settings(options.optimize):
         computed = Computed(task, model, batches, options, device)
         # The job's own shape a second time, first: without equal bits there nothing else means anything.
         again, _ = computed.compare(shapes[-1])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import dualeval
 from dualeval.engine.device import numerics
 from dualeval.errors import UsageError
+from dualeval.options.precision import FP32, PRECISIONS
 from tests.conftest import Launch
 from tests.vehicles import sessions
 from tests.vehicles.tiny import TinyTask
@@ -82,7 +83,7 @@ def nothing_changed() -> Iterator[None]:
 @pytest.fixture
 def scratch() -> Iterator[None]:
     """Puts back what a test sets as a program that has a run inside it would."""
-    held = numerics.NumericSettings("fp32", CPU)
+    held = numerics.NumericSettings(FP32, CPU)
     before, also = held._before, held._also_before
     held.restore()
     yield
@@ -338,7 +339,7 @@ def test_tf32_is_for_gpus() -> None:
     with pytest.raises(UsageError, match=r"--precision tf32: the device is cpu, .*Leave it out"):
         noted(Changing(), precision="tf32")
     for precision in ("fp32", "amp-bf16", "amp-fp16"):
-        numerics.check_precision(precision, CPU)
+        PRECISIONS[precision].check(CPU)
 
 
 @pytest.mark.parametrize(
@@ -365,11 +366,11 @@ def test_tf32_is_for_gpus_that_have_it(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
     expected = nullcontext() if has_it else pytest.raises(UsageError, match=r"tf32: a GPU has no TF32, which")
     with expected:
-        numerics.check_precision("tf32", torch.device("cuda", 0))
+        PRECISIONS["tf32"].check(torch.device("cuda", 0))
 
 
 def test_tf32_is_what_a_gpu_gets(scratch: None) -> None:
-    with numerics.settings("tf32", torch.device("cuda", 0)) as settings:
+    with numerics.settings(PRECISIONS["tf32"], torch.device("cuda", 0)) as settings:
         found = fp32_precisions()
         assert BACKENDS.cuda.matmul.allow_tf32 and BACKENDS.cudnn.allow_tf32
         torch.set_float32_matmul_precision("highest")
@@ -380,12 +381,13 @@ def test_tf32_is_what_a_gpu_gets(scratch: None) -> None:
 
 OLDER = """
 import torch
-from dualeval.engine import numerics
+from dualeval.engine.device import numerics
+from dualeval.options.precision import FP32
 
 numerics._HAS_FP32_PRECISION = False
 cpu = torch.device("cpu")
 before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-with numerics.settings("fp32", cpu) as settings:
+with numerics.settings(FP32, cpu) as settings:
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
     assert settings.notes == []
     torch.set_float32_matmul_precision("medium")
@@ -402,15 +404,3 @@ assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) =
 def test_a_pytorch_without_the_newer_settings(launch: Launch) -> None:
     """In a process of its own, where nobody uses the newer ones."""
     launch([sys.executable, "-W", "error", "-c", OLDER]).ok()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
-@pytest.mark.parametrize("outside", [False, True])
-def test_the_precision_holds_inside_a_callers_autocast(precision: str, *, outside: bool) -> None:
-    cpu = torch.device("cpu")
-    expected = {"fp32": torch.float32, "amp-bf16": torch.bfloat16}[precision]
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
-        with numerics.autocast(precision, cpu):
-            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == expected
-        after = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
-    assert after == (torch.bfloat16 if outside else torch.float32)

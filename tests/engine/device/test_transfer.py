@@ -26,6 +26,7 @@ from dualeval.engine.device.machines import machine_facts
 from dualeval.engine.device.transfer import Uploads, map_batch, start_download
 from dualeval.engine.model.compute import Compute, usable_threads
 from dualeval.engine.samples.feed import Feed, Reader
+from dualeval.options.precision import FP32
 from tests.engine.samples.test_feed import Boxes, Scan
 from tests.vehicles.played_device import Played, PlayedTask
 from tests.vehicles.sessions import evaluate
@@ -90,7 +91,7 @@ def columns_of(task: TinyTask, batches: int = 12) -> list[dict[str, list[Any]]]:
         workers=0,
         device=CPU,
     )
-    with Compute(task, task.build_model(CPU), CPU, "fp32", 1) as compute:
+    with Compute(task, task.build_model(CPU), CPU, FP32, 1) as compute:
         for data, _ in feed:
             under_way.append(compute.start(data))
             if len(under_way) > compute.ahead:

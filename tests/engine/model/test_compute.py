@@ -16,6 +16,7 @@ from dualeval import evaluate
 from dualeval.engine.model.compute import Compute, usable_threads
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
+from dualeval.options.precision import FP32, PRECISIONS
 from tests.vehicles.tiny import CLASSES, FEATURES, TinyTask
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def batch(number: int) -> dict[str, Tensor]:
 
 
 def losses(model: nn.Module, threads: int, batches: int = 6) -> list[list[float]]:
-    with Compute(TinyTask(1), model, CPU, "fp32", threads) as compute:
+    with Compute(TinyTask(1), model, CPU, FP32, threads) as compute:
         pending = [compute.start(batch(number)) for number in range(batches)]
         return [columns()["loss"].tolist() for columns in pending]
 
@@ -98,7 +99,7 @@ def test_what_a_forward_writes_into_a_small_buffer_stays_with_its_thread() -> No
 
 
 def test_an_error_in_a_thread_is_raised_where_it_is_waited_for() -> None:
-    with Compute(TinyTask(1), nn.Linear(FEATURES + 1, CLASSES), CPU, "fp32", 2) as compute:
+    with Compute(TinyTask(1), nn.Linear(FEATURES + 1, CLASSES), CPU, FP32, 2) as compute:
         pending = compute.start(batch(0))
         with pytest.raises(UsageError, match=r"the layer Linear\(.*cannot take a tensor.*mat1 and mat2"):
             pending()
@@ -156,7 +157,7 @@ def test_a_kernel_has_one_thread() -> None:
             return super().forward(model, batch)
 
     task = Watching(1)
-    with Compute(task, task.build_model(CPU), CPU, "fp32", 2) as compute:
+    with Compute(task, task.build_model(CPU), CPU, FP32, 2) as compute:
         compute.start(batch(0))()
     assert seen == [1]
 
@@ -171,7 +172,7 @@ def test_autocast_reaches_the_threads() -> None:
 
     task = Watching(1)
     for threads in (1, 2):
-        with Compute(task, task.build_model(CPU), CPU, "amp-bf16", threads) as compute:
+        with Compute(task, task.build_model(CPU), CPU, PRECISIONS["amp-bf16"], threads) as compute:
             compute.start(batch(0))()
     assert seen == [(torch.bfloat16, True)] * 2
 
