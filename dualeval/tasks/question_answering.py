@@ -19,14 +19,15 @@ from dualeval.data.squad import questions_of_rows, read_questions
 from dualeval.data.windows import EncodedQuestions, WindowEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.by_name import chosen
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks.keywords import QuestionAnsweringKeywords
-from dualeval.tasks.options import QuestionAnsweringOptions
-from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
+from dualeval.tasks.options.question_answering import QuestionAnsweringOptions
+from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="question answering", kind="AutoModelForQuestionAnswering")

@@ -39,7 +39,7 @@ _HEAD_START_S = 2.0
 _GO = "go"
 _STOP = "stop"
 # Flags that make it a diagnosis of another kind, whose flags are others: where it is, and the flag's help.
-_DIAGNOSES = {
+_DIAGNOSES: dict[str, tuple[str, str]] = {
     "--invariance": (
         "dualeval.tools.invariance.command:invariance",
         "Try other batch shapes on a job's model; its own flags: 'doctor --invariance --help'.",
@@ -81,13 +81,6 @@ class _Findings:
 class _Doctor(click.Command):
     """``doctor``, and what a flag of ``_DIAGNOSES`` makes of it."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.params += [
-            click.Option([flag], is_flag=True, expose_value=False, help=said)
-            for flag, (_, said) in _DIAGNOSES.items()
-        ]
-
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
@@ -114,6 +107,12 @@ class _Doctor(click.Command):
     help="Time limit for ranks that do not join or hang, in seconds.",
 )
 @options.ONLY_JSON
+@options.with_flags(
+    *(
+        click.Option([flag], is_flag=True, expose_value=False, help=said)
+        for flag, (_, said) in _DIAGNOSES.items()
+    )
+)
 @click.pass_context
 def doctor(context: click.Context, /, launcher: str | None, **flags: Any) -> None:
     """Print what each rank finds, and test the backend. Type it in place of 'dualeval run'.
