@@ -8,7 +8,7 @@ from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.messages import nearest
-from dualeval.metrics.metric import Metric, RowMetric, by_names, called
+from dualeval.metrics.metric import Metric, RowMetric, by_names
 from dualeval.metrics.rows import Rows
 from dualeval.options.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 
@@ -27,19 +27,6 @@ def chosen_metrics(
     every = [*columns, *(name for metric in own for name in metric.columns)]
     chosen = by_names(asked, own, lambda text: named(text, own, columns), by_value=False) or own
     return with_warning(chosen, every)
-
-
-def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[Metric | RowMetric]:
-    """Those metrics that the names name, in their own order; all without names."""
-    asked = set[str]()
-    for name in names:
-        if not (found := called(name, metrics)):
-            known = [metric.name for metric in metrics]
-            raise UsageError(
-                f"there is no metric {name!r} here.{nearest(name, known)} Metrics: {', '.join(known)}"
-            )
-        asked.update(metric.name for metric in found)
-    return [metric for metric in metrics if not names or metric.name in asked]
 
 
 def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]) -> list[Metric | RowMetric]:

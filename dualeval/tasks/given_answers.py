@@ -19,7 +19,7 @@ from dualeval.data.squad import Questions, read_null_odds, read_predictions, rea
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import chosen
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.squad import BestThresholds
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics
 

@@ -17,7 +17,7 @@ from dualeval.data.table import PythonRows, TableOptions
 from dualeval.data.token_groups import DocumentWindows, refuse_unknown
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import chosen
+from dualeval.metrics.metric import chosen
 from dualeval.models import text_models
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python, with_keywords

@@ -24,7 +24,7 @@ from dualeval.models.weights import (
     warnings_of,
 )
 from dualeval.tasks import Task
-from dualeval.tasks.options.common import PictureOptions
+from dualeval.tasks.options.base import PictureOptions
 from dualeval.tasks.refusals import for_a_trial, refused_images
 from dualeval.user_code.importing import own_module
 

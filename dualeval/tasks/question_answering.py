@@ -19,8 +19,8 @@ from dualeval.data.squad import questions_of_rows, read_questions
 from dualeval.data.windows import EncodedQuestions, WindowEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import chosen
 from dualeval.metrics.classification import NonfiniteLogits
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out

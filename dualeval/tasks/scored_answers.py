@@ -12,7 +12,7 @@ from torch import Tensor
 from dualeval.columns.ragged import Text
 from dualeval.data.squad import Questions
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import chosen
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
 from dualeval.tasks import Task, place_of
 

@@ -25,7 +25,7 @@ from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
 from dualeval.messages import listed
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import chosen
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, published_uncropped, segmenter_of
 from dualeval.options.fields import of_python, with_keywords

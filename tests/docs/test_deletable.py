@@ -97,11 +97,10 @@ _RUNS = """
 import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from dualeval.cli import COMMANDS, dualeval
+from dualeval.cli import COMMANDS, dualeval, main
 for words in (["--help"], *([name, "--help"] for name in COMMANDS), ["list", "tasks"], ["list", "metrics"]):
     dualeval.main(words, standalone_mode=False)
-sys.argv[1:] = ["run", "--limit", "64", "--nproc", "1", "--out", "out"]
-dualeval.main(standalone_mode=False)
+main(["run", "--limit", "64", "--out", "out"])
 """
 
 

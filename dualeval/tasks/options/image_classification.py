@@ -12,7 +12,7 @@ from dualeval.data.set_names import data_beside
 from dualeval.models.weights_name import model_beside
 from dualeval.options.choices import SPLITS
 from dualeval.options.fields import option
-from dualeval.tasks.options.common import DATA, IMAGES, MODEL, PictureOptions, same
+from dualeval.tasks.options.base import DATA, IMAGES, MODEL, PictureOptions, same
 
 
 @dataclass(frozen=True, kw_only=True)

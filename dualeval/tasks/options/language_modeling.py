@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from dualeval.options.choices import IGNORED, check_choice
 from dualeval.options.fields import option
-from dualeval.tasks.options.common import DATA, TextOptions, same, start_of_texts
+from dualeval.tasks.options.base import DATA, TextOptions, same, start_of_texts
 
 _TOKENS = "Tokens"
 

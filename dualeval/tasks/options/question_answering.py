@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dualeval.options.fields import option
-from dualeval.tasks.options.common import DATA, TextOptions, start_of_texts
+from dualeval.tasks.options.base import DATA, TextOptions, start_of_texts
 
 if TYPE_CHECKING:
     from dualeval.tasks.given_answers import GivenAnswers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dualeval.models.weights_name import model_beside
 from dualeval.options.fields import option
-from dualeval.tasks.options.common import DATA, MODEL, PictureOptions, same
+from dualeval.tasks.options.base import DATA, MODEL, PictureOptions, same
 
 if TYPE_CHECKING:
     from dualeval.models.sources.source import ModelSource

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dualeval.options.fields import option
-from dualeval.tasks.options.common import DATA, TEXTS, TextOptions, same, start_of_texts
+from dualeval.tasks.options.base import DATA, TEXTS, TextOptions, same, start_of_texts
 
 
 @dataclass(frozen=True, kw_only=True)
