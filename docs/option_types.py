@@ -10,7 +10,7 @@ from typing import Any
 
 from dualeval.engine.values.options import RunOptions, SessionOptions
 from dualeval.options.fields import IN_PYTHON
-from dualeval.tasks import options as of_tasks
+from dualeval.tasks.options import TASKS
 
 PACKAGE = Path(__file__).resolve().parent.parent / "dualeval"
 # What Python takes besides, and what stands in the signatures themselves.
@@ -51,12 +51,8 @@ _OF_TASKS = """    from collections.abc import Sequence
 def modules() -> dict[Path, str]:
     """The text of each module."""
     of_engine = [_typed(RunOptions, "Run", "an evaluation"), _typed(SessionOptions, "Session", "a session")]
-    kinds = [
-        (name.removesuffix("Options"), kind)
-        for name, kind in vars(of_tasks).items()
-        if isinstance(kind, type) and issubclass(kind, of_tasks.ModelOptions) and hasattr(kind, "start")
-    ]
-    classes = [_typed(kind, name, f"the class {name}") for name, kind in kinds]
+    kinds = {kind.__name__.removesuffix("Options"): kind for kind in TASKS.values()}
+    classes = [_typed(kind, name, f"the class {name}") for name, kind in kinds.items()]
     return {
         PACKAGE / "engine/values/keywords.py": _text("sessions and evaluations", _OF_ENGINE, of_engine),
         PACKAGE / "tasks/keywords.py": _text("the tasks' classes", _OF_TASKS, classes),

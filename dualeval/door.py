@@ -20,7 +20,7 @@ from dualeval.process.signals import numbers_of
 from dualeval.process.start import DEFAULT_SIGNALS, may_print
 from dualeval.process.status_line import LINE, doing
 from dualeval.tasks.keywords import ImageClassificationKeywords
-from dualeval.tasks.options import ImageClassificationOptions
+from dualeval.tasks.options.image_classification import ImageClassificationOptions
 
 if TYPE_CHECKING:
     from torch import nn

@@ -45,8 +45,9 @@ COMMANDS = {
     "bench": "dualeval.tools.bench.command:bench",
     "conformance": "dualeval.tools.conformance.command:conformance",
     "doctor": "dualeval.tools.doctor.command:doctor",
+    "node-facts": "dualeval.tools.node_facts:show_facts",
     "setup-horovod": "dualeval.tools.horovod.setup:setup_horovod",
-    "submit": "dualeval.tools.submit:submit",
+    "submit": "dualeval.tools.submit.command:submit",
 }
 
 

@@ -23,18 +23,19 @@ from dualeval.tasks.options import SCORED
 
 # The kinds of evaluation whose answers can be had as a file.
 TASKS = tuple(SCORED)
-_KIND = scored_kind(TASKS[0])
-_FIELDS = {field.name: field for field in _KIND.fields if field.name not in COMMON}
+_FIELDS = {
+    field.name: field for name in TASKS for field in scored_kind(name).fields if field.name not in COMMON
+}
 _GROUP = "A file of answers"
 
 
 @click.command(cls=GroupedCommand, groups=(_GROUP,))
-@click.argument("run", required=False, type=PATH)
+@click.argument("run", required=not TASKS, type=PATH)
 @grouped(
     "--task",
     group=_GROUP,
     type=Words(TASKS, "NAME"),
-    help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {TASKS[0]}]",
+    help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {next(iter(TASKS), None)}]",
 )
 @with_flags(*(flag_for(replace(field, group=_GROUP)) for field in _FIELDS.values()))
 @options.METRIC
@@ -115,8 +116,9 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
 
     _keep_apart(flags)
     given = {name: flags[name] for name in _FIELDS if flags[name] is not None}
-    chosen = _KIND.options_class(**given, metric=flags["metric"])
-    task = made_task(_KIND, chosen)
+    kind = scored_kind(flags["task"] or TASKS[0])
+    chosen = kind.options_class(**given, metric=flags["metric"])
+    task = made_task(kind, chosen)
     code = options.evaluate_and_show(
         Session(launcher="none"),
         lambda session: session.evaluate(
@@ -124,7 +126,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
             out=flags["out"] or NEW_FOLDER,
             fresh=flags["fresh"],
             cluster=flags["cluster"],
-            job={"task": _KIND.name, **as_json(chosen)},
+            job={"task": kind.name, **as_json(chosen)},
             last=True,
             puts_back=False,
         ),

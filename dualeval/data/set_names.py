@@ -6,22 +6,35 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 
 IMAGENET = "ImageNet"
-# By torchvision's names: the splits, the first of them where none is asked for.
-SPLITS = {
-    "CIFAR10": ("test", "train"),
-    "CIFAR100": ("test", "train"),
-    "FashionMNIST": ("test", "train"),
-    IMAGENET: ("val", "train"),
-    "MNIST": ("test", "train"),
+
+
+class _Set(NamedTuple):
+    """How a set is read."""
+
+    # The first of them where none is asked for.
+    splits: tuple[str, str] = ("test", "train")
+    # The module of this folder whose ``read_set`` reads it; none where it lies as other data do.
+    reader: str = ""
+
+
+# By torchvision's names.
+SETS = {
+    "CIFAR10": _Set(reader="cifar"),
+    "CIFAR100": _Set(reader="cifar"),
+    "FashionMNIST": _Set(),
+    IMAGENET: _Set(splits=("val", "train")),
+    "MNIST": _Set(),
 }
-_NAMES = {name.casefold(): name for name in SPLITS}
-# The endings of tables, whose rows are the samples or name them.
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+_NAMES = {name.casefold(): name for name in SETS}
+# Tables, whose rows are the samples or name them: by suffix the module of ``data/tables`` whose ``open_table``
+# reads it.
+TABLES = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "json_lines", ".parquet": "parquet"}
 _NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
 
 
@@ -32,7 +45,7 @@ class NamedSet:
     name: str
     # The folder that torchvision takes.
     root: Path
-    # One of `SPLITS`.
+    # One of its splits.
     split: str
 
     def __str__(self) -> str:
@@ -50,16 +63,16 @@ def named_set(data: str, split: str | None = None) -> NamedSet | None:
         hint = f" Did you mean {_NAMES[near[0]]}:{folder}?" if near else ""
         raise UsageError(
             f"--data {data} does not exist, and there is no data set {found[1]!r}: expected a path, or "
-            f"NAME:DIR with one of {', '.join(SPLITS)}.{hint}"
+            f"NAME:DIR with one of {', '.join(SETS)}.{hint}"
         )
     if not folder:
         raise UsageError(f"--data {data}: expected the folder that holds {name} after the colon, {name}:DIR")
     if split is not None:
-        check_choice(f"--split of {name}", split, SPLITS[name])
+        check_choice(f"--split of {name}", split, SETS[name].splits)
     root = Path(folder)
     if not root.is_dir():
         raise UsageError(f"--data {data}: the folder {root} does not exist. Nothing is downloaded.")
-    return NamedSet(name=name, root=root, split=split or SPLITS[name][0])
+    return NamedSet(name=name, root=root, split=split or SETS[name].splits[0])
 
 
 def data_beside(data: str, folder: Path) -> str:

@@ -9,18 +9,19 @@ import hashlib
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, as_tensor, from_numpy, tensor
+from torch import Tensor, as_tensor
 
 from dualeval.data.labels import Labels, indices_of_classes
 from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, shape_of
-from dualeval.data.set_names import NamedSet
+from dualeval.data.set_names import SETS, NamedSet
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
 
@@ -250,8 +251,9 @@ _IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
 
 def read_small(wanted: NamedSet) -> SmallImages:
     """Read one of those whose images are held in memory: all but ImageNet."""
-    if wanted.name not in _IDX_CLASSES:
-        return _read_cifar(wanted)
+    if reader := SETS[wanted.name].reader:
+        read: Callable[[NamedSet], SmallImages] = import_module(f"{__package__}.{reader}").read_set
+        return read(wanted)
     # torchvision's place; then that of the files where nobody gave them a folder of their own.
     places = (wanted.root / wanted.name / "raw", wanted.root / "raw", wanted.root)
     folder = next((place for place in places if IdxImages.is_in(place)), None)
@@ -263,21 +265,3 @@ def read_small(wanted: NamedSet) -> SmallImages:
             "downloaded."
         )
     return IdxImages(folder, split, classes=_IDX_CLASSES[wanted.name])
-
-
-def _read_cifar(wanted: NamedSet) -> SmallImages:
-    """CIFAR-10 or CIFAR-100 by torchvision, which unpickles a file if its md5 is the published one."""
-    from dualeval.vision_library import torchvision
-
-    kind = getattr(torchvision().datasets, wanted.name)
-    try:
-        found = kind(wanted.root, train=wanted.split == "train")
-    except RuntimeError as error:
-        raise UsageError(
-            f"{wanted.root / kind.base_folder} does not hold the published files of {wanted.name}: one is "
-            "missing, or has another md5. They are pickles, which can run code, so none was read. Unpack "
-            f"{kind.filename} in {wanted.root}; nothing is downloaded. For pictures of your own use class "
-            "folders or a manifest."
-        ) from error
-    images = from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
-    return SmallImages(images, tensor(found.targets), wanted.split, classes=found.classes)

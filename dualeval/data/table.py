@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +15,9 @@ from dualeval.data.contents import what_it_is
 from dualeval.data.set_names import TABLES, is_table
 from dualeval.errors import UsageError
 from dualeval.messages import first_of, is_unicode
-from dualeval.options.choices import STANDARD_QUOTES
 from dualeval.process.status_line import doing
 
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_ROWS_AT_ONCE = 1 << 14
 _NAMED_AT_MOST = 12
-_WITH_COMMAS = (
-    "write it with commas: python -c \"import csv; csv.writer(open('new.csv', 'w', newline='')).writerows("
-    "csv.reader(open('%s', newline='', encoding='utf-8-sig'), delimiter='%s'))\""
-)
-_LONGEST_CELL = 2**31 - 1
 
 # A row: its number, as ``Table.where`` takes it, and its values in the order of ``Table.columns``.
 Row = tuple[Any, ...]
@@ -75,13 +66,9 @@ def open_table(
     path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "", *, options: TableOptions
 ) -> Table:
     """Open a table; its rows are read when they are asked for."""
-    kind = path.suffix.lower()
-    if kind in _DELIMITERS:
-        return _of_csv(path, choose, options, " and ".join(example))
-    options.refuse_quoting(path)
-    if kind == ".parquet":
-        return _of_parquet(path, choose, of_texts, options.keep)
-    return _of_json_lines(path, choose, json.dumps(example), options.keep)
+    form = import_module(f"dualeval.data.tables.{TABLES[path.suffix.lower()]}")
+    table: Table = form.open_table(path, choose, example, of_texts, options)
+    return table
 
 
 def column_of(
@@ -114,7 +101,8 @@ def column_of(
     return present[0]
 
 
-def _check_once(path: Path, found: Sequence[str], columns: Sequence[str]) -> None:
+def check_once(path: Path, found: Sequence[str], columns: Sequence[str]) -> None:
+    """Refuse a file with two columns of a name that is read."""
     if twice := next((name for name in columns if found.count(name) > 1), None):
         raise UsageError(f"{path} has two columns {twice!r}: leave one out")
 
@@ -124,84 +112,7 @@ def _spelt(found: Sequence[str], name: str) -> list[str]:
     return [name] if name in found else [each for each in dict.fromkeys(found) if each.casefold() == name]
 
 
-# -- CSV -------------------------------------------------------------------------------------------------
-
-
-def _of_csv(path: Path, choose: Choose, options: TableOptions, headings: str) -> Table:
-    delimiter = _DELIMITERS[path.suffix.lower()]
-    lines = _guarded(path, _csv_cells(path, delimiter, options.quoting))
-    if (header := next(lines, None)) is None:
-        raise UsageError(f"{path} is empty: expected a line of headings, {headings}")
-    names = [name.strip() for name in header[1]]
-    _check_delimiter(path, names, delimiter)
-    columns = choose(names)
-    _check_once(path, names, columns)
-    further = FurtherColumns(names, columns, options.keep, cells=True)
-    places = [names.index(name) for name in (*columns, *further.names)]
-    rows = further.taken(_csv_rows(path, lines, len(names), places), len(columns))
-    return Table(path=path, unit="line", columns=columns, rows=rows, further=further)
-
-
-def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
-    """Refuse a file whose columns something else separates."""
-    if names[0].startswith("sep="):
-        raise UsageError(f"{path}, line 1 is {names[0]!r}, which only Excel reads. Remove it.")
-    other = next((each for each in ",\t;|" if each != delimiter and each in names[0]), None)
-    if other is not None and len(names) == 1:
-        suffix = {own: suffix for suffix, own in _DELIMITERS.items()}.get(other)
-        advice = f"rename it to {path.with_suffix(suffix).name}" if suffix else _WITH_COMMAS % (path, other)
-        raise UsageError(f"{path} has one column, {names[0]!r}. Where {other!r} separates columns, {advice}")
-
-
-def _csv_cells(path: Path, delimiter: str, quoting: str | None) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each line that has any, behind its number."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        if quoting == STANDARD_QUOTES or (quoting is None and delimiter == ","):
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            while (cells := _next_cells(path, reader)) is not None:
-                if cells:
-                    yield reader.line_num, cells
-            return
-        for number, line in enumerate(file, 1):
-            cells = line.rstrip("\r\n").split(delimiter)
-            if quoting is None and '"' in line and any(cell.startswith('"') for cell in cells):
-                raise UsageError(
-                    f"{path}, line {number} has a cell that begins with a quotation mark. Say what it is: "
-                    "--quoting none (part of the text, as in GLUE's files) or --quoting standard (it "
-                    "encloses the cell, as pandas writes it)."
-                )
-            if cells != [""]:
-                yield number, cells
-
-
-def _next_cells(path: Path, reader: Any) -> list[str] | None:
-    limit = csv.field_size_limit(_LONGEST_CELL)  # of the whole process
-    try:
-        return next(reader, None)
-    except csv.Error as error:
-        raise UsageError(
-            f"{path}, line {reader.line_num} is not {path.suffix[1:].upper()}: {error}. A quotation mark "
-            'in a quoted cell is written twice, as ""; where the file has \\", write it anew: '
-            'pandas.read_csv(FILE, escapechar="\\\\").to_csv(NEW, index=False). Where no cell is quoted and '
-            "the marks are part of the texts, give --quoting none."
-        ) from error
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _csv_rows(
-    path: Path, lines: Iterator[tuple[int, list[str]]], width: int, places: Sequence[int]
-) -> Iterator[Row]:
-    for number, cells in lines:
-        if len(cells) != width:
-            raise UsageError(
-                f"{path}, line {number} has {len(cells)} columns, expected {width} as in the first line. Put "
-                "a text with a delimiter in it in double quotes (--quoting standard)."
-            )
-        yield (number, *(cells[place] for place in places))
-
-
-def _guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
+def guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
     """The same, with what is wrong with the file as a message."""
     try:
         yield from rows
@@ -211,114 +122,6 @@ def _guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
         near = error.object[max(0, error.start - 20) : error.end]
         advice = f"Write it anew: iconv -f WINDOWS-1252 -t UTF-8 {path} > new{path.suffix} (or -f UTF-16)"
         raise UsageError(f"{path} is not UTF-8, at {near!r}. {advice}") from error
-
-
-# -- JSON lines ------------------------------------------------------------------------------------------
-
-
-def _of_json_lines(path: Path, choose: Choose, example: str, keep: Sequence[str]) -> Table:
-    objects = _guarded(path, _json_objects(path, example))
-    if (first := next(objects, None)) is None:
-        raise UsageError(f"{path} is empty: expected lines such as {example}")
-    columns = choose(list(first[1]))
-    further = FurtherColumns(list(first[1]), columns, keep)
-    rows = _json_rows(path, itertools.chain([first], objects), columns, further.names)
-    return Table(
-        path=path, unit="line", columns=columns, rows=further.taken(rows, len(columns)), further=further
-    )
-
-
-def _json_objects(path: Path, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UsageError(
-                    f"{path}, line {number} is not JSON: {error}. Expected one object per line, such as "
-                    f"{example}"
-                ) from error
-            if not isinstance(value, dict):
-                raise UsageError(
-                    f"{path}, line {number} holds a {type(value).__name__}, expected an object such as "
-                    f"{example}"
-                )
-            yield number, value
-
-
-def _json_rows(
-    path: Path, objects: Iterable[tuple[int, dict[str, Any]]], columns: Sequence[str], further: Sequence[str]
-) -> Iterator[Row]:
-    for number, value in objects:
-        try:
-            yield (number, *(value[name] for name in columns), *(value.get(name) for name in further))
-        except KeyError as error:
-            raise UsageError(f"{path}, line {number} has no {error.args[0]!r}") from error
-
-
-# -- Parquet ---------------------------------------------------------------------------------------------
-
-
-def _of_parquet(path: Path, choose: Choose, of_texts: str, keep: Sequence[str]) -> Table:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
-    schema = file.schema_arrow
-    columns = choose(schema.names)
-    _check_once(path, schema.names, columns)
-    types, kind = pyarrow.types, schema.field(columns[0]).type
-    if types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        raise UsageError(f"{path}: the column {columns[0]!r} holds {kind}, expected texts{of_texts}")
-    unfit = {
-        each.name: f"it holds {each.type}"
-        for each in schema
-        if types.is_nested(each.type) or types.is_binary(each.type) or types.is_large_binary(each.type)
-    }
-    further = FurtherColumns(schema.names, columns, keep, unfit=unfit)
-    rows = _parquet_rows(path, file, (*columns, *further.names), pyarrow.ArrowException)
-    return Table(
-        path=path,
-        unit="row",
-        columns=columns,
-        rows=further.taken(rows, len(columns)),
-        class_names=_class_names(schema.metadata or {}),
-        further=further,
-    )
-
-
-def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
-    """The names of classes by column, as Hugging Face's library writes them beside the rows."""
-    said = json.loads(metadata.get(b"huggingface", b"{}"))
-    features = said.get("info", {}).get("features", {})
-    return {
-        column: tuple(feature["names"])
-        for column, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-    }
-
-
-def _parquet_rows(
-    path: Path, file: Any, columns: Sequence[str], arrow_error: type[Exception]
-) -> Iterator[Row]:
-    number = 0
-    try:
-        # One thread: reading processes are forked later, and have none of a pool's.
-        for batch in file.iter_batches(
-            _ROWS_AT_ONCE, columns=list(dict.fromkeys(columns)), use_threads=False
-        ):
-            for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
-                number += 1
-                yield (number, *values)
-    except (OSError, arrow_error) as error:
-        raise UsageError(f"{path}, after row {number}, cannot be read: {error}") from error
-    finally:
-        file.close()
 
 
 # The column of a row's id, where there is one; GLUE's is the second.

@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from dualeval.errors import UsageError
+from dualeval.messages import nearest
 from dualeval.metrics.scores import Score
 from dualeval.options.choices import check_kind
 
@@ -154,6 +156,19 @@ def called(
     return [metric for metric in metrics if metric.name == text][:1] or [
         metric for metric in metrics if by_value and text in _values_of(metric)
     ][:1]
+
+
+def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[Metric | RowMetric]:
+    """Those metrics that the names name, in their own order; all without names."""
+    asked = set[str]()
+    for name in names:
+        if not (found := called(name, metrics)):
+            known = [metric.name for metric in metrics]
+            raise UsageError(
+                f"there is no metric {name!r} here.{nearest(name, known)} Metrics: {', '.join(known)}"
+            )
+        asked.update(metric.name for metric in found)
+    return [metric for metric in metrics if not names or metric.name in asked]
 
 
 def by_names(

@@ -19,8 +19,9 @@ from dualeval.data.squad import Questions, read_null_odds, read_predictions, rea
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
 from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.squad import BestThresholds
-from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
+from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics
 
 # Behind all odds that a run writes.
 _NEVER = float(np.finfo(np.float32).max)

@@ -25,7 +25,7 @@ from dualeval.tasks import picture_task, place_of
 from dualeval.tasks.image_data import ASSETS, DataSource
 from dualeval.tasks.keywords import ImageClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, agreed_classes, check_classes, hint_for, names_of
-from dualeval.tasks.options import ImageClassificationOptions
+from dualeval.tasks.options.image_classification import ImageClassificationOptions
 from dualeval.tasks.refusals import no_logits, refuse_other_shapes, refuse_other_task, refuse_probabilities
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dualeval.data.image_files import ImageFiles
     from dualeval.data.labels import KnownClasses
     from dualeval.tasks.labels import FolderLabels
-    from dualeval.tasks.options import ImageClassificationOptions
+    from dualeval.tasks.options.image_classification import ImageClassificationOptions
 
     ImageData: TypeAlias = ImageFiles | SmallImages
 

@@ -17,14 +17,14 @@ from dualeval.data.table import PythonRows, TableOptions
 from dualeval.data.token_groups import DocumentWindows, refuse_unknown
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.metric import chosen
 from dualeval.models import text_models
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.keywords import LanguageModelingKeywords
 from dualeval.tasks.language_kinds import Answers, Choices, Documents, metrics_of_kind
-from dualeval.tasks.options import LanguageModelingOptions
-from dualeval.tasks.scored_answers import chosen
+from dualeval.tasks.options.language_modeling import LanguageModelingOptions
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = text_models.Use(name="language modeling", kind="AutoModelForCausalLM")

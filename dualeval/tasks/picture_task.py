@@ -24,7 +24,7 @@ from dualeval.models.weights import (
     warnings_of,
 )
 from dualeval.tasks import Task
-from dualeval.tasks.options import PictureOptions
+from dualeval.tasks.options.base import PictureOptions
 from dualeval.tasks.refusals import for_a_trial, refused_images
 
 # What decides the numbers of picture files, and is never assumed.
@@ -211,11 +211,14 @@ def choose_for_small(
 
 
 def choose_uncropped(
-    model: ModelSource, weights: WeightsSource, num_classes: int | None, named: Any, asked: Mapping[str, Any]
+    model: ModelSource,
+    weights: WeightsSource,
+    num_classes: int | None,
+    named: Any,
+    asked: Mapping[str, Any],
+    published_uncropped: Callable[[ModelSource, WeightsSource], tuple[Uncropped, str] | None],
 ) -> ChosenPreprocessing:
     """As ``choose_for_files``, of pictures that stay whole and may have any size."""
-    from dualeval.models.segmenters import published_uncropped
-
     base, own = _uncropped(named, f"--preprocessing {named}"), None
     if base is None and not {"mean", "std"} <= asked.keys():
         base = _uncropped(*model.carried_preprocessing(weights, num_classes))

@@ -20,13 +20,14 @@ from dualeval.data.windows import EncodedQuestions, WindowEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import NonfiniteLogits
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models.text_models import Use, known_tokens, load_tokenizer, shorter, try_out
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks.keywords import QuestionAnsweringKeywords
-from dualeval.tasks.options import QuestionAnsweringOptions
-from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
+from dualeval.tasks.options.question_answering import QuestionAnsweringOptions
+from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics
 from dualeval.tasks.text_task import Model, TextTask
 
 USE = Use(name="question answering", kind="AutoModelForQuestionAnswering")

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from dualeval.columns.ragged import Text
 from dualeval.data.squad import Questions
-from dualeval.errors import UsageError
-from dualeval.messages import nearest
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.metric import called
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
 from dualeval.tasks import Task, place_of
 
@@ -29,19 +27,6 @@ def answer_metrics(*, unanswerable: bool) -> list[Metric]:
     """The metrics of answers, wherever they come from."""
     found: list[Metric] = [ExactMatch(parts=unanswerable), F1(parts=unanswerable)]
     return [*found, AnswerCounts()] if unanswerable else found
-
-
-def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[Metric | RowMetric]:
-    """Those metrics that the names name, in their own order; all without names."""
-    asked = set[str]()
-    for name in names:
-        if not (found := called(name, metrics)):
-            known = [metric.name for metric in metrics]
-            raise UsageError(
-                f"there is no metric {name!r} here.{nearest(name, known)} Metrics: {', '.join(known)}"
-            )
-        asked.update(metric.name for metric in found)
-    return [metric for metric in metrics if not names or metric.name in asked]
 
 
 class ScoredAnswers(Task):

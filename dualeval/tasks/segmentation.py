@@ -25,15 +25,15 @@ from dualeval.data.table import TableOptions
 from dualeval.errors import UsageError
 from dualeval.messages import listed
 from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.metric import chosen
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
-from dualeval.models.segmenters import TransformersSegmenter, segmenter_of
+from dualeval.models.segmenters import TransformersSegmenter, published_uncropped, segmenter_of
 from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.keywords import SegmentationKeywords
-from dualeval.tasks.options import SegmentationOptions
+from dualeval.tasks.options.segmentation import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
 from dualeval.tasks.refusals import described
-from dualeval.tasks.scored_answers import chosen
 
 # Ignored where nobody says another label, and it can be no class.
 _IGNORED = (255,)
@@ -102,7 +102,9 @@ class Segmentation(PictureTask):
         super().__init__(source, asked.weights, asked)
         self._num_classes = asked.num_classes
         pixels = {name: getattr(asked, name) for name in _PIXELS if getattr(asked, name) is not None}
-        self._preprocessing = choose_uncropped(source, self._source, asked.num_classes, preprocessing, pixels)
+        self._preprocessing = choose_uncropped(
+            source, self._source, asked.num_classes, preprocessing, pixels, published_uncropped
+        )
         values = {} if mask_values is None else read_mask_values(mask_values)
         ignored = (() if values else _IGNORED) if asked.ignore_index is None else asked.ignore_index
         ignored = () if ignored == "none" else ignored

@@ -33,7 +33,7 @@ from dualeval.options.fields import of_python, with_keywords
 from dualeval.tasks import place_of
 from dualeval.tasks.keywords import TextClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, check_classes, names_of, names_of_classes, number_targets
-from dualeval.tasks.options import TextClassificationOptions
+from dualeval.tasks.options.text_classification import TextClassificationOptions
 from dualeval.tasks.refusals import described, refuse_probabilities
 from dualeval.tasks.text_task import Model, TextTask
 

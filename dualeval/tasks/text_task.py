@@ -13,7 +13,7 @@ from torch import nn
 from dualeval.models.text_models import TextModel, Use
 from dualeval.models.weights import LoadedWeights, warnings_of
 from dualeval.tasks import Task
-from dualeval.tasks.options import TextOptions
+from dualeval.tasks.options.base import TextOptions
 from dualeval.tasks.refusals import for_a_trial
 
 # A folder, or from Python a module or what returns one.

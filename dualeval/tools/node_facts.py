@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from dualeval.errors import DualevalError, LaunchError
 from dualeval.launch.cores import usable_cores
 from dualeval.launch.launchers import WAYS
@@ -32,9 +34,10 @@ _FACTS = "dualeval-facts "
 Run = Callable[[Sequence[str], float], tuple[int | None, str, str]]
 
 
-def facts_line(environ: Mapping[str, str]) -> str:
-    """Look at this node; a line that ``_read_facts`` finds again."""
-    return _FACTS + json.dumps(_node_facts(environ))
+@click.command("node-facts", hidden=True)
+def show_facts() -> None:
+    """Look at this node, for ``find_site``; prints a line that ``_read_facts`` finds again."""
+    click.echo(_FACTS + json.dumps(_node_facts(os.environ)))
 
 
 def _read_facts(text: str) -> list[dict[str, Any]]:
@@ -120,12 +123,7 @@ def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Si
         in_step=is_step_of_tasks(environ.get("SLURM_STEP_ID", "")),
         is_root=os.geteuid() == 0,
     )
-    command = [
-        *(under_srun(bare, [1] * len(nodes)) if job else []),
-        *dualeval_words(),
-        "conformance",
-        "--facts",
-    ]
+    command = [*(under_srun(bare, [1] * len(nodes)) if job else []), *dualeval_words(), "node-facts"]
     code, out, err = run(command, 2 * _ANSWER_S)
     by_host = {facts["host"]: facts for facts in _read_facts(out)}
     if code != 0 or len(by_host) < len(nodes):

@@ -18,7 +18,7 @@ from PIL import Image
 from dualeval.data.class_folders import imagenet_folder, imagenet_wnids
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.set_names import SPLITS, data_beside, named_set
+from dualeval.data.set_names import SETS, data_beside, named_set
 from dualeval.data.small_images import (
     FASHION_MNIST_CLASSES,
     MNIST_CLASSES,
@@ -123,7 +123,7 @@ def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_names_of_classes_are_torchvisions() -> None:
     assert list(FASHION_MNIST_CLASSES) == TORCHVISION.datasets.FashionMNIST.classes
     assert list(MNIST_CLASSES) == TORCHVISION.datasets.MNIST.classes
-    assert all(hasattr(TORCHVISION.datasets, name) for name in SPLITS)
+    assert all(hasattr(TORCHVISION.datasets, name) for name in SETS)
 
 
 # -- CIFAR -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dualeval.models import classifiers, published
 from dualeval.models.sources.fashion_cnn import FashionCNN
 from dualeval.models.sources.source import WeightsSource
 from dualeval.options.job import Job
-from dualeval.tasks.options import ImageClassificationOptions
+from dualeval.tasks.options.image_classification import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.vehicles.published_weights import Publish
 

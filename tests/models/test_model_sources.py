@@ -26,7 +26,7 @@ from dualeval.models.weights import LoadedWeights, OtherClasses
 from dualeval.models.weights_name import model_beside
 from dualeval.options.job import Job
 from dualeval.tasks import ImageClassification
-from dualeval.tasks.options import ImageClassificationOptions
+from dualeval.tasks.options.image_classification import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.conftest import working_module
 from tests.data.test_image_folder import save

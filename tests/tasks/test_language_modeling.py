@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dualeval.errors import UsageError
 from dualeval.models.text_models import CausalTokens, read_tokenizer
 from dualeval.tasks.language_modeling import USE, LanguageModeling
-from dualeval.tasks.options import LanguageModelingOptions
+from dualeval.tasks.options.language_modeling import LanguageModelingOptions
 from tests.engine.test_evaluator import evaluate, rows
 from tests.tasks.conftest import check_doors
 from tests.vehicles import questions

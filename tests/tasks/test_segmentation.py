@@ -22,7 +22,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, segmentation_metrics
 from dualeval.models.sources.processors import uncropped_of
 from dualeval.options.fields import fields_of
-from dualeval.tasks.options import SegmentationOptions
+from dualeval.tasks.options.segmentation import SegmentationOptions
 from dualeval.tasks.segmentation import Segmentation, _is_whole
 from dualeval.vision_library import torchvision
 from tests.engine.test_evaluator import evaluate, rows

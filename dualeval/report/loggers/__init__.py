@@ -1,1 +1,1 @@
-"""Finished results in trackers: a kind of tracker a function. Begin with ``loggers.py``."""
+"""Finished results in trackers: a file a kind, in the table of ``loggers.py``. Begin there."""

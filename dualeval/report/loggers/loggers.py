@@ -7,20 +7,37 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from dualeval.errors import UsageError
 
-# By kind: what stands behind the colon.
-KINDS = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "URI", "jsonl": "FILE"}
-# Kinds that need the package of their name, which is pip's extra of that name, too.
-_OF_PACKAGES = ("tensorboard", "wandb", "mlflow")
-# Those that keep several runs in one place, so that the steps of a training need a name.
-_NAMED = ("wandb", "mlflow")
-# Those that are written here, and wait for no server.
-FILES = ("tensorboard", "jsonl")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_.-]")
-_EXAMPLES = "tensorboard:runs/tb, wandb:my-project, mlflow:file:mlruns, jsonl:results.jsonl"
+
+
+class Kind(NamedTuple):
+    """A kind of logger; its module here has its name, and a function ``write``."""
+
+    # What stands behind the colon.
+    where: str
+    example: str
+    # Needs the package of its name, which is pip's extra of that name, too.
+    has_package: bool = False
+    # Keeps several runs in one place, so that the steps of a training need a name.
+    has_names: bool = False
+    # Is written here, and waits for no server.
+    is_local: bool = False
+    # Shows the picture of a confusion matrix.
+    has_pictures: bool = True
+
+
+KINDS = {
+    "tensorboard": Kind("DIR", "runs/tb", has_package=True, is_local=True),
+    "wandb": Kind("PROJECT", "my-project", has_package=True, has_names=True),
+    "mlflow": Kind("URI", "file:mlruns", has_package=True, has_names=True),
+    "jsonl": Kind("FILE", "results.jsonl", is_local=True, has_pictures=False),
+}
+_EXAMPLES = ", ".join(f"{name}:{kind.example}" for name, kind in KINDS.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +68,10 @@ def targets_of(texts: Sequence[str] | str, step: int | None, option: str = "logg
 def _target(text: str, step: int | None, option: str) -> Target:
     kind, colon, where = text.partition(":")
     if not colon or kind not in KINDS or not where:
-        forms = ", ".join(f"{kind}:{where}" for kind, where in KINDS.items())
+        forms = ", ".join(f"{name}:{known.where}" for name, known in KINDS.items())
         raise UsageError(f"{option} {text!r}: expected one of {forms}; for example {_EXAMPLES}")
     name = None
-    if kind in _NAMED:
+    if KINDS[kind].has_names:
         where, sharp, name = where.partition("#")
         if sharp and not _NAME.fullmatch(name):
             raise UsageError(
@@ -72,7 +89,7 @@ def _target(text: str, step: int | None, option: str) -> Target:
 
 def of_model(target: Target, model: str) -> Target:
     """Where the result of one of several models is logged, so that each has a run of its own there."""
-    if target.kind == "tensorboard":
+    if KINDS[target.kind].where == "DIR":
         where = str(Path(target.where) / model)
         return replace(target, text=f"{target.kind}:{where}", where=where)
     if target.name is None:
@@ -86,7 +103,7 @@ def counted_from(text: str, folder: Path) -> str:
     kind, colon, where = text.partition(":")
     if kind == "mlflow" and where.startswith("file:") and not where.startswith("file:/"):
         return f"{kind}:file:{folder.absolute() / where.removeprefix('file:')}"
-    if kind not in FILES or not where:
+    if kind not in KINDS or not KINDS[kind].is_local or not where:
         return text
     return f"{kind}{colon}{folder / where}"
 
@@ -94,7 +111,7 @@ def counted_from(text: str, folder: Path) -> str:
 def check_installed(targets: Sequence[Target], option: str = "loggers") -> None:
     """Check, without imports, that the packages of loggers are installed."""
     for target in targets:
-        if target.kind in _OF_PACKAGES and not is_installed(target.kind):
+        if KINDS[target.kind].has_package and not is_installed(target.kind):
             raise UsageError(
                 f"{option} {target.text!r} needs the package {target.kind}, which is not installed here. "
                 f"Type: pip install 'dualeval[{target.kind}]'"

@@ -77,11 +77,8 @@ _TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
     help="Time limit of each run, in seconds.",
 )
 @click.option("--dry-run", is_flag=True, help="Inspect the nodes and print the commands; run nothing.")
-@click.option("--facts", is_flag=True, hidden=True)
 @click.pass_context
-def conformance(
-    context: click.Context, /, out: Path | None, dry_run: bool, facts: bool, **flags: Any
-) -> None:
+def conformance(context: click.Context, /, out: Path | None, dry_run: bool, **flags: Any) -> None:
     """Run the embedded job under every available launcher and backend, and compare the digests.
 
     \b
@@ -92,9 +89,6 @@ def conformance(
     Type it once, not under a launcher: it starts the launchers itself. You can share OUT/conformance.md and
     OUT/conformance.json: they have no host names, users or paths.
     """
-    if facts:
-        click.echo(node_facts.facts_line(os.environ))
-        return
     launchers = choose_ways(flags["launchers"] or list(WAYS))
     check_no_rank(
         None,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from dualeval.launch import Detection, examine
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
 from dualeval.launch.launchers import LAUNCHERS
 from dualeval.tools.doctor.page import BLOCKING, diagnosis, differences, problems
-from dualeval.tools.invariance.command import FLAG, DoctorCommand
 from dualeval.world import World
 from dualeval.world.network import interface_towards
 
@@ -38,6 +38,13 @@ _PAUSE_S = 0.05
 _HEAD_START_S = 2.0
 _GO = "go"
 _STOP = "stop"
+# Flags that make it a diagnosis of another kind, whose flags are others: where it is, and the flag's help.
+_DIAGNOSES: dict[str, tuple[str, str]] = {
+    "--invariance": (
+        "dualeval.tools.invariance.command:invariance",
+        "Try other batch shapes on a job's model; its own flags: 'doctor --invariance --help'.",
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +78,22 @@ class _Findings:
     shown: bool = False
 
 
-@click.command(cls=DoctorCommand)
+class _Doctor(click.Command):
+    """``doctor``, and what a flag of ``_DIAGNOSES`` makes of it."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Make the context of the command that is asked for."""
+        for flag, (place, _) in _DIAGNOSES.items():
+            if flag in args:
+                module, _, name = place.partition(":")
+                other: click.Command = getattr(import_module(module), name)
+                return other.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_Doctor)
 @click.option("--backend", help="Backend to try.  [default: by launcher]")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
 @options.ALLOW_SHARED_GPU
@@ -85,11 +107,11 @@ class _Findings:
     help="Time limit for ranks that do not join or hang, in seconds.",
 )
 @options.ONLY_JSON
-@click.option(
-    FLAG,
-    is_flag=True,
-    expose_value=False,
-    help=f"Try other batch shapes on a job's model; its own flags: 'doctor {FLAG} --help'.",
+@options.with_flags(
+    *(
+        click.Option([flag], is_flag=True, expose_value=False, help=said)
+        for flag, (_, said) in _DIAGNOSES.items()
+    )
 )
 @click.pass_context
 def doctor(context: click.Context, /, launcher: str | None, **flags: Any) -> None:

@@ -14,15 +14,15 @@ from dualeval.launch import examine
 from dualeval.options.evaluation import DATA, LAUNCH, MODEL, RUN
 from dualeval.options.job import COMMON
 
-FLAG = "--invariance"
+_FLAG = "--invariance"
 
 
-@click.command(name=f"doctor {FLAG}", cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
+@click.command(name=f"doctor {_FLAG}", cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
 @task_flags
 @job_flags("limit", "sample", "seed")
 @config_flag
 @job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
-@grouped(FLAG, group=RUN, is_flag=True, expose_value=False, help="This diagnosis.")
+@grouped(_FLAG, group=RUN, is_flag=True, expose_value=False, help="This diagnosis.")
 @job_flags("device")
 def invariance(**flags: Any) -> None:
     """Compute a job's first batch in other batch shapes: which rows get other bits, and which modules do it.
@@ -37,7 +37,7 @@ def invariance(**flags: Any) -> None:
     found = examine(os.environ, None).place
     if found.size > 1:
         raise LaunchError(
-            f"'dualeval doctor {FLAG}' is one process, but {found.launcher} has started {found.size}: every "
+            f"'dualeval doctor {_FLAG}' is one process, but {found.launcher} has started {found.size}: every "
             "rank would compute the same. Type it by itself."
         )
     job = whole_job_of({**dict.fromkeys(COMMON), **flags, "metric": ()}, "dualeval doctor --invariance")
@@ -55,15 +55,3 @@ def invariance(**flags: Any) -> None:
         lambda said: click.echo(f"dualeval: note: {said}", err=True),
     )
     print_invariance(diagnosis)
-
-
-class DoctorCommand(click.Command):
-    """``doctor``; with --invariance another command, whose flags are those of a job."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """Make the context of the command that is asked for."""
-        if FLAG in args:
-            return invariance.make_context(info_name, args, parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)

@@ -1,0 +1,60 @@
+"""JSON lines: an object a row."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dualeval.columns.of_data import FurtherColumns
+from dualeval.data.table import Choose, Row, Table, TableOptions, guarded
+from dualeval.errors import UsageError
+
+
+def open_table(
+    path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str, options: TableOptions
+) -> Table:
+    """Open a file of objects."""
+    options.refuse_quoting(path)
+    shown = json.dumps(example)
+    objects = guarded(path, _json_objects(path, shown))
+    if (first := next(objects, None)) is None:
+        raise UsageError(f"{path} is empty: expected lines such as {shown}")
+    columns = choose(list(first[1]))
+    further = FurtherColumns(list(first[1]), columns, options.keep)
+    rows = _json_rows(path, itertools.chain([first], objects), columns, further.names)
+    return Table(
+        path=path, unit="line", columns=columns, rows=further.taken(rows, len(columns)), further=further
+    )
+
+
+def _json_objects(path: Path, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"{path}, line {number} is not JSON: {error}. Expected one object per line, such as "
+                    f"{example}"
+                ) from error
+            if not isinstance(value, dict):
+                raise UsageError(
+                    f"{path}, line {number} holds a {type(value).__name__}, expected an object such as "
+                    f"{example}"
+                )
+            yield number, value
+
+
+def _json_rows(
+    path: Path, objects: Iterable[tuple[int, dict[str, Any]]], columns: Sequence[str], further: Sequence[str]
+) -> Iterator[Row]:
+    for number, value in objects:
+        try:
+            yield (number, *(value[name] for name in columns), *(value.get(name) for name in further))
+        except KeyError as error:
+            raise UsageError(f"{path}, line {number} has no {error.args[0]!r}") from error

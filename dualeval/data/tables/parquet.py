@@ -1,0 +1,78 @@
+"""Parquet: columns by row groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dualeval.columns.of_data import FurtherColumns
+from dualeval.data.table import Choose, Row, Table, TableOptions, check_once
+from dualeval.errors import UsageError
+
+_ROWS_AT_ONCE = 1 << 14
+
+
+def open_table(
+    path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str, options: TableOptions
+) -> Table:
+    """Open a file of columns, of which those that are read are."""
+    options.refuse_quoting(path)
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
+    schema = file.schema_arrow
+    columns = choose(schema.names)
+    check_once(path, schema.names, columns)
+    types, kind = pyarrow.types, schema.field(columns[0]).type
+    if types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        raise UsageError(f"{path}: the column {columns[0]!r} holds {kind}, expected texts{of_texts}")
+    unfit = {
+        each.name: f"it holds {each.type}"
+        for each in schema
+        if types.is_nested(each.type) or types.is_binary(each.type) or types.is_large_binary(each.type)
+    }
+    further = FurtherColumns(schema.names, columns, options.keep, unfit=unfit)
+    rows = _parquet_rows(path, file, (*columns, *further.names), pyarrow.ArrowException)
+    return Table(
+        path=path,
+        unit="row",
+        columns=columns,
+        rows=further.taken(rows, len(columns)),
+        class_names=_class_names(schema.metadata or {}),
+        further=further,
+    )
+
+
+def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
+    """The names of classes by column, as Hugging Face's library writes them beside the rows."""
+    said = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = said.get("info", {}).get("features", {})
+    return {
+        column: tuple(feature["names"])
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
+def _parquet_rows(
+    path: Path, file: Any, columns: Sequence[str], arrow_error: type[Exception]
+) -> Iterator[Row]:
+    number = 0
+    try:
+        # One thread: reading processes are forked later, and have none of a pool's.
+        for batch in file.iter_batches(
+            _ROWS_AT_ONCE, columns=list(dict.fromkeys(columns)), use_threads=False
+        ):
+            for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+                number += 1
+                yield (number, *values)
+    except (OSError, arrow_error) as error:
+        raise UsageError(f"{path}, after row {number}, cannot be read: {error}") from error
+    finally:
+        file.close()
