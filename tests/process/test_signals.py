@@ -14,7 +14,7 @@ from tests.conftest import Launch
 
 BEGIN = """
 import faulthandler, multiprocessing, os, select, signal, sys, threading
-from dualeval.process.speech import DEFAULT_SIGNALS, Signals
+from dualeval.process.signals import DEFAULT_SIGNALS, Signals
 
 def state():
     wakeup = signal.set_wakeup_fd(-1)
