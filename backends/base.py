@@ -344,14 +344,14 @@ class Backend(JsonExchange):
         whether all ranks send the same kind of thing. Where they do not, each tells the others what it has,
         and all raise the same error; without the header they would wait for ever or take one for the other.
         """
-        own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
-        signature = _hash(own) if refusal is None else _REFUSED
+        description = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
+        signature = _hash(description) if refusal is None else _REFUSED
         own_header = torch.tensor([payload.numel(), rows, signature], device=_HOST)
         with self.around_collective():
             gathered = self._gather_headers(own_header.view(torch.uint8))
         headers = [header.view(torch.int64).tolist() for header in gathered]
         if any(header[2] == _REFUSED or header[2] != headers[0][2] for header in headers):
-            self._raise_disagreement(own)
+            self._raise_disagreement(description)
         longest = max(length for length, _, _ in headers)
         padded = payload
         if payload.numel() < longest:
@@ -386,16 +386,16 @@ class Backend(JsonExchange):
                 content[start : start + most] = part
         return contents
 
-    def _raise_disagreement(self, own: str) -> None:
+    def _raise_disagreement(self, description: str) -> None:
         """Tell all ranks what each one brought to a gather that cannot be done, and raise on all of them."""
-        text = tensor_of(own.encode("utf-8", "backslashreplace"))
+        text = tensor_of(description.encode("utf-8", "backslashreplace"))
         pieces = self._gather_bytes("disagreement", text, rows=0, kind="text", dst=None)
         assert pieces is not None
         ranks_by_text: dict[str, list[str]] = {}
         for rank, (piece, _) in enumerate(pieces):
             ranks_by_text.setdefault(bytes_of(piece).decode(), []).append(str(rank))
-        found = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
-        raise BackendError(f"This cannot be gathered: {found}. Only what is marked * may differ.")
+        reports = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+        raise BackendError(f"This cannot be gathered: {reports}. Only what is marked * may differ.")
 
     def _reduce_in_parts(self, flat: Tensor, op: Op) -> None:
         for part in _parts(flat):
@@ -412,10 +412,10 @@ class Backend(JsonExchange):
             text, _, frames = str(error).partition("\nException raised from ")
             if frames:
                 error.args = (text,)
-            said = text.strip().rstrip(".") or type(error).__name__
+            reason = text.strip().rstrip(".") or type(error).__name__
             raise BackendError(
                 f"{self._library_name} broke on rank {self.world.rank} of {self.world.size} while {doing}: "
-                f"{said}. Where another rank failed first, its message has the cause."
+                f"{reason}. Where another rank failed first, its message has the cause."
             ) from error
 
     @abstractmethod

@@ -105,9 +105,9 @@ class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # g
 def flag_for(field: OptionField, *, name: str | None = None) -> GroupedOption:
     """The flag of a field; None where it is not given."""
     default = "" if field.default in (None, (), [], "", False) else _shown(field.default)
-    said = "" if "(default)" in field.help else field.shown or default
+    shown = "" if "(default)" in field.help else field.shown or default
     text = field.help.removesuffix(".") + "; repeatable." if field.is_repeated else field.help
-    text = f"{text}  [default: {said}]" if said else text
+    text = f"{text}  [default: {shown}]" if shown else text
     declared = [name or field.name, field.flag]
     if field.is_switch:
         if field.default is True:
@@ -200,10 +200,10 @@ def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
     problem = unwritten()
     if problem is None:
         return
-    said = f"standard output cannot be written ({problem.strerror})"
+    sentence = f"standard output cannot be written ({problem.strerror})"
     if kept is None:
-        raise DualevalError(f"{said}, and the result is kept nowhere else: give --out DIR.")
-    click.echo(f"dualeval: note: {said}; the result is in {kept}", err=True)
+        raise DualevalError(f"{sentence}, and the result is kept nowhere else: give --out DIR.")
+    click.echo(f"dualeval: note: {sentence}; the result is in {kept}", err=True)
 
 
 def evaluate_and_show(

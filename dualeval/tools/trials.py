@@ -170,14 +170,14 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 def _marked(mark: str) -> list[int]:
     """List this user's living processes that carry the mark."""
     wanted = f"{_MARK}={mark}".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         # Gone meanwhile, or another user's.
         with suppress(OSError):
             # A process that is only waited for has no variables any more.
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 # Outcomes of a trial that has no result.

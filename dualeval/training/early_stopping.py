@@ -134,11 +134,11 @@ class EarlyStopping:
         with self._ranks() as backend:
             with waiting(backend.world, "the other ranks to call EarlyStopping.update", _ALL_UPDATE):
                 reports = backend.all_gather_json(self._report(result))
-            found = [report["progress"] for report in reports]
-            if any(own != found[0] for own in found):
+            progress = [report["progress"] for report in reports]
+            if any(each != progress[0] for each in progress):
                 # Rank 0 alone may have loaded a checkpoint.
                 state = backend.broadcast_json(self.state_dict())
-                if found[backend.world.rank] != found[0]:
+                if progress[backend.world.rank] != progress[0]:
                     self._take_over(state)
         # The ranks have left a group that they joined for this: all raise the same, and none is missed there.
         _refuse_problems([report["problem"] for report in reports])
@@ -171,12 +171,12 @@ class EarlyStopping:
         Raises:
             UsageError: it is something else, or of another metric.
         """
-        found = state.get("metric") if isinstance(state, Mapping) else None
-        if isinstance(found, str) and found != self._metric:
+        metric = state.get("metric") if isinstance(state, Mapping) else None
+        if isinstance(metric, str) and metric != self._metric:
             raise UsageError(
-                f"this state belongs to EarlyStopping({found!r}, ...), and EarlyStopping({self._metric!r}, "
+                f"this state belongs to EarlyStopping({metric!r}, ...), and EarlyStopping({self._metric!r}, "
                 "...) was asked to load it: values of different metrics cannot be compared. Make "
-                f"EarlyStopping({found!r}, ...), or do not load the state"
+                f"EarlyStopping({metric!r}, ...), or do not load the state"
             )
         self._take_over(state)
 
@@ -201,8 +201,8 @@ class EarlyStopping:
         from dualeval.backends import connect, group_of_caller, world_of_caller
         from dualeval.launch import examine
 
-        caller, found = group_of_caller(), examine(os.environ)
-        world = found.place if caller is None else world_of_caller(caller, found.world)
+        caller, detection = group_of_caller(), examine(os.environ)
+        world = detection.place if caller is None else world_of_caller(caller, detection.world)
         with connect(caller, world) as backend:
             yield backend
 
@@ -275,7 +275,7 @@ def _refuse_problems(problems: Sequence[str | None]) -> None:
 def _refuse_differing(options: Sequence[Mapping[str, Any]]) -> None:
     """Raise on all ranks where some have other options than rank 0."""
     for name, first in options[0].items():
-        other = [rank for rank, own in enumerate(options) if own[name] != first]
+        other = [rank for rank, each in enumerate(options) if each[name] != first]
         if other:
             raise UsageError(
                 f"EarlyStopping has {name}={first!r} on rank 0 and {name}={options[other[0]][name]!r} on "

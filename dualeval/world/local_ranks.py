@@ -198,8 +198,8 @@ def run_local(
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals if takes_signals else ())
         try:
             for rank in range(processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-                variables = {**shared, **own, **variables_of(rank)}
+                numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+                variables = {**shared, **numbers, **variables_of(rank)}
                 ranks.append(subprocess.Popen(command, env=variables, start_new_session=True))
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             codes = _codes_of(ranks, watch)

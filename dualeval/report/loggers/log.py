@@ -108,10 +108,10 @@ def export_result(
     """Log a result by itself."""
     outcomes = send(result, folder, targets, step, _BY_ITSELF_S, note)
     # What has failed comes first.
-    said = [*map(str, sorted(outcomes, key=lambda outcome: not outcome.error))]
+    lines = [*map(str, sorted(outcomes, key=lambda outcome: not outcome.error))]
     if any(outcome.error for outcome in outcomes):
-        raise DualevalError("\n".join(said))
-    return said
+        raise DualevalError("\n".join(lines))
+    return lines
 
 
 def stored_result(folder: Path) -> Result:
@@ -142,15 +142,15 @@ def send(
         # As in the file: which run prints it makes no difference.
         content["result"] = json.loads(replace(result, earlier=False).to_json())
         with (
-            tempfile.TemporaryFile("w+") as given,
+            tempfile.TemporaryFile("w+") as request,
             tempfile.TemporaryFile("w+") as answered,
             tempfile.TemporaryFile("w+", errors="replace") as printed,
         ):
-            json.dump(content, given)
-            given.seek(0)
+            json.dump(content, request)
+            request.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, str(_ROOT)],
-                stdin=given,
+                stdin=request,
                 stdout=answered,
                 stderr=printed,
                 env=variables,
@@ -216,10 +216,10 @@ def write_all(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]
             from dualeval.report.loggers.trackers import record_of, write
 
             record = record or record_of(result_from(content["result"]), folder, content["step"])
-            said = write(record, target)
+            text = write(record, target)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises is reported, and costs no result
             yield target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}
             continue
         if record.confusions and target.kind != "jsonl" and not is_installed("matplotlib"):
-            said += " (without the picture of the confusion matrix: type pip install matplotlib)"
-        yield target.text, {"said": said}
+            text += " (without the picture of the confusion matrix: type pip install matplotlib)"
+        yield target.text, {"said": text}

@@ -121,13 +121,13 @@ def _key_of(result: Result, step: int | None) -> str:
 
 
 def _metrics(result: Result) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, value in result.metrics.items():
         if is_number(value):
-            found[name] = value
+            metrics[name] = value
         elif isinstance(value, dict) and not is_confusion(value):
-            found |= {f"{name}/{part}": number for part, number in value.items() if is_number(number)}
-    return found
+            metrics |= {f"{name}/{part}": number for part, number in value.items() if is_number(number)}
+    return metrics
 
 
 def _of_intervals(result: Result) -> tuple[dict[str, float], dict[str, str]]:
@@ -164,14 +164,14 @@ def _table(columns: Mapping[str, Sequence[Any]], names: Sequence[str | None]) ->
 
 
 def _of_classes(tables: Mapping[str, Table]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, table in tables.items():
         for index, label, *values in table.rows if len(table.rows) <= _CHARTED_CLASSES else ():
             called = f"{index}" if label is None else f"{index} {label}"
             for column, value in zip(table.columns[2:], values, strict=True):
                 if is_number(value):
-                    found[f"{name}/{column}/{called}"] = value
-    return found
+                    figures[f"{name}/{column}/{called}"] = value
+    return figures
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -335,10 +335,10 @@ def _run(client: Any, name: str, record: Record, run_name: str | None) -> Any:
     known = client.get_experiment_by_name(name)
     experiment = str(client.create_experiment(name) if known is None else known.experiment_id)
     tags = {"dualeval.run": run_name or record.key}
-    if found := client.search_runs(
+    if runs := client.search_runs(
         [experiment], f"tags.`dualeval.run` = '{tags['dualeval.run']}'", max_results=1
     ):
-        return found[0]
+        return runs[0]
     start = round(1000 * (record.time - record.scalars["run/total_s"]))
     return client.create_run(experiment, start_time=start, run_name=run_name or record.name, tags=tags)
 

@@ -372,12 +372,12 @@ class _Cells(trials.Trials):
             cell["outcome"] = MEASURED
             for file in (out, err, to):
                 file.unlink()
-            said = progress_line(cell)
+            line = progress_line(cell)
         else:
             # Not tried again: it would fail in each round.
             cell["outcome"], cell["reason"] = trials.FAILED, _why(ended, err)
-            said = f"failed: {cell['reason']}"
-        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}")
+            line = f"failed: {cell['reason']}"
+        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {line}")
 
 
 def _why(ended: trials.Ended, err: Path) -> str:

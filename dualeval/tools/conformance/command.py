@@ -160,7 +160,7 @@ def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interru
             "site": {
                 "scheduler": scheduler,
                 "nodes": [
-                    {"name": names.clean(own["host"]), **{name: own[name] for name in shown}} for own in facts
+                    {"name": names.clean(one["host"]), **{name: one[name] for name in shown}} for one in facts
                 ],
             },
             "versions": {name: value and names.clean(value) for name, value in versions.items()},
@@ -171,8 +171,8 @@ def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interru
 def _host_names(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """By each name of a host, long or short, what stands for it."""
     hosts: dict[str, str] = {}
-    for number, own in enumerate(facts, 1):
-        for name in (own["host"], own["own_name"]):
+    for number, node in enumerate(facts, 1):
+        for name in (node["host"], node["own_name"]):
             hosts |= {name: f"node{number}", name.partition(".")[0]: f"node{number}"}
     for name in (socket.gethostname(), socket.getfqdn()):
         for form in (name, name.partition(".")[0]):
@@ -200,10 +200,10 @@ class _Runs(Trials):
 
     def _command(self, trial: Trial, number: int, site: Site, words: Sequence[str], folder: str) -> list[str]:
         if trial.is_self_test:
-            own = ["--out", folder, "--limit-s", f"{max(1.0, min(60.0, self.timeout_s / 2)):g}"]
+            options = ["--out", folder, "--limit-s", f"{max(1.0, min(60.0, self.timeout_s / 2)):g}"]
         else:
-            own = ["--limit", str(self.limit), "--out", f"{folder}/runs/{number:03}"]
-        return trial.command(site, number, words, *own)
+            options = ["--limit", str(self.limit), "--out", f"{folder}/runs/{number:03}"]
+        return trial.command(site, number, words, *options)
 
     def shown(self, trial: Trial, number: int) -> str:
         """The command of a trial, as a person would type it."""
@@ -273,28 +273,28 @@ class _Runs(Trials):
         if ended.code is None:
             return {"outcome": judging.TIMED_OUT, "reason": ended.how}
         if ended.code != 0:
-            said = read_status(folder)
-            return {"outcome": FAILED, "reason": (said and said.reason) or ended.how}
+            status = read_status(folder)
+            return {"outcome": FAILED, "reason": (status and status.reason) or ended.how}
         try:
-            found = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
+            facts = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
         except FileNotFoundError:
             missing = f"it succeeded, but there is no {folder / RESULT}: do all nodes see this folder?"
             return {"outcome": FAILED, "reason": missing}
         wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
-        outcome, reason = judging.judge(found, wanted, self.limit, reference)
-        return {"outcome": outcome, "reason": reason, "found": found}
+        outcome, reason = judging.judge(facts, wanted, self.limit, reference)
+        return {"outcome": outcome, "reason": reason, "found": facts}
 
     def _self_test(self, ended: Ended, out: Path) -> dict[str, Any]:
         """What ``dualeval doctor`` has printed; its exit code says less: it is 1 for any problem."""
         text = _TAG.sub("", out.read_text("utf-8", "replace"))
         try:
-            found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            report = json.loads(text[text.index("{") : text.rindex("}") + 1])
         except ValueError:
             if ended.code is None:
                 return {"outcome": judging.TIMED_OUT, "reason": ended.how}
             return {"outcome": FAILED, "reason": f"it printed no report ({ended.how})"}
-        outcome, reason = judging.judge_self_test(found)
-        ranks = found["ranks"].values()
+        outcome, reason = judging.judge_self_test(report)
+        ranks = report["ranks"].values()
         return {
             "outcome": outcome,
             "reason": reason,
@@ -302,7 +302,7 @@ class _Runs(Trials):
                 name: all(facts["operations"].get(name, "") is None for facts in ranks)
                 for name in next(iter(ranks))["operations"]
             },
-            "speed": found["speed"],
+            "speed": report["speed"],
         }
 
 

@@ -199,8 +199,8 @@ class Build:
             if name in COMPILER_VARIABLES or not (name in _DROPPED or name.startswith(_DROPPED_PREFIXES))
         }
         # Horovod's copy of gloo asks for CMake 2.8, which CMake 4 refuses without the policy.
-        own = {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", "MAKEFLAGS": makeflags(environ, cores)}
-        return {**kept, **self.switches, **own}
+        added = {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", "MAKEFLAGS": makeflags(environ, cores)}
+        return {**kept, **self.switches, **added}
 
 
 def find_torch() -> Torch:
@@ -252,8 +252,8 @@ def missing_tools(environ: Mapping[str, str], torch: Torch) -> Iterator[str]:
     if cmake is None:
         yield f"cmake {least} or later: type 'pip install cmake'"
     elif (int(cmake[2]), int(cmake[3])) < OLDEST_CMAKE:
-        found = f"{cmake[1]} in {_which(environ, 'cmake')}"
-        yield f"cmake {least} or later (found {found}): type 'pip install cmake'"
+        older = f"{cmake[1]} in {_which(environ, 'cmake')}"
+        yield f"cmake {least} or later (found {older}): type 'pip install cmake'"
 
 
 def find_mpi(environ: Mapping[str, str]) -> Mpi | str:
@@ -265,9 +265,9 @@ def find_mpi(environ: Mapping[str, str]) -> Mpi | str:
             "cluster's MPI module"
         )
     # Open MPI answers the first, MPICH and its family the second, some wrappers neither.
-    said = _said([wrapper, "--showme:version"], environ) or _said([wrapper, "-v"], environ)
+    output = _said([wrapper, "--showme:version"], environ) or _said([wrapper, "-v"], environ)
     # "mpicxx: Open MPI 4.1.4 (Language: C++)", "mpicxx for MPICH version 5.0.2"
-    version = re.sub(r"^\S+:? (for (the )?)?| \(.*", "", said.partition("\n")[0])
+    version = re.sub(r"^\S+:? (for (the )?)?| \(.*", "", output.partition("\n")[0])
     return Mpi(wrapper=wrapper, version=version or "MPI", link=_said([wrapper, "-show"], environ).strip())
 
 
@@ -302,8 +302,8 @@ def find_nccl(environ: Mapping[str, str], cuda: str | None) -> Nccl | str:
 
 def find_toolkit(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """(folder, version) of the first nvcc that works: by variables, on the PATH, in its usual place."""
-    found = _which(environ, "nvcc")
-    of_path = str(Path(found).resolve().parent.parent) if found else None
+    nvcc = _which(environ, "nvcc")
+    of_path = str(Path(nvcc).resolve().parent.parent) if nvcc else None
     for home in filter(None, [environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), of_path, USUAL_CUDA]):
         version = re.search(r"release (\d+\.\d+)", _said([f"{home}/bin/nvcc", "--version"], environ))
         if version:
@@ -315,11 +315,11 @@ def edit(source: Path, build: Build) -> None:
     """Apply a build's edits to an unpacked source."""
     for change in build.edits:
         text = (source / change.file).read_text("utf-8")
-        found = text.count(change.old)
-        if found != 1:
+        count = text.count(change.old)
+        if count != 1:
             raise DualevalError(
                 f"What pip fetched is not the source of Horovod {HOROVOD}: its {change.file} has "
-                f"'{change.old.splitlines()[0]}' {found} times, expected once. "
+                f"'{change.old.splitlines()[0]}' {count} times, expected once. "
                 f"'pip config list' shows where pip looks; point it to a true copy."
             )
         new = change.new.replace("{standard}", str(build.torch.standard))
@@ -328,8 +328,8 @@ def edit(source: Path, build: Build) -> None:
 
 def makeflags(environ: Mapping[str, str], cores: int) -> str:
     """The user's own MAKEFLAGS, else a job a core; what a make that calls us has set is not for ours."""
-    own = "" if "MAKELEVEL" in environ else environ.get("MAKEFLAGS", "")
-    return own or f"-j{cores}"
+    flags = "" if "MAKELEVEL" in environ else environ.get("MAKEFLAGS", "")
+    return flags or f"-j{cores}"
 
 
 def is_installed(distribution: str) -> bool:

@@ -297,9 +297,9 @@ def is_wheel_installed(wheel: Path) -> bool:
         return False
     files = importlib.metadata.files("horovod") or []
     paths = {str(file): Path(str(file.locate())) for file in files if LIBRARY.fullmatch(str(file))}
-    found = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    installed = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     with zipfile.ZipFile(wheel) as packed:
-        return found == {name: packed.read(name) for name in packed.namelist() if LIBRARY.fullmatch(name)}
+        return installed == {name: packed.read(name) for name in packed.namelist() if LIBRARY.fullmatch(name)}
 
 
 def difference(build: Build, environ: Mapping[str, str]) -> str | None:
@@ -319,9 +319,9 @@ def difference(build: Build, environ: Mapping[str, str]) -> str | None:
         return f"importing it took more than {_ASK_TIMEOUT:.0f} s."
     if done.returncode != 0:
         return f"it cannot be imported:\n{excerpt(done.stderr)}"
-    found = done.stdout.splitlines()[-1]
+    features = done.stdout.splitlines()[-1]
     wanted = f"gloo True, MPI {build.mpi is not None}, NCCL {build.nccl is not None}"
-    return None if found == wanted else f"it is built with {found}; expected {wanted}."
+    return None if features == wanted else f"it is built with {features}; expected {wanted}."
 
 
 # What a log tells.
