@@ -197,8 +197,8 @@ def built_with() -> dict[str, bool]:
 
 def describe() -> str:
     """Horovod's version and what it is built with; raises LaunchError where it is missing or broken."""
-    parts = ", ".join(name if has else f"no {name}" for name, has in built_with().items())
-    return f"{importlib.import_module('horovod').__version__} ({parts})"
+    features = ", ".join(name if has else f"no {name}" for name, has in built_with().items())
+    return f"{importlib.import_module('horovod').__version__} ({features})"
 
 
 @contextmanager

@@ -186,13 +186,13 @@ class TorchBackend(Backend):
             with self._translated("gathering"):
                 dist.gather(payload, None, dst, group=group)
             return None
-        parts = [torch.empty_like(payload) for _ in range(self.world.size)]
+        pieces = [torch.empty_like(payload) for _ in range(self.world.size)]
         with self._translated("gathering"):
             if dst is None:
-                dist.all_gather(parts, payload, group=group)
+                dist.all_gather(pieces, payload, group=group)
             else:
-                dist.gather(payload, parts, dst, group=group)
-        return parts
+                dist.gather(payload, pieces, dst, group=group)
+        return pieces
 
     def _close(self, failed: bool) -> None:
         # A gloo rank that leaves while another is still in its last collective breaks it.

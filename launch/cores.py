@@ -48,9 +48,9 @@ def share_of_cores(mine: Cores, everyone: Sequence[Cores]) -> int:
     neighbours = [cores for cores in everyone if cores.host == mine.host]
     allowed = [set(cores.numbers) for cores in neighbours]
     # Fractions: three thirds of a core as floats are less than one.
-    parts = [Fraction(1, sum(core in numbers for numbers in allowed)) for core in mine.numbers]
+    shares = [Fraction(1, sum(core in numbers for numbers in allowed)) for core in mine.numbers]
     quotas = [cpus / sum(name in cores.quotas for cores in neighbours) for name, cpus in mine.quotas.items()]
-    return max(1, int(min([sum(parts), *quotas])))
+    return max(1, int(min([sum(shares), *quotas])))
 
 
 def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:

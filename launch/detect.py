@@ -65,7 +65,7 @@ class Detection:
     world: World | None = None
     error: LaunchError | None = None
     # For each launcher, in the order of `LAUNCHERS`, its variables that are set.
-    found: Mapping[str, tuple[Variable, ...]]
+    variables: Mapping[str, tuple[Variable, ...]]
     # Sentences about variables that do not fit together, and how they were read.
     notes: tuple[str, ...] = ()
     # Sentences about the launchers that started this one, as srun may have started torchrun.
@@ -99,21 +99,21 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
 
 def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detection:
     """Like ``detect``, with the reasons; a launcher's wrong variables become ``error`` and are not raised."""
-    variables = {each.name: each.found(environ) for each in LAUNCHERS.values() if each.rank}
+    variables = {each.name: each.variables_in(environ) for each in LAUNCHERS.values() if each.rank}
     promised = promised_gpus(environ)
     try:
         if launcher is not None:
             world = replace(_ask_one(environ, launcher), promised_gpus=promised)
-            return Detection(world=world, found=variables)
+            return Detection(world=world, variables=variables)
         world, left_over = _ask_all(environ)
     except LaunchError as error:
-        return Detection(error=error, found=variables)
+        return Detection(error=error, variables=variables)
     world = replace(world, promised_gpus=promised)
     if world.launcher == "none" and (problem := left_over or _unplaced(environ)):
-        return Detection(error=problem, found=variables)
+        return Detection(error=problem, variables=variables)
     return Detection(
         world=world,
-        found=variables,
+        variables=variables,
         notes=tuple(_notes(environ, world, left_over)),
         outer=tuple(_outer(environ, world)),
     )

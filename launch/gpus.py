@@ -95,7 +95,7 @@ def choose_gpus(
     seeing = [sight for sight in everyone if sight.gpus]
     by_rank = _divide(seeing, most=1)
     if len(by_rank) < len(seeing) and not allow_shared:
-        raise _taken_twice(seeing, by_rank)
+        raise _too_few_gpus(seeing, by_rank)
     most = 1
     while len(by_rank) < len(seeing):
         most += 1
@@ -148,13 +148,13 @@ def _named(sights: Sequence[Sight]) -> str:
     ranks: dict[str, list[str]] = {}
     for sight in sights:
         ranks.setdefault(sight.host, []).append(str(sight.rank))
-    parts = [
+    texts = [
         f"rank{'s' if len(of_host) > 1 else ''} {', '.join(of_host[:_MOST_NAMED])}"
         f"{', ...' if len(of_host) > _MOST_NAMED else ''} on {host}"
         for host, of_host in ranks.items()
     ]
-    more = len(parts) - _MOST_NAMED
-    return "; ".join(parts[:_MOST_NAMED]) + (f"; and {more} more hosts" if more > 0 else "")
+    more = len(texts) - _MOST_NAMED
+    return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more hosts" if more > 0 else "")
 
 
 def _divide(sights: Sequence[Sight], most: int) -> dict[int, Gpu]:
@@ -197,7 +197,7 @@ def _divide(sights: Sequence[Sight], most: int) -> dict[int, Gpu]:
     return by_rank
 
 
-def _taken_twice(sights: Sequence[Sight], by_rank: Mapping[int, Gpu]) -> UsageError:
+def _too_few_gpus(sights: Sequence[Sight], by_rank: Mapping[int, Gpu]) -> UsageError:
     """The error where a rank is left without a GPU of its own; names the two that would share one."""
     left = next(sight for sight in sights if sight.rank not in by_rank)
     gpu = left.gpus[0]

@@ -270,7 +270,7 @@ def _print(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
     """Print a table whose texts come from strangers; its lines are whole, to be copied."""
     from rich.cells import cell_len
 
-    cells = [[printable(_shown(value)) for value in line] for line in [head, *lines]]
+    cells = [[printable(_cell_text(value)) for value in line] for line in [head, *lines]]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
@@ -278,7 +278,7 @@ def _print(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
     click.echo()
 
 
-def _shown(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4e}"
     return "" if value is None else str(value)

@@ -69,7 +69,7 @@ _OF_SESSION = (
 _OF_RUN = ("schedule", "replay", "fresh", "mix_machines")
 
 
-def _given(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) -> dict[str, Any]:
+def _checked(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) -> dict[str, Any]:
     """The options of a class that the command has, checked."""
     values = {}
     for field in fields_of(options_class):
@@ -162,8 +162,8 @@ def prepared(
         nproc = of_file.get("nproc")
     jobs = jobs_of(flags)
     invocation = Invocation(
-        session=SessionOptions(**_given(flags, SessionOptions, _OF_SESSION)),
-        run=_given(flags, RunOptions, _OF_RUN),
+        session=SessionOptions(**_checked(flags, SessionOptions, _OF_SESSION)),
+        run=_checked(flags, RunOptions, _OF_RUN),
         targets=targets_of(flags["loggers"], None, "--logger"),
         started=started,
         command={"words": _of_run(context.obj), "folder": str(Path.cwd())},
@@ -338,13 +338,13 @@ def _progress(invocation: Invocation, session: Session, name: str = "") -> Itera
     """What shows the progress of an evaluation, on rank 0 where it is wanted."""
     from dualeval.process.speech import show_until_end
     from dualeval.process.status_line import on_screen
-    from dualeval.report.progress import Progress
+    from dualeval.report.progress import ProgressDisplay
 
     if not (invocation.progress and session.world.is_main):
         yield None
         return
     stream = sys.stderr if invocation.as_json else sys.stdout
-    shown = Progress(stream, as_bar=on_screen(stream), name=name)
+    shown = ProgressDisplay(stream, as_bar=on_screen(stream), name=name)
     show_until_end(shown.close)
     try:
         yield shown

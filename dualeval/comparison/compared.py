@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from dualeval.comparison import statistics
 from dualeval.comparison.estimates import NO_AVERAGE, Estimate, Flips, clusters_of, differences_of
+from dualeval.comparison.groups import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
-from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.engine.scoring.slices import bins_without_use
 from dualeval.engine.values.measured import rough_warnings
 from dualeval.engine.values.row_comparison import PREDICTION_COLUMNS, same_entries
@@ -141,16 +141,16 @@ class Comparison:
         same = ", ".join(by_verdict.pop(_SAME, []))
         # "better in loss, top1", "higher in tokens".
         shown = [f"{verdict[len('B is ') :]} in {', '.join(names)}" for verdict, names in by_verdict.items()]
-        parts = [f"{b} is {'; '.join(shown)}"] if shown else []
-        parts += [f"{'undecided' if shown else 'no difference shown'}: {undecided}"] if undecided else []
-        parts += [f"{_SAME}: {same}"] if same else []
-        parts += [f"gate {gate.metric} NOT passed" for gate in self.gates if not gate.passed]
-        parts += [
+        clauses = [f"{b} is {'; '.join(shown)}"] if shown else []
+        clauses += [f"{'undecided' if shown else 'no difference shown'}: {undecided}"] if undecided else []
+        clauses += [f"{_SAME}: {same}"] if same else []
+        clauses += [f"gate {gate.metric} NOT passed" for gate in self.gates if not gate.passed]
+        clauses += [
             f"gate {_WORST}{gate.metric} by {gate.by} NOT passed"
             for gate in self.worst_gates
             if not gate.passed
         ]
-        sentence = "; ".join(parts)
+        sentence = "; ".join(clauses)
         return sentence if shown else sentence[:1].upper() + sentence[1:]
 
     def __str__(self) -> str:

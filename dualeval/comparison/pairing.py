@@ -89,15 +89,15 @@ class Pairs:
         both = self.a.rows.whole(name), self.b.rows.whole(name)
         if both[0] is None or both[1] is None:
             return None
-        return taken(both[0], self.rows_a), taken(both[1], self.rows_b)
+        return at_rows(both[0], self.rows_a), at_rows(both[1], self.rows_b)
 
     def ids_of(self, pairs: npt.NDArray[np.bool_]) -> list[str]:
         """The ids of the pairs that are true in a mask of shape (pairs,)."""
-        ids: list[str] = taken(self.ids, self.rows_a[pairs]).to_pylist()
+        ids: list[str] = at_rows(self.ids, self.rows_a[pairs]).to_pylist()
         return ids
 
 
-def taken(array: Any, rows: npt.NDArray[np.int64]) -> Any:
+def at_rows(array: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Rows of a ``pyarrow.Array``; the array itself where they are all of it, in order."""
     import pyarrow
 
@@ -202,7 +202,7 @@ def _check_targets(pairs: Pairs) -> None:
         return
     differing = ~same_entries(*columns)
     if differing.any():
-        named = _named(taken(pairs.ids, pairs.rows_a[differing]))
+        named = _named(at_rows(pairs.ids, pairs.rows_a[differing]))
         raise UsageError(
             f"{pairs.a.folder} and {pairs.b.folder} have different targets for {int(differing.sum()):,} "
             f"samples{named}: they were not evaluated against the same labels."

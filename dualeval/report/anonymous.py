@@ -115,10 +115,10 @@ def _without_hosts(text: str, hosts: Mapping[str, str]) -> str:
 
 def _shape(name: str) -> str:
     """The pattern of a host's name and of those that differ in numbers alone."""
-    parts = re.split(r"\d+", name)
-    if len(parts) == 1:
+    pieces = re.split(r"\d+", name)
+    if len(pieces) == 1:
         return f"{re.escape(name)}{_NUMBER}?"
-    return _NUMBER.join(map(re.escape, parts))
+    return _NUMBER.join(map(re.escape, pieces))
 
 
 def _without_ipv6(match: re.Match[str]) -> str:

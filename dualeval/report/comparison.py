@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dualeval.comparison.compared import Comparison, Gate, MetricComparison
-from dualeval.comparison.slices import WorstGate
+from dualeval.comparison.groups import WorstGate
 from dualeval.comparison.statistics import LEVEL
 from dualeval.messages import first_of, printable
 from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
@@ -135,27 +135,27 @@ def _flips(metric: MetricComparison) -> str:
     changes = ("right -> wrong", "wrong -> right")
     if metric.direction != "higher":
         changes = ("1 -> 0", "0 -> 1") if metric.direction is None else ("wrong -> right", "right -> wrong")
-    parts = []
+    texts = []
     for change, ids in zip(changes, (metric.flips.lost, metric.flips.gained), strict=True):
-        parts.append(f"{len(ids):,} {change}" + (f" ({first_of(ids, _NAMED)})" if ids else ""))
-    return ", ".join(parts)
+        texts.append(f"{len(ids):,} {change}" + (f" ({first_of(ids, _NAMED)})" if ids else ""))
+    return ", ".join(texts)
 
 
 def _tests(metrics: Mapping[str, MetricComparison]) -> str:
     """Which tests gave the p-values."""
-    parts = []
+    texts = []
     for test in dict.fromkeys(metric.test for metric in metrics.values()):
         names = [name for name, metric in metrics.items() if metric.test == test]
         exact = [
-            f"{name} {_shown_p(metric.p_exact)}"
+            f"{name} {_p_text(metric.p_exact)}"
             for name, metric in metrics.items()
             if metric.test == test and metric.p_exact is not None
         ]
         suffix = f" (McNemar's exact test: {', '.join(exact)})" if exact else ""
-        parts.append(f"{', '.join(names)}: {test}{suffix}")
+        texts.append(f"{', '.join(names)}: {test}{suffix}")
     if len(metrics) > 1:
-        parts.append(f"p is adjusted for {len(metrics)} metrics (Holm)")
-    return "; ".join(parts)
+        texts.append(f"p is adjusted for {len(metrics)} metrics (Holm)")
+    return "; ".join(texts)
 
 
 def _rows(comparison: Comparison) -> list[Sequence[str]]:
@@ -167,7 +167,7 @@ def _rows(comparison: Comparison) -> list[Sequence[str]]:
         )
         behind = _behind(metric)
         interval = f"{low} to {high}{behind}"
-        rows.append((name, a, b, difference + behind, interval, _shown_p(metric.p_holm), metric.shown))
+        rows.append((name, a, b, difference + behind, interval, _p_text(metric.p_holm), metric.shown))
     return rows
 
 
@@ -250,7 +250,7 @@ def in_unit(metric: MetricComparison, value: float, *, signed: bool = False) -> 
     return f"{sign}{factor * value:,.{decimals}f}"
 
 
-def _shown_p(value: float) -> str:
+def _p_text(value: float) -> str:
     if value < _SMALLEST_P:
         return f"<{_SMALLEST_P:g}"
     # Not as 0.05 what is below it.

@@ -43,7 +43,7 @@ class ModelRow:
     step: int | None = None
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """The status, with the first line of the reason."""
         lines = (self.reason or "").strip().splitlines()
         return f"{self.status}: {lines[0]}" if lines else self.status
@@ -140,7 +140,7 @@ class ModelsTable:
                 value, interval = map(_markdown, self.cell(row, name))
                 value = f"**{value}**" if self.is_best(row, name) else value
                 line.append(f"{value} ({interval})" if interval else value)
-            lines.append([*line, _speed(row), _markdown(row.said)])
+            lines.append([*line, _speed(row), _markdown(row.summary)])
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def to_json(self, *, whole: bool) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class ModelsTable:
             print_line(console, line)
 
     def _notes(self, shown: int) -> list[str]:
-        lines = [f"{row.name}: {row.said}" for row in self.rows if row.reason is not None]
+        lines = [f"{row.name}: {row.summary}" for row in self.rows if row.reason is not None]
         if len(self.metrics) > shown:
             lines.append(f"{len(self.metrics) - shown} more metrics are in the files.")
         if any(name in self.best for name in self.metrics[:shown]):

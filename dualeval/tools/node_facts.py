@@ -20,7 +20,7 @@ from dualeval.launch.cores import usable_cores
 from dualeval.launch.launchers import WAYS
 from dualeval.launch.launchers.slurm import expand_hosts, expand_tasks, is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
-from dualeval.tools.trials import ask
+from dualeval.tools.starts import ask
 
 # Those of all ways to start ranks, and that by which some reach other nodes.
 _PROGRAMS = (*sorted({way.program for way in WAYS.values() if way.program}), "ssh")

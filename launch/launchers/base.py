@@ -213,7 +213,7 @@ class Launcher:
         """Those that are needed, the optional ones, and the mark."""
         return (*self.needed, *self.optional, *((self.mark,) if self.mark else ()))
 
-    def found(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
+    def variables_in(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
         """Those that are set, with what they are read for."""
         meanings = dict(zip(self.ranks, ("rank", "size", "local rank", "local size"), strict=True))
         return tuple(

@@ -249,7 +249,7 @@ def _expand_name(name: str) -> list[str]:
         if match[2] is not None:
             choices.append([number for part in match[2].split(",") for number in _expand_range(part, name)])
         end = match.end()
-    return ["".join(parts) for parts in itertools.product(*choices)]
+    return ["".join(pieces) for pieces in itertools.product(*choices)]
 
 
 def _expand_range(text: str, name: str) -> list[str]:

@@ -61,14 +61,14 @@ class Outcome:
     # Where it was to go.
     target: Target
     # Where it is now; empty where it is not there.
-    said: str = ""
+    text: str = ""
     # Why it is not there; empty where it is.
     error: str = ""
 
     def __str__(self) -> str:
         if self.error:
             return f"not logged to {self.target.text}: {self.error}"
-        return f"logged to {self.target.kind}: {self.said}"
+        return f"logged to {self.target.kind}: {self.text}"
 
 
 def log_result(
@@ -210,16 +210,16 @@ def write_all(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]
     """Write a result into trackers, files first; yields each and what became of it."""
     targets = [Target(**fields) for fields in content["targets"]]
     folder = None if content["folder"] is None else Path(content["folder"])
-    record = None
+    entry = None
     for target in sorted(targets, key=lambda target: target.kind not in FILES):
         try:
-            from dualeval.report.loggers.trackers import record_of, write
+            from dualeval.report.loggers.trackers import entry_of, write
 
-            record = record or record_of(result_from(content["result"]), folder, content["step"])
-            text = write(record, target)
+            entry = entry or entry_of(result_from(content["result"]), folder, content["step"])
+            text = write(entry, target)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises is reported, and costs no result
             yield target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}
             continue
-        if record.confusions and target.kind != "jsonl" and not is_installed("matplotlib"):
+        if entry.confusions and target.kind != "jsonl" and not is_installed("matplotlib"):
             text += " (without the picture of the confusion matrix: type pip install matplotlib)"
-        yield target.text, {"said": text}
+        yield target.text, {"text": text}

@@ -1,6 +1,6 @@
 """What is logged of a result, in the plain values that every tracker takes; and the trackers.
 
-``_write_KIND`` logs a record once, and says where it is now. Each imports its own library.
+``_write_KIND`` logs an entry once, and says where it is now. Each imports its own library.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class LogEntry:
     """What is logged of a result."""
 
     # The same for the same result and step, and no other: what was logged already is found by it.
@@ -90,8 +90,8 @@ class Record:
         }
 
 
-def record_of(result: Result, folder: Path | None, step: int | None) -> Record:
-    """Make the record of a result."""
+def entry_of(result: Result, folder: Path | None, step: int | None) -> LogEntry:
+    """Make the entry of a result."""
     names = [*(result.labels.get("classes") or ())]
     confusions = confusions_of(result, folder, names)
     tables = {name: _table(columns, names) for name, columns in figures_of(result, confusions).items()}
@@ -100,7 +100,7 @@ def record_of(result: Result, folder: Path | None, step: int | None) -> Record:
     content = json.loads(result.to_json())
     job = {name: content[name] for name in JOB}
     job["data"] = {name: result.data.get(name) for name in _OF_DATA}
-    return Record(
+    return LogEntry(
         key=_key_of(result, step),
         name=result.fingerprint[:8] if folder is None else folder.name,
         step=step,
@@ -189,21 +189,21 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def write(record: Record, target: Target) -> str:
-    """Log the record; returns where."""
+def write(entry: LogEntry, target: Target) -> str:
+    """Log the entry; returns where."""
     kinds = {
         "jsonl": _write_jsonl,
         "mlflow": _write_mlflow,
         "tensorboard": _write_tensorboard,
         "wandb": _write_wandb,
     }
-    return kinds[target.kind](record, target)
+    return kinds[target.kind](entry, target)
 
 
 # -- JSON Lines: a line a result, for pandas, jq and scripts ---------------------------------------------
 
 
-def _write_jsonl(record: Record, target: Target) -> str:
+def _write_jsonl(entry: LogEntry, target: Target) -> str:
     """Add a line to the file; one that is there already stays the only one."""
     path = Path(target.where)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,10 +212,10 @@ def _write_jsonl(record: Record, target: Target) -> str:
         with path.open("rb") as file:
             for line in file:
                 ends_whole = line.endswith(b"\n")
-                if _key(line) == record.key:
+                if _key(line) == entry.key:
                     return f"{path} has this result already"
-    content = {"key": record.key, "step": record.step, "name": record.name, "scalars": record.scalars}
-    line = json.dumps({**content, **record.result}, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    content = {"key": entry.key, "step": entry.step, "name": entry.name, "scalars": entry.scalars}
+    line = json.dumps({**content, **entry.result}, ensure_ascii=False).encode("utf-8", "backslashreplace")
     # In one piece behind what others write at the same time.
     with path.open("ab") as file:
         file.write(line + b"\n" if ends_whole else b"\n" + line + b"\n")
@@ -235,43 +235,43 @@ def _key(line: bytes) -> str | None:
 # -- TensorBoard: an event file in a folder, by its own writer; TensorFlow is not needed -------------------
 
 
-def _write_tensorboard(record: Record, target: Target) -> str:
-    """Write the record as an event file of its own, in place of an earlier one of the same result."""
+def _write_tensorboard(entry: LogEntry, target: Target) -> str:
+    """Write the entry as an event file of its own, in place of an earlier one of the same result."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     folder = Path(target.where)
     folder.mkdir(parents=True, exist_ok=True)
-    suffix = f".dualeval-{record.key}"
+    suffix = f".dualeval-{entry.key}"
     earlier = [*folder.glob(f"events.out.tfevents.*{suffix}")]
     writer = EventFileWriter(str(folder), filename_suffix=suffix)
-    for value in _summaries(record):
+    for value in _summaries(entry):
         summary = Summary(value=[value])
-        writer.add_event(Event(step=record.step or 0, wall_time=record.time, summary=summary))
+        writer.add_event(Event(step=entry.step or 0, wall_time=entry.time, summary=summary))
     writer.close()
     for path in earlier:
         path.unlink()
     return f"{folder} (tensorboard --logdir {folder})"
 
 
-def _summaries(record: Record) -> Iterator[Any]:
+def _summaries(entry: LogEntry) -> Iterator[Any]:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.text.summary_v2 import text_pb
 
-    for name, number in record.scalars.items():
+    for name, number in entry.scalars.items():
         metadata = SummaryMetadata(
             plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"),
-            summary_description=f"unit: {record.units[name]}" if name in record.units else "",
+            summary_description=f"unit: {entry.units[name]}" if name in entry.units else "",
         )
         yield Summary.Value(tag=name, simple_value=number, metadata=metadata)
-    for name, png in record.pictures.items():
+    for name, png in entry.pictures.items():
         width, height = _opened(png).size
         image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)  # RGBA
         yield Summary.Value(tag=name, image=image)
-    job = Table(columns=["", ""], rows=[[name, value] for name, value in record.params.items()])
-    texts = {name: _markdown(table) for name, table in {**record.tables, "job": job}.items()}
-    texts["result.json"] = f"```json\n{json.dumps(record.result, indent=1, ensure_ascii=False)}\n```"
+    job = Table(columns=["", ""], rows=[[name, value] for name, value in entry.params.items()])
+    texts = {name: _markdown(table) for name, table in {**entry.tables, "job": job}.items()}
+    texts["result.json"] = f"```json\n{json.dumps(entry.result, indent=1, ensure_ascii=False)}\n```"
     for name, text in texts.items():
         yield from text_pb(name, text.encode("utf-8", "backslashreplace")).value
 
@@ -295,52 +295,52 @@ def _opened(png: bytes) -> Image.Image:
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
-def _write_mlflow(record: Record, target: Target) -> str:
-    """Log the record into the run of its name, or one of its own, which is made where it is not there."""
+def _write_mlflow(entry: LogEntry, target: Target) -> str:
+    """Log the entry into the run of its name, or one of its own, which is made where it is not there."""
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(target.where)
     # MLflow's own variable for it.
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "dualeval"
-    run = _run(client, name, record, target.name)
-    identity, step = run.info.run_id, record.step or 0
+    run = _run(client, name, entry, target.name)
+    identity, step = run.info.run_id, entry.step or 0
     where = f"run {identity} of the experiment {name!r} in {target.where}"
     mark = f"dualeval.logged.{step}"
-    if run.data.tags.get(mark) == record.key:
+    if run.data.tags.get(mark) == entry.key:
         return f"{where} has this result already"
-    folder = "" if record.step is None else f"step-{record.step}/"
-    for each, png in record.pictures.items():
+    folder = "" if entry.step is None else f"step-{entry.step}/"
+    for each, png in entry.pictures.items():
         client.log_image(identity, _opened(png), artifact_file=f"{folder}{each}.png")
-    for each, table in record.tables.items():
+    for each, table in entry.tables.items():
         client.log_dict(identity, {"columns": table.columns, "data": table.rows}, f"{folder}{each}.json")
-    client.log_dict(identity, record.result, f"{folder}result.json")
-    at = round(1000 * record.time)
-    params = _valid(record.params).items()
+    client.log_dict(identity, entry.result, f"{folder}result.json")
+    at = round(1000 * entry.time)
+    params = _valid(entry.params).items()
     client.log_batch(
         identity,
-        metrics=[Metric(key, value, at, step) for key, value in _valid(record.scalars).items()],
+        metrics=[Metric(key, value, at, step) for key, value in _valid(entry.scalars).items()],
         # MLflow never changes a parameter: of a training these are the first step's.
         params=[Param(key, str(value)) for key, value in params if key not in run.data.params],
-        tags=[RunTag(f"unit.{key}", unit) for key, unit in _valid(record.units).items()],
+        tags=[RunTag(f"unit.{key}", unit) for key, unit in _valid(entry.units).items()],
     )
     # Last: what has this is whole.
-    client.set_tag(identity, mark, record.key)
+    client.set_tag(identity, mark, entry.key)
     client.set_terminated(identity, "FINISHED")
     return where
 
 
-def _run(client: Any, name: str, record: Record, run_name: str | None) -> Any:
+def _run(client: Any, name: str, entry: LogEntry, run_name: str | None) -> Any:
     """The tracker's run, found by a tag, or made."""
     known = client.get_experiment_by_name(name)
     experiment = str(client.create_experiment(name) if known is None else known.experiment_id)
-    tags = {"dualeval.run": run_name or record.key}
+    tags = {"dualeval.run": run_name or entry.key}
     if runs := client.search_runs(
         [experiment], f"tags.`dualeval.run` = '{tags['dualeval.run']}'", max_results=1
     ):
         return runs[0]
-    start = round(1000 * (record.time - record.scalars["run/total_s"]))
-    return client.create_run(experiment, start_time=start, run_name=run_name or record.name, tags=tags)
+    start = round(1000 * (entry.time - entry.scalars["run/total_s"]))
+    return client.create_run(experiment, start_time=start, run_name=run_name or entry.name, tags=tags)
 
 
 def _valid(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,25 +353,25 @@ def _valid(values: Mapping[str, Any]) -> dict[str, Any]:
 _OFFLINE = ("offline", "dryrun")
 
 
-def _write_wandb(record: Record, target: Target) -> str:
-    """Log the record in the mode that the user has set, or else online with a key and offline without."""
+def _write_wandb(entry: LogEntry, target: Target) -> str:
+    """Log the entry in the mode that the user has set, or else online with a key and offline without."""
     import wandb
 
     set_mode = os.environ.get("WANDB_MODE")
     try:
-        return _write_in_mode(set_mode or wandb.setup().settings.mode, record, target)
+        return _write_in_mode(set_mode or wandb.setup().settings.mode, entry, target)
     except wandb.errors.UsageError:  # no key, and no terminal to ask for one
         if set_mode:
             raise
-        return _write_in_mode("offline", record, target)
+        return _write_in_mode("offline", entry, target)
 
 
-def _write_in_mode(mode: Any, record: Record, target: Target) -> str:
-    """Log the record into the run of its name, or one of its own."""
+def _write_in_mode(mode: Any, entry: LogEntry, target: Target) -> str:
+    """Log the entry into the run of its name, or one of its own."""
     import wandb
 
     entity, _, project = target.where.rpartition("/")
-    mark = f"dualeval-{record.key}"
+    mark = f"dualeval-{entry.key}"
     identity = target.name or mark
     if mode in _OFFLINE:
         root = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
@@ -381,7 +381,7 @@ def _write_in_mode(mode: Any, record: Record, target: Target) -> str:
         entity=entity or None,
         project=project,
         id=identity,
-        name=target.name or record.name,
+        name=target.name or entry.name,
         # An offline run cannot know of others; 'wandb sync' joins those of one id.
         resume=None if mode in _OFFLINE else "allow",
         mode=mode,
@@ -396,15 +396,15 @@ def _write_in_mode(mode: Any, record: Record, target: Target) -> str:
         ),
     )
     # The job nested, as in result.json, with what the numbers mean.
-    config = {name: record.result[name] for name in (*JOB, "intervals", "units", "directions", "warnings")}
+    config = {name: entry.result[name] for name in (*JOB, "intervals", "units", "directions", "warnings")}
     run.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
-    row: dict[str, Any] = dict(record.scalars)
-    row |= {name: wandb.Image(_opened(png)) for name, png in record.pictures.items()}
-    for name, table in record.tables.items():
+    row: dict[str, Any] = dict(entry.scalars)
+    row |= {name: wandb.Image(_opened(png)) for name, png in entry.pictures.items()}
+    for name, table in entry.tables.items():
         row[name] = wandb.Table(columns=[*table.columns], data=table.rows)
     # A step that is there already is not added again.
-    run.log(row, step=record.step or 0)
-    run.summary.update(record.scalars)
+    run.log(row, step=entry.step or 0)
+    run.summary.update(entry.scalars)
     folder, address = Path(run.dir).parent, run.url
     run.finish()
     if mode in _OFFLINE:

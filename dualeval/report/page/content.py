@@ -142,7 +142,7 @@ def build(
         against=[_against(comparison) for comparison in comparisons],
         warnings=[*result.warnings, *notes],
         samples=[
-            _shown(rows, sample, tuple(why), task)
+            _sample_shown(rows, sample, tuple(why), task)
             for sample, why in zip(samples, reasons.values(), strict=True)
         ],
         samples_total=result.samples["evaluated"],
@@ -154,7 +154,7 @@ def build(
         confusion=[(target, guess, count) for target, guess, count in confusion.entries] if confusion else [],
         calibration=rows.calibration(),
         slices=result.slices,
-        seconds=[{"rank": rank, **parts} for rank, parts in enumerate(result.timing.get("ranks", ()))],
+        seconds=[{"rank": rank, **seconds} for rank, seconds in enumerate(result.timing.get("ranks", ()))],
         limited_by=limited_by(result.timing),
         provenance=_provenance(result, folder, command),
     )
@@ -234,7 +234,7 @@ def _chosen(rows: JudgedRows, comparisons: Sequence[Comparison]) -> tuple[dict[i
     return reasons, f"The page shows {', '.join(cut)}." if cut else None
 
 
-def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
+def _sample_shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
     row = sample.row
     named = [*rows.data_names]
     for score in rows.scores.values():

@@ -40,7 +40,7 @@ _LEVELS = 9  # of the matrix's colours
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
     cards: list[dict[str, Any]] = [
-        {"of": sample, "shown": [_shown(each) for each in sample.shown], "turn": turn}
+        {"of": sample, "shown": [_template_values(each) for each in sample.shown], "turn": turn}
         for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
     ]
     sections = _sections(content)
@@ -108,7 +108,7 @@ def _sections(content: PageContent) -> list[dict[str, Any]]:
         ("slices", "Slices", content.slices, _slices),
         ("time", "Time", content.seconds, _seconds),
     )
-    return [{"id": name, "title": title, "parts": make(content)} for name, title, has, make in wanted if has]
+    return [{"id": name, "title": title, "blocks": make(content)} for name, title, has, make in wanted if has]
 
 
 def _table(label: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) -> dict[str, Any]:
@@ -125,14 +125,14 @@ def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict
 
 
 def _comparisons(content: PageContent) -> list[dict[str, Any]]:
-    parts = []
+    blocks = []
     for number, each in enumerate(content.against):
         columns = ("metric", each.folder, "this run", "difference", "95 % interval", "p", "verdict")
         flips = (
             (f"lost:{number}", each.lost, f"right in {each.folder}, wrong here"),
             (f"gained:{number}", each.gained, f"wrong in {each.folder}, right here"),
         )
-        parts.append(
+        blocks.append(
             {
                 "title": each.folder,
                 "tables": [_table(f"Comparison with {each.folder}", columns, [*map(_compared, each.rows)])],
@@ -140,7 +140,7 @@ def _comparisons(content: PageContent) -> list[dict[str, Any]]:
                 "notes": each.notes,
             }
         )
-    return parts
+    return blocks
 
 
 def _compared(row: Mapping[str, Any]) -> list[Any]:
@@ -189,7 +189,7 @@ def _calibration(content: PageContent) -> list[dict[str, Any]]:
 
 def _slices(content: PageContent) -> list[dict[str, Any]]:
     """By slicing its groups, and charts of as many metrics as there is time for."""
-    parts = []
+    blocks = []
     left = _CHARTS
     for number, (name, groups) in enumerate(content.slices.items()):
         shown = [each for each in content.headlines if any(each.name in g["metrics"] for g in groups)]
@@ -212,8 +212,8 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
         if len(groups) > charts.MOST_GROUPS or len(shown) > most:
             caption += " More groups and metrics are in the table."
         tables = [_table(f"Numbers of {counted(len(groups), 'group')}", columns, rows, folds=True)]
-        parts.append({"title": name, "charts": [*filter(None, drawn)], "caption": caption, "tables": tables})
-    return parts
+        blocks.append({"title": name, "charts": [*filter(None, drawn)], "caption": caption, "tables": tables})
+    return blocks
 
 
 def _drawn(shown: Sequence[Headline], groups: Sequence[Mapping[str, Any]]) -> Sequence[Headline]:
@@ -231,10 +231,10 @@ def _values(group: Mapping[str, Any], shown: Sequence[Headline]) -> Iterator[dic
 
 def _seconds(content: PageContent) -> list[dict[str, Any]]:
     # The seconds of the whole loop are no part of themselves.
-    parts = [name for name in dict.fromkeys(chain(*content.seconds)) if name not in ("rank", "evaluate")]
-    names = ("rank", "evaluate", *parts)
+    stages = [name for name in dict.fromkeys(chain(*content.seconds)) if name not in ("rank", "evaluate")]
+    names = ("rank", "evaluate", *stages)
     rows = [[each["rank"], *(float(each.get(name) or 0) for name in names[1:])] for each in content.seconds]
-    drawn = [charts.draw_seconds(content.seconds, parts)]
+    drawn = [charts.draw_seconds(content.seconds, stages)]
     tables = [_table("Numbers of the chart", names, rows, folds=True)]
     more = len(rows) > charts.MOST_RANKS
     caption = f"The first {charts.MOST_RANKS} ranks; the others are in the table." if more else None
@@ -260,7 +260,7 @@ def _index(sample: SampleShown) -> dict[str, Any]:
     return {key: [_seen(each) for each in value if each is not None] for key, value in values.items()}
 
 
-def _shown(shown: Shown) -> dict[str, Any]:
+def _template_values(shown: Shown) -> dict[str, Any]:
     if shown.kind == "picture" and shown.picture is not None:
         return {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
     table = {name: _start_of(text) for name, text in shown.table.items()}

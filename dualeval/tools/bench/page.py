@@ -86,12 +86,12 @@ def _shares(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "forward" in measured[0]["ranks"][0]:
         shares = {}
         for stage in STAGES:
-            parts = [
+            ratios = [
                 sum(rank[stage] for rank in one["ranks"])
                 / sum(rank[each] for rank in one["ranks"] for each in STAGES)
                 for one in measured
             ]
-            shares[stage] = statistics.median(parts)
+            shares[stage] = statistics.median(ratios)
         return {"stages": shares}
     waits = [
         sum(rank["data"] for rank in one["ranks"]) / sum(rank["evaluate"] for rank in one["ranks"])

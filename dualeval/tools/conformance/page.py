@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dualeval.messages import counted
-from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
+from dualeval.tools.starts import FAILED, NOT_HERE, NOT_RUN
 
 SCHEMA_VERSION = 1
 
@@ -72,8 +72,8 @@ def _compare_loosely(metrics: Mapping[str, float], wanted: Mapping[str, float]) 
 
 
 def _differences(metrics: Mapping[str, float], wanted: Mapping[str, float]) -> str:
-    parts = [f"{name} {metrics[name]!r}, not {wanted[name]!r}" for name in _COMPARED]
-    differing = [part for part, name in zip(parts, _COMPARED, strict=True) if metrics[name] != wanted[name]]
+    texts = [f"{name} {metrics[name]!r}, not {wanted[name]!r}" for name in _COMPARED]
+    differing = [text for text, name in zip(texts, _COMPARED, strict=True) if metrics[name] != wanted[name]]
     return "; ".join(differing) or "another metric than loss, top1 and top5"
 
 

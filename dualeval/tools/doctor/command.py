@@ -135,7 +135,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "pid": os.getpid(),
         "variables": {
             launcher: [asdict(variable) for variable in variables]
-            for launcher, variables in detection.found.items()
+            for launcher, variables in detection.variables.items()
         },
         "notes": list(detection.notes),
         "outer": list(detection.outer),

@@ -34,8 +34,8 @@ def differences(ranks: Mapping[int, Mapping[str, Any]], names: Sequence[str] = t
         for rank, facts in sorted(ranks.items()):
             by_value.setdefault(str(facts[name]), []).append(rank)
         if len(by_value) > 1:
-            parts = "; ".join(f"{value} on {_ranks(where)}" for value, where in by_value.items())
-            sentences.append(f"the ranks differ in {_SAME[name]}: {parts}")
+            groups = "; ".join(f"{value} on {_ranks(where)}" for value, where in by_value.items())
+            sentences.append(f"the ranks differ in {_SAME[name]}: {groups}")
     return sentences
 
 

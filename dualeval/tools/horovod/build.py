@@ -232,7 +232,7 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[list[str], str]:
     words = shlex.split(environ.get("CXX", ""))
     path = _which(environ, words[0]) if words else _which(environ, "c++", "g++", "clang++")
     command = [path, *words[1:]] if path else []
-    return command, _said([*command, "--version"], environ).partition("\n")[0]
+    return command, _run([*command, "--version"], environ).partition("\n")[0]
 
 
 def missing_tools(environ: Mapping[str, str], torch: Torch) -> Iterator[str]:
@@ -242,12 +242,12 @@ def missing_tools(environ: Mapping[str, str], torch: Torch) -> Iterator[str]:
     macros = ["-x", "c++", "-dM", "-E", "/dev/null"]
     if not version:
         yield "a C++ compiler: type 'apt install g++' (conda: 'conda install cxx-compiler'), or set CXX"
-    elif not _said([*command, f"-std=c++{torch.standard}", *macros], environ):
+    elif not _run([*command, f"-std=c++{torch.standard}", *macros], environ):
         yield (
             f"a compiler for C++{torch.standard}, which torch {torch.version} needs (found {version}): "
             f"install a later one, and set CC and CXX to it"
         )
-    cmake = re.search(r"cmake version ((\d+)\.(\d+)[\w.]*)", _said(["cmake", "--version"], environ))
+    cmake = re.search(r"cmake version ((\d+)\.(\d+)[\w.]*)", _run(["cmake", "--version"], environ))
     least = ".".join(map(str, OLDEST_CMAKE))
     if cmake is None:
         yield f"cmake {least} or later: type 'pip install cmake'"
@@ -265,10 +265,10 @@ def find_mpi(environ: Mapping[str, str]) -> Mpi | str:
             "cluster's MPI module"
         )
     # Open MPI answers the first, MPICH and its family the second, some wrappers neither.
-    output = _said([wrapper, "--showme:version"], environ) or _said([wrapper, "-v"], environ)
+    output = _run([wrapper, "--showme:version"], environ) or _run([wrapper, "-v"], environ)
     # "mpicxx: Open MPI 4.1.4 (Language: C++)", "mpicxx for MPICH version 5.0.2"
     version = re.sub(r"^\S+:? (for (the )?)?| \(.*", "", output.partition("\n")[0])
-    return Mpi(wrapper=wrapper, version=version or "MPI", link=_said([wrapper, "-show"], environ).strip())
+    return Mpi(wrapper=wrapper, version=version or "MPI", link=_run([wrapper, "-show"], environ).strip())
 
 
 def find_nccl(environ: Mapping[str, str], cuda: str | None) -> Nccl | str:
@@ -294,10 +294,10 @@ def find_nccl(environ: Mapping[str, str], cuda: str | None) -> Nccl | str:
     if home is None and is_installed(package):
         home = str(importlib.metadata.distribution(package).locate_file("nvidia/nccl"))
     header = _text(Path(home, "include/nccl.h")) if home else ""
-    parts = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
-    if home is None or len(parts) != 3:
+    numbers = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
+    if home is None or len(numbers) != 3:
         return f"found no nccl.h; type 'pip install {package}', or set NCCL_HOME"
-    return Nccl(home=home, version=".".join(parts), cuda_home=cuda_home, cuda_version=cuda_version)
+    return Nccl(home=home, version=".".join(numbers), cuda_home=cuda_home, cuda_version=cuda_version)
 
 
 def find_toolkit(environ: Mapping[str, str]) -> tuple[str, str] | None:
@@ -305,7 +305,7 @@ def find_toolkit(environ: Mapping[str, str]) -> tuple[str, str] | None:
     nvcc = _which(environ, "nvcc")
     of_path = str(Path(nvcc).resolve().parent.parent) if nvcc else None
     for home in filter(None, [environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), of_path, USUAL_CUDA]):
-        version = re.search(r"release (\d+\.\d+)", _said([f"{home}/bin/nvcc", "--version"], environ))
+        version = re.search(r"release (\d+\.\d+)", _run([f"{home}/bin/nvcc", "--version"], environ))
         if version:
             return home, version[1]
     return None
@@ -345,7 +345,7 @@ def _which(environ: Mapping[str, str], *names: str) -> str | None:
     return next(filter(None, (shutil.which(name, path=environ["PATH"]) for name in names)), None)
 
 
-def _said(command: Sequence[str], environ: Mapping[str, str]) -> str:
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """What a program prints; empty where it cannot be started or fails."""
     try:
         done = subprocess.run(

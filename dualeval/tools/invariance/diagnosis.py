@@ -32,12 +32,12 @@ from dualeval.messages import listed
 from dualeval.report.table import labelled, make_console, print_line
 from dualeval.tasks import Task
 from dualeval.tools.invariance.computed import Batches, ColumnRows, Computed, ShapeDiagnosis
-from dualeval.tools.invariance.watched_modules import Watch
+from dualeval.tools.invariance.inspector import ModuleInspector
 
 # Beside the powers of two from 16 on.
 _SMALL_SHAPES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32)
 # Batches of one shape whose modules are looked at.
-_WATCHED = 2
+_INSPECTED = 2
 
 # Where a difference comes from, if not from modules; for people.
 IN_BATCH = "the batch itself: collate makes different inputs from these samples in a batch of this size"
@@ -168,11 +168,11 @@ class _Tracer:
     def __init__(self, computed: Computed, rows: int) -> None:
         model = computed.model
         self._is_program = is_compiled(model) or isinstance(model, torch.jit.ScriptModule)
-        self._watch = Watch(model, rows)
+        self._inspector = ModuleInspector(model, rows)
         self._computed = computed
         self._rows = rows
         self._job: Any = None
-        self._watched: dict[str, Rows] = {}
+        self._inspected: dict[str, Rows] = {}
         self.notes: list[str] = []
 
     def explained(self, diagnosis: ShapeDiagnosis, differing: Sequence[range]) -> ShapeDiagnosis:
@@ -182,14 +182,14 @@ class _Tracer:
         self._look_at_job(differing[0])
         differences = []
         is_seen = False
-        for samples in differing[:_WATCHED]:
-            with self._watch.hashes() as calls:
+        for samples in differing[:_INSPECTED]:
+            with self._inspector.hashes() as calls:
                 columns = self._computed.columns(samples)
             is_seen |= any(
-                len(ColumnRows(name).add(rows, self._watched.get(name), samples))
+                len(ColumnRows(name).add(rows, self._inspected.get(name), samples))
                 for name, rows in columns.items()
             )
-            differences.append(self._watch.differences(calls, self._job))
+            differences.append(self._inspector.differences(calls, self._job))
         modules = {name: kind for each in differences for name, kind in each.modules.items()}
         cause = None
         if not modules:
@@ -201,14 +201,14 @@ class _Tracer:
         if self._job is not None:
             return
         whole = range(self._rows)
-        with self._watch.shapes() as job_shapes:
+        with self._inspector.shapes() as job_shapes:
             self._computed.columns(whole)
-        with self._watch.shapes() as other:
+        with self._inspector.shapes() as other:
             self._computed.columns(smaller)
-        self._watch.learn(job_shapes, other, len(smaller))
-        with self._watch.hashes() as self._job:
-            self._watched = self._computed.columns(whole)
-        if any(len(differing_rows(rows, self._computed.job[name])) for name, rows in self._watched.items()):
+        self._inspector.learn(job_shapes, other, len(smaller))
+        with self._inspector.hashes() as self._job:
+            self._inspected = self._computed.columns(whole)
+        if any(len(differing_rows(rows, self._computed.job[name])) for name, rows in self._inspected.items()):
             self.notes.append(
                 "inspecting modules leaves out a fused kernel, which gives the rows other bits: the modules "
                 "named are those of the computation without it"
@@ -260,7 +260,7 @@ def _table(diagnosis: Diagnosis) -> Table:
     for shape in diagnosis.shapes:
         is_own = shape is diagnosis.shapes[-1]
         behind = " (again)" if is_own else " (last batch)" if shape.shape == diagnosis.last_batch else ""
-        if not groups or _said(groups[-1][1][0]) != _said(shape):
+        if not groups or _cells_of(groups[-1][1][0]) != _cells_of(shape):
             groups.append(([], []))
         groups[-1][0].append(f"{shape.shape}{behind}")
         groups[-1][1].append(shape)
@@ -271,7 +271,7 @@ def _table(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _said(shape: ShapeDiagnosis) -> tuple[str, str, str]:
+def _cells_of(shape: ShapeDiagnosis) -> tuple[str, str, str]:
     return _differ(shape), _amount(shape)[0], _made_by(shape)
 
 

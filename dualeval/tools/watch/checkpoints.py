@@ -312,5 +312,5 @@ def _compared(row: Outcome, newest: Outcome) -> Outcome:
     """A row; where it cannot be compared with the newest, with the reason."""
     if row.result is None or row.job == newest.job:
         return row
-    parts = dict.fromkeys(re.split(r"[.[]", name)[0] for name, _, _ in differences(row.job, newest.job))
-    return replace(row, reason=f"not ranked: another {listed(parts)} than that of {newest.name}")
+    keys = dict.fromkeys(re.split(r"[.[]", name)[0] for name, _, _ in differences(row.job, newest.job))
+    return replace(row, reason=f"not ranked: another {listed(keys)} than that of {newest.name}")

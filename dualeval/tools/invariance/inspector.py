@@ -42,7 +42,7 @@ class _Call:
     hashes: dict[tuple[str, str], npt.NDArray[np.int64] | None] = field(default_factory=dict)
 
 
-class Watch:
+class ModuleInspector:
     """Looks at every call of every module of a model: first at shapes, then at hashes of rows."""
 
     def __init__(self, model: nn.Module, rows: int) -> None:

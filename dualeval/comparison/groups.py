@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.comparison.estimates import Estimate, differences_of
-from dualeval.comparison.pairing import Pairs, taken
+from dualeval.comparison.pairing import Pairs, at_rows
 from dualeval.comparison.statistics import LEVEL, Difference, largest_loss
 from dualeval.engine.scoring.slices import Keys, groups_of, too_small
 from dualeval.errors import UsageError
@@ -172,8 +172,8 @@ def _keys(pairs: Pairs, name: str) -> Keys:
         (pairs.b, whole[1], pairs.rows_b, pairs.only_b),
     ):
         if column is not None:
-            keys.append(_plain(taken(column, rows)))
-            further.append(_plain(taken(column, alone)))
+            keys.append(_plain(at_rows(column, rows)))
+            further.append(_plain(at_rows(column, alone)))
         elif len(alone):
             raise UsageError(
                 f"--by {name}: {run.folder} has no such column, and {counted(len(alone), 'sample')} that the "
