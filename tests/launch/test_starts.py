@@ -187,7 +187,7 @@ def test_names_of_launchers() -> None:
         choose_ways(["srum"])
 
 
-def test_trials_of_a_machine() -> None:
+def test_starts_of_a_machine() -> None:
     """The reference is first, and what cannot be started has no self-test."""
     starts = plan_starts(HERE, ["cuda", "cpu"], ["none", "torchrun", "srun"], [1, 2, 4])
     shown = [

@@ -318,7 +318,7 @@ def test_interrupted_it_leaves_a_report_and_nothing_else(launch: Launch, tmp_pat
     assert "**Does not agree.** Interrupted." in (tmp_path / "report/conformance.md").read_text()
 
 
-def test_a_signal_as_the_last_trial_ends_is_not_lost(
+def test_a_signal_as_the_last_start_ends_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends_with_a_signal(*words: Any, **options: Any) -> Ended:
