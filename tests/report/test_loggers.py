@@ -134,9 +134,9 @@ def test_without_matplotlib_the_rest_is_logged(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     content = {"result": json.loads(result.to_json()), "folder": str(run), "step": 2}
     targets = targets_of(["tensorboard:tb", "jsonl:log.jsonl"], 2)
-    said = dict(write_all({**content, "targets": [*map(asdict, targets)]}))
-    assert "type pip install matplotlib" in said["tensorboard:tb"]["said"]
-    assert said["jsonl:log.jsonl"] == {"said": "a line in log.jsonl"}
+    answers = dict(write_all({**content, "targets": [*map(asdict, targets)]}))
+    assert "type pip install matplotlib" in answers["tensorboard:tb"]["text"]
+    assert answers["jsonl:log.jsonl"] == {"text": "a line in log.jsonl"}
     assert tensorboard_run(offline / "tb").Tags()["images"] == []
     assert tensorboard_run(offline / "tb").Scalars("top1")
 
