@@ -38,8 +38,8 @@ def connect(name: str | None, world: World) -> Backend:
 def class_of(name: str) -> type[Backend]:
     """``NameBackend`` of the module of that name, which is imported when it is chosen."""
     module = importlib.import_module(f"dualeval.backends.{name}")
-    found: type[Backend] = getattr(module, f"{name.capitalize()}Backend")
-    return found
+    kind: type[Backend] = getattr(module, f"{name.capitalize()}Backend")
+    return kind
 
 
 def choose_backend(name: str | None, world: World) -> str:
@@ -87,8 +87,8 @@ def group_of_caller() -> str | None:
     return None
 
 
-def world_of_caller(name: str, found: World | None) -> World:
-    """This process's place in the caller's group; ``found`` is that by the launcher's variables.
+def world_of_caller(name: str, place: World | None) -> World:
+    """This process's place in the caller's group; ``place`` is that by the launcher's variables.
 
     Where these say something else, or nothing, the ranks were started in another way
     (``torch.multiprocessing.spawn``), and the group is right.
@@ -107,9 +107,9 @@ def world_of_caller(name: str, found: World | None) -> World:
             rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
             node_rank=None, launcher="env",
         )  # fmt: skip
-    if found is None or found.launcher == "none" or (found.rank, found.size) != (world.rank, world.size):
+    if place is None or place.launcher == "none" or (place.rank, place.size) != (world.rank, world.size):
         return world
-    return found
+    return place
 
 
 def _default(launcher: Launcher) -> str:

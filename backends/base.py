@@ -187,7 +187,7 @@ class Backend(JsonExchange):
     @torch.inference_mode(False)
     def barrier(self) -> None:
         """Wait until every rank is here: a reduction of one host number."""
-        self._reduce_in_parts(torch.zeros(1, dtype=torch.int32, device=_HOST), "sum")
+        self._reduce_in_blocks(torch.zeros(1, dtype=torch.int32, device=_HOST), "sum")
 
     @torch.inference_mode(False)
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
@@ -216,7 +216,7 @@ class Backend(JsonExchange):
         if wire_type is None:
             raise _unsupported("all_reduce", tensor.dtype, WIRE_TYPES)
         owned = _copy_to(self.carrier(tensor.device), tensor, wire_type)
-        self._reduce_in_parts(owned.view(-1), op)
+        self._reduce_in_blocks(owned.view(-1), op)
         return owned.to(device=tensor.device, dtype=tensor.dtype)
 
     @torch.inference_mode(False)
@@ -259,7 +259,7 @@ class Backend(JsonExchange):
         # where, not the product alone: 0 * NaN is NaN.
         weighted = torch.where(weights == 0, 0.0, values * weights)
         sums = torch.cat([weighted.reshape(-1), weights.reshape(-1)])
-        self._reduce_in_parts(sums, "sum")
+        self._reduce_in_blocks(sums, "sum")
         mean = sums[: values.numel()].reshape(values.shape) / sums[values.numel() :].reshape(weights.shape)
         dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.float64
         return mean.to(device=tensor.device, dtype=dtype)
@@ -287,9 +287,9 @@ class Backend(JsonExchange):
             payload = torch.empty(
                 tensor.numel() * tensor.itemsize, dtype=torch.uint8, device=self.carrier(tensor.device)
             )
-        for part in _parts(payload):
+        for block in _blocks(payload):
             with self.around_collective():
-                self._broadcast(part, src)
+                self._broadcast(block, src)
         return payload.view(tensor.dtype).reshape(tensor.shape).to(device=tensor.device)
 
     def gather(self, tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
@@ -344,14 +344,14 @@ class Backend(JsonExchange):
         whether all ranks send the same kind of thing. Where they do not, each tells the others what it has,
         and all raise the same error; without the header they would wait for ever or take one for the other.
         """
-        own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
-        signature = _hash(own) if refusal is None else _REFUSED
+        description = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
+        signature = _hash(description) if refusal is None else _REFUSED
         own_header = torch.tensor([payload.numel(), rows, signature], device=_HOST)
         with self.around_collective():
             gathered = self._gather_headers(own_header.view(torch.uint8))
         headers = [header.view(torch.int64).tolist() for header in gathered]
         if any(header[2] == _REFUSED or header[2] != headers[0][2] for header in headers):
-            self._raise_disagreement(own)
+            self._raise_disagreement(description)
         longest = max(length for length, _, _ in headers)
         padded = payload
         if payload.numel() < longest:
@@ -359,7 +359,7 @@ class Backend(JsonExchange):
             padded[: payload.numel()] = payload
         contents: list[Tensor] | None
         if longest:
-            contents = self._gather_in_parts(padded, dst)
+            contents = self._gather_in_blocks(padded, dst)
         else:
             # No rank has content, and every rank knows it: the second collective is left out.
             contents = [padded for _ in headers] if dst in (None, self.world.rank) else None
@@ -371,7 +371,7 @@ class Backend(JsonExchange):
             for content, (length, rows_of_rank, _) in zip(contents, headers, strict=True)
         ]
 
-    def _gather_in_parts(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
+    def _gather_in_blocks(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
         """Gather as ``_gather``, in several collectives where one would be too large."""
         most = max(1, MOST_BYTES // self.world.size)
         if payload.numel() <= most:
@@ -381,26 +381,26 @@ class Backend(JsonExchange):
         contents = [torch.empty_like(payload) for _ in range(self.world.size)] if receives else None
         for start in range(0, payload.numel(), most):
             with self.around_collective():
-                parts = self._gather(payload[start : start + most], dst)
-            for content, part in zip(contents or [], parts or [], strict=True):
-                content[start : start + most] = part
+                blocks = self._gather(payload[start : start + most], dst)
+            for content, block in zip(contents or [], blocks or [], strict=True):
+                content[start : start + most] = block
         return contents
 
-    def _raise_disagreement(self, own: str) -> None:
+    def _raise_disagreement(self, description: str) -> None:
         """Tell all ranks what each one brought to a gather that cannot be done, and raise on all of them."""
-        text = tensor_of(own.encode("utf-8", "backslashreplace"))
+        text = tensor_of(description.encode("utf-8", "backslashreplace"))
         pieces = self._gather_bytes("disagreement", text, rows=0, kind="text", dst=None)
         assert pieces is not None
         ranks_by_text: dict[str, list[str]] = {}
         for rank, (piece, _) in enumerate(pieces):
             ranks_by_text.setdefault(bytes_of(piece).decode(), []).append(str(rank))
-        found = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
-        raise BackendError(f"This cannot be gathered: {found}. Only what is marked * may differ.")
+        reports = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+        raise BackendError(f"This cannot be gathered: {reports}. Only what is marked * may differ.")
 
-    def _reduce_in_parts(self, flat: Tensor, op: Op) -> None:
-        for part in _parts(flat):
+    def _reduce_in_blocks(self, flat: Tensor, op: Op) -> None:
+        for block in _blocks(flat):
             with self.around_collective():
-                self._all_reduce(part, op)
+                self._all_reduce(block, op)
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
@@ -412,10 +412,10 @@ class Backend(JsonExchange):
             text, _, frames = str(error).partition("\nException raised from ")
             if frames:
                 error.args = (text,)
-            said = text.strip().rstrip(".") or type(error).__name__
+            reason = text.strip().rstrip(".") or type(error).__name__
             raise BackendError(
                 f"{self._library_name} broke on rank {self.world.rank} of {self.world.size} while {doing}: "
-                f"{said}. Where another rank failed first, its message has the cause."
+                f"{reason}. Where another rank failed first, its message has the cause."
             ) from error
 
     @abstractmethod
@@ -441,7 +441,7 @@ class Backend(JsonExchange):
         """Leave the group; called once."""
 
 
-def _parts(flat: Tensor) -> Iterator[Tensor]:
+def _blocks(flat: Tensor) -> Iterator[Tensor]:
     """Cut a tensor of one dimension into what one collective takes; nothing of an empty one."""
     if flat.numel():
         yield from torch.split(flat, max(1, MOST_BYTES // flat.itemsize))

@@ -86,11 +86,11 @@ class HorovodBackend(Backend):
             except BaseException:
                 self._serving.close()
                 raise
-        found = (self._hvd.rank(), self._hvd.size())
-        if found != (world.rank, world.size):
+        place = (self._hvd.rank(), self._hvd.size())
+        if place != (world.rank, world.size):
             raise LaunchError(
                 f"{world.launcher} started this process as rank {world.rank} of {world.size}, but Horovod "
-                f"says rank {found[0]} of {found[1]}. If mpirun or srun started it, Horovod is built with "
+                f"says rank {place[0]} of {place[1]}. If mpirun or srun started it, Horovod is built with "
                 "another MPI: type 'dualeval setup-horovod' with that MPI's mpirun first on the PATH, or "
                 "pass another --backend."
             )
@@ -150,7 +150,7 @@ class HorovodBackend(Backend):
             self._finish(self._hvd.broadcast_async_(payload, src, name=f"dualeval.broadcast.{src}"))
 
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
-        size, own = self.world.size, self.world.rank
+        size, rank = self.world.size, self.world.rank
         if dst is None:
             with self._translated("gathering"):
                 gathered = self._finish(self._hvd.allgather_async(payload, name="dualeval.all_gather"))
@@ -162,7 +162,7 @@ class HorovodBackend(Backend):
             gathered, _ = self._finish(
                 self._hvd.alltoall_async(payload, splits, name=f"dualeval.gather.{dst}")
             )
-        return list(gathered.view(size, -1)) if dst == own else None
+        return list(gathered.view(size, -1)) if dst == rank else None
 
     def _finish(self, handle: int) -> Any:
         """Wait, asleep, for what has been begun; returns its result."""
@@ -197,8 +197,8 @@ def built_with() -> dict[str, bool]:
 
 def describe() -> str:
     """Horovod's version and what it is built with; raises LaunchError where it is missing or broken."""
-    parts = ", ".join(name if has else f"no {name}" for name, has in built_with().items())
-    return f"{importlib.import_module('horovod').__version__} ({parts})"
+    features = ", ".join(name if has else f"no {name}" for name, has in built_with().items())
+    return f"{importlib.import_module('horovod').__version__} ({features})"
 
 
 @contextmanager

@@ -113,11 +113,11 @@ def start_mpi(world: World, advice: str = "") -> Any:
         _Held.count = 1
     elif _Held.count:
         _Held.count += 1
-    found = (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
-    if found != (world.rank, world.size):
+    place = (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    if place != (world.rank, world.size):
         raise LaunchError(
             f"{world.launcher} started this process as rank {world.rank} of {world.size}, but the MPI "
-            f"library that it has loaded, {_library(mpi)}, says rank {found[0]} of {found[1]}: it is not the "
+            f"library that it has loaded, {_library(mpi)}, says rank {place[0]} of {place[1]}: it is not the "
             f"launcher's. {advice or _ADVICE['srun' if world.launcher == 'srun' else 'mpirun']}"
         )
     return mpi

@@ -70,15 +70,15 @@ def interface_between_nodes(world: World, store: Store, port: int | None) -> str
         offer = json.loads(store.get("dualeval/offer"))
         if offer["host"] != host_identity():
             address, _ = reach(offer["addresses"], offer["port"])
-            own = None if address is None else own_address_towards(address)
-            store.set(_ELSEWHERE, own or "")
+            local = None if address is None else own_address_towards(address)
+            store.set(_ELSEWHERE, local or "")
         else:
             if store.add("dualeval/with-rank-0", 1) == world.size:
                 store.set(_ELSEWHERE, LOOPBACK)
             # Any rank of another host has told how it comes here, or the last rank that there is none.
             peer = store.get(_ELSEWHERE).decode()
-            own = own_address_towards(peer) if peer else None
-    return interface_of(own) if own else None
+            local = own_address_towards(peer) if peer else None
+    return interface_of(local) if local else None
 
 
 @contextmanager

@@ -23,33 +23,33 @@ def check_operations(backend: Backend) -> dict[str, str | None]:
 
     Those on tensors run on host tensors, and on tensors of the backend's device where that is another.
     """
-    found: dict[str, str | None] = {}
+    problems: dict[str, str | None] = {}
     for device in _devices(backend):
         label = "" if device.type == "cpu" else f" on {device.type}"
         for name, of, outcome, wanted in _outcomes(backend, device):
             problem = None if outcome == wanted else f"{of}got {outcome}, expected {wanted}"
-            found[name + label] = found.get(name + label) or problem
+            problems[name + label] = problems.get(name + label) or problem
     value = {"text": "é", "number": 2**60}
     told = backend.broadcast_json(value if backend.world.is_main else None)
     backend.barrier()
     problem = None if told == value else f"got {told}, expected {value}"
-    return {**found, "broadcast_json": problem, "barrier": None}
+    return {**problems, "broadcast_json": problem, "barrier": None}
 
 
 def _outcomes(backend: Backend, device: torch.device) -> Iterator[tuple[str, str, Any, Any]]:
     """The operations on tensors: name, what of, outcome and what that has to be."""
     size, rank = backend.world.size, backend.world.rank
-    own = torch.tensor([rank, 1], device=device)
+    values = torch.tensor([rank, 1], device=device)
     for op, expected in {"sum": [size * (size - 1) // 2, size], "min": [0, 1], "max": [size - 1, 1]}.items():
         for dtype in (torch.int64, torch.float32, torch.bool):
-            reduced = backend.all_reduce(own.to(dtype), cast(Op, op))
+            reduced = backend.all_reduce(values.to(dtype), cast(Op, op))
             wanted = torch.tensor(expected).to(dtype).tolist()
             yield "all_reduce", f"{op} of {dtype}: ", reduced.tolist(), wanted
     # Rank r counts r + 1 times: the mean of a ragged shard, not the mean of means.
-    mean = backend.reduce_mean(own[:1].double(), weight=float(rank + 1))
+    mean = backend.reduce_mean(values[:1].double(), weight=float(rank + 1))
     exact = sum(r * (r + 1) for r in range(size)) / sum(range(1, size + 1))
     yield "reduce_mean", "", round(mean.item(), 6), round(exact, 6)
-    sent = backend.broadcast(own.bfloat16(), size - 1)
+    sent = backend.broadcast(values.bfloat16(), size - 1)
     yield "broadcast", "", sent.tolist(), torch.tensor([size - 1, 1]).bfloat16().tolist()
     ragged = [[[r, r]] * (r % 3) for r in range(size)]
     piece = torch.full((rank % 3, 2), rank, dtype=torch.int16, device=device)
@@ -74,8 +74,8 @@ def _devices(backend: Backend) -> list[torch.device]:
 def _measure_on(backend: Backend, device: torch.device) -> dict[str, float]:
     small = torch.zeros(SMALL_BYTES // 8, dtype=torch.int64, device=device)
     large = torch.zeros(LARGE_BYTES // 4, dtype=torch.float32, device=device)
-    own = [median(_times(backend, small, _SMALL_ROUNDS)), min(_times(backend, large, _LARGE_ROUNDS))]
-    slowest = [max(times) for times in zip(*backend.all_gather_json(own), strict=True)]
+    seconds = [median(_times(backend, small, _SMALL_ROUNDS)), min(_times(backend, large, _LARGE_ROUNDS))]
+    slowest = [max(times) for times in zip(*backend.all_gather_json(seconds), strict=True)]
     return {"latency_us": slowest[0] * 1e6, "bandwidth_gb_s": LARGE_BYTES / slowest[1] / 1e9}
 
 

@@ -119,12 +119,12 @@ class TorchBackend(Backend):
 
     def _group_of_its_own(self) -> Any:
         store = dist.distributed_c10d._get_default_store()
-        with ExitStack() as found:
+        with ExitStack() as stack:
             # NCCL finds its network by itself, gloo does not; and the script may have gloo's name no more.
             if self.world.size > 1 and not (self.world.placed and self.world.is_one_node):
                 of_its_own = PrefixStore(f"dualeval/guest/{next(_GUESTS)}", store)
-                network = found.enter_context(interface_beside(self.world, of_its_own))
-                found.enter_context(variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}))
+                network = stack.enter_context(interface_beside(self.world, of_its_own))
+                stack.enter_context(variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}))
             return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     @contextmanager
@@ -186,13 +186,13 @@ class TorchBackend(Backend):
             with self._translated("gathering"):
                 dist.gather(payload, None, dst, group=group)
             return None
-        parts = [torch.empty_like(payload) for _ in range(self.world.size)]
+        pieces = [torch.empty_like(payload) for _ in range(self.world.size)]
         with self._translated("gathering"):
             if dst is None:
-                dist.all_gather(parts, payload, group=group)
+                dist.all_gather(pieces, payload, group=group)
             else:
-                dist.gather(payload, parts, dst, group=group)
-        return parts
+                dist.gather(payload, pieces, dst, group=group)
+        return pieces
 
     def _close(self, failed: bool) -> None:
         # A gloo rank that leaves while another is still in its last collective breaks it.
@@ -221,8 +221,8 @@ def devices_of(config: str) -> frozenset[str]:
 def _all_have_nccl(store: Store, world: World) -> bool:
     """Whether every rank has a GPU and NCCL: all have to open the same kind of group. A collective."""
     # NCCL's part of a group cannot be made on a node without a GPU.
-    own = dist.is_nccl_available() and torch.cuda.is_available()
-    store.add("dualeval/with-nccl", int(own))
+    has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
+    store.add("dualeval/with-nccl", int(has_nccl))
     if store.add("dualeval/asked-for-nccl", 1) == world.size:
         store.set("dualeval/nccl", str(store.add("dualeval/with-nccl", 0) == world.size))
     return store.get("dualeval/nccl") == b"True"

@@ -109,27 +109,27 @@ def evaluate(
         Session().evaluate(task, last=True, **options)  # type: ignore[arg-type, misc]
         Session(**options)  # type: ignore[misc]
         ImageClassification(cache=None, **options)  # type: ignore[arg-type, misc]
-    given: dict[str, Any] = {**options}
+    keywords: dict[str, Any] = {**options}
     if nproc is not None:
         from dualeval.world.local_ranks import start_this_script
 
-        check_session_options(given)
-        device = given.get("device")
+        check_session_options(keywords)
+        device = keywords.get("device")
         launcher = start_this_script(
             nproc,
-            backend=given.get("backend"),
+            backend=keywords.get("backend"),
             device=None if device is None else str(device),
-            allow_shared_gpu=given.get("allow_shared_gpu", False),
-            stop_signals=numbers_of(given.get("stop_signals", DEFAULT_SIGNALS)),
+            allow_shared_gpu=keywords.get("allow_shared_gpu", False),
+            stop_signals=numbers_of(keywords.get("stop_signals", DEFAULT_SIGNALS)),
         )
         if launcher is not None:
-            given["launcher"] = launcher
+            keywords["launcher"] = launcher
     names = set(inspect.signature(Session).parameters)
-    of_session = {name: given[name] for name in given if name in names}
+    of_session = {name: keywords[name] for name in keywords if name in names}
     # An option of the session and of the run: mixed machines concern the devices and the folder.
-    others = {name: given[name] for name in given if name not in names - {"mix_machines"}}
+    others = {name: keywords[name] for name in keywords if name not in names - {"mix_machines"}}
     # Before the ranks meet: a wrong argument fails on all of them alike.
-    LINE.speak(speaks=may_print(os.environ) and given.get("note") is None)
+    LINE.speak(speaks=may_print(os.environ) and keywords.get("note") is None)
     with refusing(), doing("setting up the task"):
         made = task() if inspect.isfunction(task) else cast("Task | None", task)
         what, of_run = _task_of(made, others)
@@ -162,8 +162,8 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
     from dualeval.report.loggers.loggers import check_installed, targets_of
     from dualeval.world.local_ranks import rank_of_script
 
-    def note(said: str) -> None:
-        say(f"dualeval: {said}")
+    def note(sentence: str) -> None:
+        say(f"dualeval: {sentence}")
 
     targets = targets_of(to, step, "to")
     if not rank_of_script().is_main:
@@ -186,9 +186,9 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
         raise UsageError("metric and metrics were given: give metrics=[...] alone")
     names = set(inspect.signature(ModelTask).parameters)
     of_images = {*ImageClassificationKeywords.__annotations__, "preprocessing", "model_arguments"}
-    if found := [name for name in options if name in of_images - {*RunKeywords.__annotations__, *names}]:
+    if misplaced := [name for name in options if name in of_images - {*RunKeywords.__annotations__, *names}]:
         raise UsageError(
-            f"{found[0]} is for data given as a path, of pictures with classes. A data set prepares its "
+            f"{misplaced[0]} is for data given as a path, of pictures with classes. A data set prepares its "
             "samples, and a module has its weights (model.load_state_dict(...)): leave it out"
         )
     of_task = {name: options[name] for name in options if name in names}
@@ -219,11 +219,11 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
 
     # Only the command line downloads weights.
     names = {field.name for field in fields(ImageClassificationOptions)} - {"metric", "download"}
-    given = {name: value for name, value in options.items() if name in names}
+    values = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in {*names, "metrics"} - {"keep"}}
     # Values that only Python can give.
-    of_python = [name for name in ("model", "preprocessing") if not isinstance(given.get(name, ""), str)]
-    made = {name: given.pop(name) for name in of_python}
+    of_python = [name for name in ("model", "preprocessing") if not isinstance(values.get(name, ""), str)]
+    made = {name: values.pop(name) for name in of_python}
     if "model_arguments" in rest:
         made["model_arguments"] = rest.pop("model_arguments")
     metrics = options.get("metrics") or ()
@@ -232,11 +232,11 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
             f"metrics={metrics!r}: for a path as data expected a list of names, as ['top1', 'loss'] "
             "('dualeval list metrics'). For metrics of your own give a data set in place of the path"
         )
-    own = tuple(name for name in metrics if not of_no_task([name]))
-    if len(own) < len(metrics):
+    of_task = tuple(name for name in metrics if not of_no_task([name]))
+    if len(of_task) < len(metrics):
         rest["metric"] = tuple(metrics)
     try:
-        return ImageClassificationOptions(**given, metric=own).make(**made), rest
+        return ImageClassificationOptions(**values, metric=of_task).make(**made), rest
     except UsageError as error:
         path = str(options["data"])
         if path not in str(error) or not Path(path).exists():

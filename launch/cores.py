@@ -34,23 +34,23 @@ def own_cores() -> Cores:
 
 def usable_cores() -> int:
     """How many cores this process may keep busy by itself; at least 1."""
-    own = own_cores()
-    return share_of_cores(own, [own])
+    cores = own_cores()
+    return share_of_cores(cores, [cores])
 
 
-def share_of_cores(own: Cores, everyone: Sequence[Cores]) -> int:
+def share_of_cores(mine: Cores, everyone: Sequence[Cores]) -> int:
     """How many cores are a rank's, where each core is divided among those that may run on it; at least 1.
 
     A launcher may have bound ranks to cores of their own (mpirun does), to a socket that several share, or
     not at all: the number of ranks on the node alone does not tell. A quota is divided among the ranks that
     are in its group.
     """
-    neighbours = [cores for cores in everyone if cores.host == own.host]
+    neighbours = [cores for cores in everyone if cores.host == mine.host]
     allowed = [set(cores.numbers) for cores in neighbours]
     # Fractions: three thirds of a core as floats are less than one.
-    parts = [Fraction(1, sum(core in numbers for numbers in allowed)) for core in own.numbers]
-    quotas = [cpus / sum(name in cores.quotas for cores in neighbours) for name, cpus in own.quotas.items()]
-    return max(1, int(min([sum(parts), *quotas])))
+    shares = [Fraction(1, sum(core in numbers for numbers in allowed)) for core in mine.numbers]
+    quotas = [cpus / sum(name in cores.quotas for cores in neighbours) for name, cpus in mine.quotas.items()]
+    return max(1, int(min([sum(shares), *quotas])))
 
 
 def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
@@ -63,8 +63,8 @@ def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
     for group in _groups(root):
         cpus = _quota_of(group)
         if cpus is not None:
-            found = group.stat()
-            quotas[f"{found.st_dev}:{found.st_ino}"] = cpus
+            stat = group.stat()
+            quotas[f"{stat.st_dev}:{stat.st_ino}"] = cpus
     return quotas
 
 

@@ -65,7 +65,7 @@ class Detection:
     world: World | None = None
     error: LaunchError | None = None
     # For each launcher, in the order of `LAUNCHERS`, its variables that are set.
-    found: Mapping[str, tuple[Variable, ...]]
+    variables: Mapping[str, tuple[Variable, ...]]
     # Sentences about variables that do not fit together, and how they were read.
     notes: tuple[str, ...] = ()
     # Sentences about the launchers that started this one, as srun may have started torchrun.
@@ -99,21 +99,21 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
 
 def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detection:
     """Like ``detect``, with the reasons; a launcher's wrong variables become ``error`` and are not raised."""
-    found = {each.name: each.found(environ) for each in LAUNCHERS.values() if each.rank}
+    variables = {each.name: each.variables_in(environ) for each in LAUNCHERS.values() if each.rank}
     promised = promised_gpus(environ)
     try:
         if launcher is not None:
             world = replace(_ask_one(environ, launcher), promised_gpus=promised)
-            return Detection(world=world, found=found)
+            return Detection(world=world, variables=variables)
         world, left_over = _ask_all(environ)
     except LaunchError as error:
-        return Detection(error=error, found=found)
+        return Detection(error=error, variables=variables)
     world = replace(world, promised_gpus=promised)
     if world.launcher == "none" and (problem := left_over or _unplaced(environ)):
-        return Detection(error=problem, found=found)
+        return Detection(error=problem, variables=variables)
     return Detection(
         world=world,
-        found=found,
+        variables=variables,
         notes=tuple(_notes(environ, world, left_over)),
         outer=tuple(_outer(environ, world)),
     )
@@ -157,17 +157,17 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
     plain = TORCHRUN if world.launcher == TORCHRUN.name else ENV
     in_doubt = [(plain, list(LAUNCHERS)[1:-1]), *((one, one.contradicts) for one in LAUNCHERS.values())]
     for source, launchers in in_doubt:
-        own = _answer(environ, source.name)
-        others = [_answer(environ, launcher) for launcher in launchers] if own else []
+        answer = _answer(environ, source.name)
+        others = [_answer(environ, launcher) for launcher in launchers] if answer else []
         for other in others:
-            if own and other and (other.rank, other.size) != (own.rank, own.size):
+            if answer and other and (other.rank, other.size) != (answer.rank, answer.size):
                 unmarked = f", without torchrun's own mark {TORCHRUN.mark}," if source is plain else ""
                 names = " ".join(name for name in source.all if name in environ)
                 raise Environment(source, environ).error(
                     f"{other.launcher} started this process as rank {other.rank} of {other.size}, and the "
-                    f"variables of {own.launcher}{unmarked} say rank {own.rank} of {own.size}",
+                    f"variables of {answer.launcher}{unmarked} say rank {answer.rank} of {answer.size}",
                     f"Type 'unset {names}', or choose with --launcher {other.launcher} or --launcher "
-                    f"{own.launcher}",
+                    f"{answer.launcher}",
                 )
     return _answer(environ, ENV.name) is not None
 
@@ -249,8 +249,8 @@ def _unread_rank(environ: Mapping[str, str], known: str) -> str | None:
 
 def _message(environ: Mapping[str, str], names: tuple[str, ...], known: str, start: str) -> str:
     names = (*names, *_PMI, "PMI_SIZE")
-    found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    variables = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
     return (
         f"a launcher other than {known} seems to have started this process as one of several "
-        f"(found: {found}). {start}, or pass --launcher none to run one process without them."
+        f"(found: {variables}). {start}, or pass --launcher none to run one process without them."
     )

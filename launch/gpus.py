@@ -93,18 +93,18 @@ def choose_gpus(
         return [*_numbered(int(wanted.partition(":")[2]), everyone)]
     _refuse_missing(wanted, everyone, mix=mix)
     seeing = [sight for sight in everyone if sight.gpus]
-    taken = _divide(seeing, most=1)
-    if len(taken) < len(seeing) and not allow_shared:
-        raise _taken_twice(seeing, taken)
+    by_rank = _divide(seeing, most=1)
+    if len(by_rank) < len(seeing) and not allow_shared:
+        raise _too_few_gpus(seeing, by_rank)
     most = 1
-    while len(taken) < len(seeing):
+    while len(by_rank) < len(seeing):
         most += 1
-        taken = _divide(seeing, most=most)
-    return [taken.get(sight.rank) for sight in everyone]
+        by_rank = _divide(seeing, most=most)
+    return [by_rank.get(sight.rank) for sight in everyone]
 
 
 def _numbered(number: int, everyone: Sequence[Sight]) -> list[Gpu]:
-    found = []
+    gpus = []
     for sight in everyone:
         gpu = next((gpu for gpu in sight.gpus if gpu.number == number), None)
         if gpu is None:
@@ -114,8 +114,8 @@ def _numbered(number: int, everyone: Sequence[Sight]) -> list[Gpu]:
                 f"--device cuda:{number}: {sight.where} {shown}. Type a number that every rank sees, or "
                 "--device cuda for one GPU per rank, or --device cpu."
             )
-        found.append(gpu)
-    return found
+        gpus.append(gpu)
+    return gpus
 
 
 def _refuse_missing(wanted: str | None, everyone: Sequence[Sight], *, mix: bool) -> None:
@@ -148,13 +148,13 @@ def _named(sights: Sequence[Sight]) -> str:
     ranks: dict[str, list[str]] = {}
     for sight in sights:
         ranks.setdefault(sight.host, []).append(str(sight.rank))
-    parts = [
+    texts = [
         f"rank{'s' if len(of_host) > 1 else ''} {', '.join(of_host[:_MOST_NAMED])}"
         f"{', ...' if len(of_host) > _MOST_NAMED else ''} on {host}"
         for host, of_host in ranks.items()
     ]
-    more = len(parts) - _MOST_NAMED
-    return "; ".join(parts[:_MOST_NAMED]) + (f"; and {more} more hosts" if more > 0 else "")
+    more = len(texts) - _MOST_NAMED
+    return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more hosts" if more > 0 else "")
 
 
 def _divide(sights: Sequence[Sight], most: int) -> dict[int, Gpu]:
@@ -171,14 +171,14 @@ def _divide(sights: Sequence[Sight], most: int) -> dict[int, Gpu]:
         seen_before[ids] = turn + 1
         preferences[sight.rank] = [*sight.gpus[turn:], *sight.gpus[:turn]]
     holders: dict[str, list[int]] = {}
-    taken: dict[int, Gpu] = {}
+    by_rank: dict[int, Gpu] = {}
 
     def give(rank: int, tried: set[str]) -> bool:
         # A free one that comes later in its order goes before one that another rank has to give up.
         for gpu in preferences[rank]:
             if gpu.id not in tried and len(holders.setdefault(gpu.id, [])) < most:
                 holders[gpu.id].append(rank)
-                taken[rank] = gpu
+                by_rank[rank] = gpu
                 return True
         for gpu in preferences[rank]:
             if gpu.id in tried:
@@ -188,20 +188,20 @@ def _divide(sights: Sequence[Sight], most: int) -> dict[int, Gpu]:
                 if give(other, tried):
                     holders[gpu.id].remove(other)
                     holders[gpu.id].append(rank)
-                    taken[rank] = gpu
+                    by_rank[rank] = gpu
                     return True
         return False
 
     for sight in sights:
         give(sight.rank, set())
-    return taken
+    return by_rank
 
 
-def _taken_twice(sights: Sequence[Sight], taken: Mapping[int, Gpu]) -> UsageError:
+def _too_few_gpus(sights: Sequence[Sight], by_rank: Mapping[int, Gpu]) -> UsageError:
     """The error where a rank is left without a GPU of its own; names the two that would share one."""
-    left = next(sight for sight in sights if sight.rank not in taken)
+    left = next(sight for sight in sights if sight.rank not in by_rank)
     gpu = left.gpus[0]
-    other = next(sight for sight in sights if sight.rank in taken and taken[sight.rank].id == gpu.id)
+    other = next(sight for sight in sights if sight.rank in by_rank and by_rank[sight.rank].id == gpu.id)
     ids = {gpu.id for gpu in left.gpus}
     ranks = sum(bool(ids & {gpu.id for gpu in sight.gpus}) for sight in sights)
     count = "1 GPU" if len(ids) == 1 else f"{len(ids)} GPUs"

@@ -38,16 +38,16 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
     from dualeval.tasks.stored import metrics_of_run
 
     check_finished(run)
-    own = metrics_of_run(run / JOB)
-    found = []
-    for check in rescoring.verify(run, own):
-        found.append(check)
+    metrics = metrics_of_run(run / JOB)
+    checks = []
+    for check in rescoring.verify(run, metrics):
+        checks.append(check)
         if not as_json:
             lines = [f"differs  {check.name}: {difference}" for difference in check.differences]
             click.echo(printable_lines("\n".join(lines or [f"ok       {check.name}: {check.says}"])))
-    differing = [check.name for check in found if check.differences]
+    differing = [check.name for check in checks if check.differences]
     if as_json:
-        content = {"verified": not differing, "checks": [asdict(check) for check in found]}
+        content = {"verified": not differing, "checks": [asdict(check) for check in checks]}
         click.echo(json_text(content), nl=False)
     else:
         click.echo(f"not verified: {', '.join(differing)}" if differing else "verified")
@@ -136,13 +136,13 @@ def slice_run(
     slicing = Slicing(
         by=by, bins=bins or (), metrics=metrics, cluster=cluster or result.clusters.get("column")
     )
-    found = slicing.of_rows(result, rows)
-    for note in found.warnings[len(result.warnings) :]:
+    sliced = slicing.of_rows(result, rows)
+    for note in sliced.warnings[len(result.warnings) :]:
         click.echo(f"dualeval: note: {note}", err=True)
     if as_json:
-        click.echo(json_text({"schema_version": 1, "run": str(run), "slices": found.slices}), nl=False)
+        click.echo(json_text({"schema_version": 1, "run": str(run), "slices": sliced.slices}), nl=False)
     else:
-        print_slices(found, make_console())
+        print_slices(sliced, make_console())
 
 
 @click.command()
@@ -173,8 +173,8 @@ def export(run: Path, texts: Sequence[str], step: int | None) -> None:
 
     refuse_unfinished(run)
 
-    def note(said: str) -> None:
-        click.echo(f"dualeval: {said}", err=True)
+    def note(sentence: str) -> None:
+        click.echo(f"dualeval: {sentence}", err=True)
 
     for sentence in export_result(stored_result(run), run, targets, step, note):
         click.echo(sentence)
@@ -271,7 +271,7 @@ def _print(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
     """Print a table whose texts come from strangers; its lines are whole, to be copied."""
     from rich.cells import cell_len
 
-    cells = [[printable(_shown(value)) for value in line] for line in [head, *lines]]
+    cells = [[printable(_cell_text(value)) for value in line] for line in [head, *lines]]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
@@ -279,7 +279,7 @@ def _print(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
     click.echo()
 
 
-def _shown(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4e}"
     return "" if value is None else str(value)

@@ -49,8 +49,8 @@ def _wants(kind: TaskKind) -> str:
     """The options without which a task evaluates nothing of one's own, and what it is."""
     wanted = [field for field in kind.fields if field.is_required or field.name in ("model", "data")]
     flags = " ".join(f"{field.flag} {field.metavar}" for field in wanted)
-    said = _line(kind.summary, kind.origin)
-    return f"{flags}: {said}" if flags else said
+    summary = _line(kind.summary, kind.origin)
+    return f"{flags}: {summary}" if flags else summary
 
 
 def _kinds() -> Iterator[tuple[str, TaskKind | str]]:
@@ -92,10 +92,10 @@ def list_models() -> None:
     """The models that --model of image-classification takes by name."""
     from dualeval.models import classifiers, published
 
-    own = [(classifiers.EMBEDDED, f"The network of the embedded job ({BUILT_IN})")]
-    _show([*own, *((name, _of_model(name)) for name in published.torchvision_names())])
+    builtin = [(classifiers.EMBEDDED, f"The network of the embedded job ({BUILT_IN})")]
+    _show([*builtin, *((name, _of_model(name)) for name in published.torchvision_names())])
     click.echo("Other sources (docs/models.md):")
-    _show(((f"--model {kind}", said) for kind, said in classifiers.KINDS.items()), indent="  ")
+    _show(((f"--model {kind}", text) for kind, text in classifiers.KINDS.items()), indent="  ")
 
 
 def _of_model(name: str) -> str:
@@ -107,15 +107,15 @@ def _of_model(name: str) -> str:
 
 def _broken(error: DualevalError, origin: str) -> str:
     """What the list says of a plug-in that cannot be imported; a note says it whole."""
-    said = text_of(error)
-    _note(said)
-    first = said.splitlines()[0]
+    text = text_of(error)
+    _note(text)
+    first = text.splitlines()[0]
     _, cannot, why = first.partition("cannot be imported")
     return f"{cannot + why or first} ({origin})"
 
 
-def _note(said: str) -> None:
-    click.echo(f"dualeval: note: {said}", err=True)
+def _note(sentence: str) -> None:
+    click.echo(f"dualeval: note: {sentence}", err=True)
 
 
 def _line(summary: str, origin: str) -> str:
@@ -128,5 +128,5 @@ def _line(summary: str, origin: str) -> str:
 def _show(rows: Iterable[tuple[str, str]], indent: str = "") -> None:
     shown = list(rows)
     width = max((len(name) for name, _ in shown), default=0)
-    for name, said in shown:
-        click.echo(f"{indent}{name:<{width}}  {said}".rstrip())
+    for name, text in shown:
+        click.echo(f"{indent}{name:<{width}}  {text}".rstrip())

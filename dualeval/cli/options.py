@@ -104,10 +104,10 @@ class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # g
 
 def flag_for(field: OptionField, *, name: str | None = None) -> GroupedOption:
     """The flag of a field; None where it is not given."""
-    default = "" if field.default in (None, (), [], "", False) else _shown(field.default)
-    said = "" if "(default)" in field.help else field.shown or default
+    default = "" if field.default in (None, (), [], "", False) else _default_text(field.default)
+    shown = "" if "(default)" in field.help else field.shown or default
     text = field.help.removesuffix(".") + "; repeatable." if field.is_repeated else field.help
-    text = f"{text}  [default: {said}]" if said else text
+    text = f"{text}  [default: {shown}]" if shown else text
     declared = [name or field.name, field.flag]
     if field.is_switch:
         if field.default is True:
@@ -129,7 +129,7 @@ def with_flags(*flags: click.Parameter) -> Callable[[Any], Any]:
     return decorate
 
 
-def _shown(value: Any) -> str:
+def _default_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
@@ -158,15 +158,15 @@ class GroupedCommand(click.Command):
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in self._groups}
         last: dict[str, list[tuple[str, str]]] = {group: [] for group in self._last}
         for parameter in self.shown_params(ctx):
-            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-            if record is None:
+            row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if row is None:
                 continue
             group = getattr(parameter, "group", None) or (self._last[0] if self._last else "Options")
-            (last if group in last else rows).setdefault(group, []).append(record)
-        for group, records in [*rows.items(), *last.items()]:
-            if records:
+            (last if group in last else rows).setdefault(group, []).append(row)
+        for group, lines in [*rows.items(), *last.items()]:
+            if lines:
                 with formatter.section(group):
-                    formatter.write_dl(records, col_max=28)
+                    formatter.write_dl(lines, col_max=28)
 
 
 _T = TypeVar("_T")
@@ -200,10 +200,10 @@ def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
     problem = unwritten()
     if problem is None:
         return
-    said = f"standard output cannot be written ({problem.strerror})"
+    sentence = f"standard output cannot be written ({problem.strerror})"
     if kept is None:
-        raise DualevalError(f"{said}, and the result is kept nowhere else: give --out DIR.")
-    click.echo(f"dualeval: note: {said}; the result is in {kept}", err=True)
+        raise DualevalError(f"{sentence}, and the result is kept nowhere else: give --out DIR.")
+    click.echo(f"dualeval: note: {sentence}; the result is in {kept}", err=True)
 
 
 def evaluate_and_show(

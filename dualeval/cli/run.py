@@ -68,16 +68,16 @@ _OF_SESSION = (
 _OF_RUN = ("schedule", "replay", "fresh", "mix_machines")
 
 
-def _given(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) -> dict[str, Any]:
+def _checked(flags: Mapping[str, Any], options_class: type, names: Sequence[str]) -> dict[str, Any]:
     """The options of a class that the command has, checked."""
-    found = {}
+    values = {}
     for field in fields_of(options_class):
         value = flags[field.name] if field.name in names else None
         value = value.value if isinstance(value, Given) else value
         if value is not None:
             field.check(value)
-            found[field.name] = value
-    return found
+            values[field.name] = value
+    return values
 
 
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
@@ -158,8 +158,8 @@ def prepared(
         nproc = of_file.get("nproc")
     jobs = jobs_of(flags)
     invocation = Invocation(
-        session=SessionOptions(**_given(flags, SessionOptions, _OF_SESSION)),
-        run=_given(flags, RunOptions, _OF_RUN),
+        session=SessionOptions(**_checked(flags, SessionOptions, _OF_SESSION)),
+        run=_checked(flags, RunOptions, _OF_RUN),
         targets=_targets(flags["loggers"], of_file.get("logger", ()), Path(flags["config"] or "").parent),
         started=started,
         command={"words": _of_run(context.obj), "folder": str(Path.cwd())},
@@ -208,14 +208,14 @@ def _check_share(invocation: Invocation, jobs: Sequence[tuple[str | None, Job]])
 
 def _of_run(words: Sequence[str] | None) -> Sequence[str]:
     """The options of a command line of ``run``."""
-    given = [*(words or ())]
-    return given[given.index("run") + 1 :] if "run" in given else []
+    typed = [*(words or ())]
+    return typed[typed.index("run") + 1 :] if "run" in typed else []
 
 
 def is_flag(name: str) -> bool:
     """Whether ``dualeval run`` has a flag of this name, perhaps for one of the built-in tasks only."""
-    own = any(name in parameter.opts for parameter in run.params)
-    return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
+    of_run = any(name in parameter.opts for parameter in run.params)
+    return of_run or bool(owners_of(name.lstrip("-").replace("-", "_")))
 
 
 def _try_out(jobs: Sequence[tuple[str | None, Job]], invocation: Invocation) -> int:
@@ -346,10 +346,10 @@ def _progress(invocation: Invocation, session: Session, name: str = "") -> Itera
         return
     from dualeval.process.speech import show_until_end
     from dualeval.process.status_line import on_screen
-    from dualeval.report.progress import Progress
+    from dualeval.report.progress import ProgressDisplay
 
     stream = sys.stderr if invocation.as_json else sys.stdout
-    shown = Progress(stream, as_bar=on_screen(stream), name=name)
+    shown = ProgressDisplay(stream, as_bar=on_screen(stream), name=name)
     show_until_end(shown.close)
     try:
         yield shown

@@ -59,10 +59,10 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
     same bits as in a run. Answers are scored like the official scripts of SQuAD.
     """
     flags = {name: value.value if isinstance(value, Given) else value for name, value in flags.items()}
-    found = examine(os.environ, None).place
-    if found.size > 1:
+    place = examine(os.environ, None).place
+    if place.size > 1:
         raise LaunchError(
-            f"'dualeval score' is one process, but {found.launcher} has started {found.size}. Type it by "
+            f"'dualeval score' is one process, but {place.launcher} has started {place.size}. Type it by "
             "itself."
         )
     if run is not None:
@@ -82,19 +82,19 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
     from dualeval.engine.scoring.rescoring import rescore
     from dualeval.tasks.stored import metrics_of_run
 
-    given = [f"--{name.replace('_', '-')}" for name in ("task", *_FIELDS, "fresh") if flags[name]]
-    if given:
+    foreign = [f"--{name.replace('_', '-')}" for name in ("task", *_FIELDS, "fresh") if flags[name]]
+    if foreign:
         raise UsageError(
-            f"{', '.join(given)} belongs to a file of answers, and {run} was given as a run whose rows are "
+            f"{', '.join(foreign)} belongs to a file of answers, and {run} was given as a run whose rows are "
             "scored. Leave out one of the two."
         )
     out: Path | None = flags["out"]
-    taken = [name for name in (RESULT, JOB, STATUS, PREDICTIONS) if out is not None and (out / name).exists()]
-    if taken:
-        raise UsageError(f"--out {out} holds a {taken[0]} already. Give the name of a new folder.")
+    files = [name for name in (RESULT, JOB, STATUS, PREDICTIONS) if out is not None and (out / name).exists()]
+    if files:
+        raise UsageError(f"--out {out} holds a {files[0]} already. Give the name of a new folder.")
     check_finished(run)
-    own = metrics_of_run(run / JOB, flags["metric"])
-    result = rescore(run, metrics=own, cluster=flags["cluster"])
+    metrics = metrics_of_run(run / JOB, flags["metric"])
+    result = rescore(run, metrics=metrics, cluster=flags["cluster"])
     if out is not None:
         result = replace(result, folder=str(out.absolute()), files={})
         try:
@@ -115,9 +115,9 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.engine.values.options import NEW_FOLDER
 
     _keep_apart(flags)
-    given = {name: flags[name] for name in _FIELDS if flags[name] is not None}
+    values = {name: flags[name] for name in _FIELDS if flags[name] is not None}
     kind = scored_kind(flags["task"] or TASKS[0])
-    chosen = kind.options_class(**given, metric=flags["metric"])
+    chosen = kind.options_class(**values, metric=flags["metric"])
     task = made_task(kind, chosen)
     code = options.evaluate_and_show(
         Session(launcher="none"),

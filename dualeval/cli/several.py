@@ -46,10 +46,10 @@ def try_out(
     jobs: Sequence[tuple[str | None, Job]], session: Session, try_one: Callable[[Job], dict[str, Any]]
 ) -> tuple[int, dict[str, Any]]:
     """Try each model without its loop; a collective. Returns the exit code, and what is printed."""
-    found = found_models(jobs) if session.world.is_main else None
+    named = found_models(jobs) if session.world.is_main else None
     session.control.meet()
     models, rows = [], []
-    for candidate in candidates_of(jobs, session.backend.broadcast_json(found, src=0)):
+    for candidate in candidates_of(jobs, session.backend.broadcast_json(named, src=0)):
         used, failure = session.attempt(partial(try_one, candidate.job))
         if failure is None:
             models.append({"name": candidate.name, "job": used})
@@ -143,10 +143,10 @@ class Models:
         message: dict[str, Any] | None = None
         lease = None
         if session.world.is_main:
-            found = found_models(self._jobs)
+            named = found_models(self._jobs)
             folder = self._folder(session)
             lease = _take_folder(folder, session)
-            message = {"folder": str(folder), "found": found}
+            message = {"folder": str(folder), "found": named}
         session.control.meet()
         message = session.backend.broadcast_json(message, src=0)
         assert message is not None
@@ -243,7 +243,7 @@ def _take_folder(folder: Path, session: Session) -> Lease:
 def _launch_there(folder: Path) -> str | None:
     """Which launch has begun a folder."""
     try:
-        found = json.loads((folder / TABLES[0]).read_text("utf-8"))["launch"]
+        launch = json.loads((folder / TABLES[0]).read_text("utf-8"))["launch"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return str(found) if found is not None else None
+    return str(launch) if launch is not None else None

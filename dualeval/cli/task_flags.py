@@ -45,10 +45,10 @@ class TaskCommand(GroupedCommand):
         parser = super().make_parser(ctx)
         parser.ignore_unknown_options = True
         try:
-            found, _, _ = parser.parse_args(list(args))
+            values, _, _ = parser.parse_args(list(args))
         except click.UsageError:
-            found = {}  # said when all flags are known
-        config, task = found.get("config"), found.get("task")
+            values = {}  # said when all flags are known
+        config, task = values.get("config"), values.get("task")
         try:
             asked = asked_task(None if config is None else Path(config), task)
             return task_kind(asked), task is not None or config is not None
@@ -59,50 +59,50 @@ class TaskCommand(GroupedCommand):
 
     def _flags_of(self, kind: TaskKind) -> list[click.Parameter]:
         """A flag for each option of the task, but where the run has one of that name."""
-        taken = {name for parameter in self.params for name in parameter.opts}
+        used = {name for parameter in self.params for name in parameter.opts}
         group = f"Options of {kind.name}"
         return [
             flag_for(replace(field, group=field.group or group), name=f"{_OF_TASK}{field.name}")
             for field in kind.fields
-            if field.is_settable and field.flag not in taken
+            if field.is_settable and field.flag not in used
         ]
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The flags of every run, and those of the task."""
-        found = ctx.meta.get(_TASK)
-        own = super().get_params(ctx)
-        return own if found is None else [*own[:_BEFORE_TASK], *found.flags, *own[_BEFORE_TASK:]]
+        task = ctx.meta.get(_TASK)
+        params = super().get_params(ctx)
+        return params if task is None else [*params[:_BEFORE_TASK], *task.flags, *params[_BEFORE_TASK:]]
 
     def shown_params(self, context: click.Context) -> list[click.Parameter]:
         """The flags of the task that is asked for; else those of every run, and what any task has."""
-        found = context.meta.get(_TASK)
+        task = context.meta.get(_TASK)
         params = self.get_params(context)
-        if found is None:
+        if task is None:
             return params
-        if found.is_asked:
-            return params[: _BEFORE_TASK + len(found.flags)]
-        return [each for each in params if each not in found.flags or each.name in _ALWAYS_SHOWN]
+        if task.is_asked:
+            return params[: _BEFORE_TASK + len(task.flags)]
+        return [each for each in params if each not in task.flags or each.name in _ALWAYS_SHOWN]
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Say what the task is; without one what the command does."""
-        found = ctx.meta.get(_TASK)
-        if found is None or not found.is_asked:
+        task = ctx.meta.get(_TASK)
+        if task is None or not task.is_asked:
             super().format_help_text(ctx, formatter)
             return
         formatter.write_paragraph()
         with formatter.indentation():
-            formatter.write_text(f"{found.kind.name}: {found.kind.summary}")
+            formatter.write_text(f"{task.kind.name}: {task.kind.summary}")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Say where the options that are left out are shown."""
-        found = ctx.meta.get(_TASK)
-        if found is None:
+        task = ctx.meta.get(_TASK)
+        if task is None:
             return
-        said = f"Default: {found.kind.name}. Options: 'dualeval {self.name} --task NAME --help'."
-        if found.is_asked:
-            said = f"Options of every task: 'dualeval {self.name} --help'. Metrics: 'dualeval list metrics'."
+        text = f"Default: {task.kind.name}. Options: 'dualeval {self.name} --task NAME --help'."
+        if task.is_asked:
+            text = f"Options of every task: 'dualeval {self.name} --help'. Metrics: 'dualeval list metrics'."
         formatter.write_paragraph()
-        formatter.write_text(said)
+        formatter.write_text(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +153,9 @@ def jobs_of(flags: Mapping[str, Any]) -> list[tuple[str | None, Job]]:
 
 
 def _given_options(flags: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any], Mapping[str, str]]:
-    given = {name: flags.get(name) for name in ("task", *COMMON)}
-    own = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
-    return flags["config"], {**own, **given}, texts_of(flags["options"])
+    common = {name: flags.get(name) for name in ("task", *COMMON)}
+    of_task = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
+    return flags["config"], {**of_task, **common}, texts_of(flags["options"])
 
 
 # How many flags stand before those of the task, --help not counted: those of ``task_flags``.
@@ -175,8 +175,8 @@ class TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gen
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         names = [*TASKS, *entry_points_of(TASK_GROUP)]
-        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        return found or [CompletionItem(incomplete, type="file")]
+        items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return items or [CompletionItem(incomplete, type="file")]
 
 
 def task_flags(command: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from dualeval.comparison import statistics
 from dualeval.comparison.estimates import NO_AVERAGE, Estimate, Flips, clusters_of, differences_of
+from dualeval.comparison.groups import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
-from dualeval.comparison.slices import Group, WorstGate, groups_of_pairs, notes_of_failed, worst_gate
 from dualeval.engine.scoring.slices import bins_without_use
 from dualeval.engine.values.measured import rough_warnings
 from dualeval.engine.values.row_comparison import PREDICTION_COLUMNS, same_entries
@@ -129,26 +129,26 @@ class Comparison:
         by_verdict: dict[str, list[str]] = {}
         for name, metric in self.metrics.items():
             changed = 0 if metric.flips is None else len(metric.flips.lost) + len(metric.flips.gained)
-            said = f"{name} ({counted(changed, 'flip')})" if changed else name
+            label = f"{name} ({counted(changed, 'flip')})" if changed else name
             rough = metric.shown.removeprefix(metric.verdict)
             by_verdict.setdefault(metric.verdict, []).append(
-                said if metric.verdict == _UNDECIDED else name + rough
+                label if metric.verdict == _UNDECIDED else name + rough
             )
         undecided = ", ".join(by_verdict.pop(_UNDECIDED, []))
         same = ", ".join(by_verdict.pop(_SAME, []))
         # "better in loss, top1", "higher in tokens".
         shown = [f"{verdict[len('B is ') :]} in {', '.join(names)}" for verdict, names in by_verdict.items()]
-        parts = [f"{b} is {'; '.join(shown)}"] if shown else []
-        parts += [f"{'undecided' if shown else 'no difference shown'}: {undecided}"] if undecided else []
-        parts += [f"{_SAME}: {same}"] if same else []
-        parts += [f"gate {gate.metric} NOT passed" for gate in self.gates if not gate.passed]
-        parts += [
+        clauses = [f"{b} is {'; '.join(shown)}"] if shown else []
+        clauses += [f"{'undecided' if shown else 'no difference shown'}: {undecided}"] if undecided else []
+        clauses += [f"{_SAME}: {same}"] if same else []
+        clauses += [f"gate {gate.metric} NOT passed" for gate in self.gates if not gate.passed]
+        clauses += [
             f"gate {_WORST}{gate.metric} by {gate.by} NOT passed"
             for gate in self.worst_gates
             if not gate.passed
         ]
-        found = "; ".join(parts)
-        return found if shown else found[:1].upper() + found[1:]
+        sentence = "; ".join(clauses)
+        return sentence if shown else sentence[:1].upper() + sentence[1:]
 
     def __str__(self) -> str:
         """What ``dualeval compare`` prints."""
@@ -164,8 +164,8 @@ class Comparison:
                 metric["interval"] = list(metric["interval"])
                 if metric["flips"] is not None:
                     metric["flips"] = _flips_as_json(**metric["flips"])
-        for gate, own in zip(content["worst_gates"], self.worst_gates, strict=True):
-            gate["passed"] = own.passed
+        for gate, worst in zip(content["worst_gates"], self.worst_gates, strict=True):
+            gate["passed"] = worst.passed
         return {"schema_version": 1, "sentence": self.sentence, **content, "passed": self.passed}
 
     def write_flips(self, path: Path) -> None:
@@ -267,11 +267,11 @@ def compare(
         metrics=_compared(runs, differences, lambda name: name),
         not_compared=not_compared,
         gates=[_gate(runs, name, margin, differences[name].difference) for name, margin in wanted.items()],
-        slices={each: _of_groups(runs, found) for each, found in groups.items()},
+        slices={each: _of_groups(runs, grouped) for each, grouped in groups.items()},
         worst_gates=[
-            worst_gate(found, name, each, margin, directions[name], skips_small=skip_small)
+            worst_gate(grouped, name, each, margin, directions[name], skips_small=skip_small)
             for name, margin in of_groups.items()
-            for each, found in groups.items()
+            for each, grouped in groups.items()
         ],
         cluster=column,
         notes=[*_notes(pairs, differences), *notes_of_failed(groups)],
@@ -308,7 +308,7 @@ def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, floa
 def _cluster_column(runs: tuple[ComparedRun, ComparedRun]) -> str | None:
     """The column by which the runs' own intervals take clusters."""
     named: Sequence[Mapping[str, Any]] = [run.result.clusters for run in runs]
-    columns = list(dict.fromkeys(found["column"] for found in named if "column" in found))
+    columns = list(dict.fromkeys(clusters["column"] for clusters in named if "column" in clusters))
     if len(columns) > 1:
         raise UsageError(
             f"the runs have clusters of different columns, {columns[0]!r} and {columns[1]!r}: choose one by "
@@ -322,9 +322,9 @@ def _agreement(pairs: Pairs) -> int | None:
     import pyarrow
 
     for name in PREDICTION_COLUMNS:
-        found = pairs.columns(name)
-        if found and not pyarrow.types.is_nested(found[0].type) and found[0].type == found[1].type:
-            return int(same_entries(*found).sum())
+        columns = pairs.columns(name)
+        if columns and not pyarrow.types.is_nested(columns[0].type) and columns[0].type == columns[1].type:
+            return int(same_entries(*columns).sum())
     return None
 
 
@@ -333,9 +333,9 @@ def _of_groups(
 ) -> list[Group[MetricComparison]]:
     """Groups with p-values that are adjusted for all of them and their metrics."""
     every = {(at, name): each for at, group in enumerate(groups) for name, each in group.metrics.items()}
-    found = _compared(runs, every, lambda key: key[1])
+    compared = _compared(runs, every, lambda key: key[1])
     return [
-        replace(group, metrics={name: found[at, name] for name in group.metrics})  # type: ignore[misc]
+        replace(group, metrics={name: compared[at, name] for name in group.metrics})  # type: ignore[misc]
         for at, group in enumerate(groups)
     ]
 
@@ -345,11 +345,11 @@ def _compared(
 ) -> dict[_Key, MetricComparison]:
     p_values = {key: estimate.difference.p_value() for key, estimate in estimates.items()}
     adjusted = statistics.holm(p_values)
-    found = {}
+    metrics = {}
     for key, estimate in estimates.items():
         name, difference = named(key), estimate.difference
         direction = runs[0].result.directions.get(name)
-        found[key] = MetricComparison(
+        metrics[key] = MetricComparison(
             a=estimate.a,
             b=estimate.b,
             difference=difference.value,
@@ -367,7 +367,7 @@ def _compared(
             detectable=difference.detectable(),
             flips=estimate.flips,
         )
-    return found
+    return metrics
 
 
 def _verdict(difference: statistics.Difference, p_value: float, direction: str | None) -> str:

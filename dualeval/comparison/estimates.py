@@ -42,15 +42,15 @@ def clusters_of(pairs: Pairs, name: str) -> npt.NDArray[np.int64]:
     """The number of each pair's cluster, from 0 on."""
     import pyarrow
 
-    found = pairs.columns(name)
-    if found is None:
+    columns = pairs.columns(name)
+    if columns is None:
         raise UsageError(_without_clusters(pairs, name))
-    if pyarrow.types.is_nested(found[0].type):
+    if pyarrow.types.is_nested(columns[0].type):
         raise UsageError(f"--cluster {name}: it has several values per sample; expected one")
-    if not found[0].equals(found[1]):
+    if not columns[0].equals(columns[1]):
         raise UsageError(f"--cluster {name}: it is not the same in both runs")
     numbers: npt.NDArray[np.int64] = (
-        found[0].dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        columns[0].dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
     )
     return numbers
 
@@ -61,9 +61,9 @@ def _without_clusters(pairs: Pairs, name: str) -> str:
     folders = " and ".join(str(run.folder) for run in lacking)
     has = lacking[0].rows.names
     of_result = [run for run in (pairs.a, pairs.b) if run.result.clusters.get("column") == name]
-    said = f"; {of_result[0].folder} was evaluated with clusters by it" if of_result else ""
+    hint = f"; {of_result[0].folder} was evaluated with clusters by it" if of_result else ""
     return (
-        f"--cluster {name}: the rows of {folders} have no such column{said}. {lacking[0].rows.path} has "
+        f"--cluster {name}: the rows of {folders} have no such column{hint}. {lacking[0].rows.path} has "
         f"{', '.join(has)}. Name one that both have with --cluster COLUMN, or evaluate {folders} again with "
         f"--keep {name}.{did_you_mean(name, has)}"
     )
@@ -94,7 +94,7 @@ def differences_of(
     pairs: Pairs, clusters: npt.NDArray[np.int64] | None, chosen: Sequence[str] | None
 ) -> tuple[dict[str, Estimate], dict[str, str]]:
     """Estimate the difference of each metric that both runs have; for the others say why not."""
-    found: dict[str, Estimate] = {}
+    estimates: dict[str, Estimate] = {}
     not_compared: dict[str, str] = {}
     a, b = pairs.a, pairs.b
     numbers = [
@@ -111,10 +111,10 @@ def differences_of(
         else:
             try:
                 _check_definitions(a, b, name)
-                found[name] = _estimate(pairs, a.scores[name], clusters)
+                estimates[name] = _estimate(pairs, a.scores[name], clusters)
             except _NotCompared as reason:
                 not_compared[name] = str(reason)
-    return found, not_compared
+    return estimates, not_compared
 
 
 def _check_definitions(a: ComparedRun, b: ComparedRun, name: str) -> None:
@@ -146,11 +146,11 @@ def _terms(pairs: Pairs, score: Score) -> tuple[_Terms, _Terms]:
         both = pairs.columns(name)
         if both is None:
             raise _NotCompared(f"the rows of one run have no column {name!r}")
-        for own, column in zip(columns, both, strict=True):
+        for values, column in zip(columns, both, strict=True):
             if pyarrow.types.is_nested(column.type) or pyarrow.types.is_large_string(column.type):
                 raise _NotCompared(f"the column {name!r} does not have one number per sample")
-            own[name] = column.to_numpy(zero_copy_only=False)
-    one, other = (_Terms(*score.terms(own)) for own in columns)
+            values[name] = column.to_numpy(zero_copy_only=False)
+    one, other = (_Terms(*score.terms(values)) for values in columns)
     return one, other
 
 
@@ -240,8 +240,8 @@ def _is_proportion(
         return False
     if score.below is not None or bool((one == 1).any() or (other == 1).any()):
         return True
-    found = pairs.columns(score.column)
-    return found is not None and all(pyarrow.types.is_boolean(column.type) for column in found)
+    columns = pairs.columns(score.column)
+    return columns is not None and all(pyarrow.types.is_boolean(column.type) for column in columns)
 
 
 def _mean(terms: _Terms) -> float:

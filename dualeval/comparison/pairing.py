@@ -86,18 +86,18 @@ class Pairs:
 
     def columns(self, name: str) -> tuple[Any, Any] | None:
         """A column of both files, as two ``pyarrow.Array``, an entry a pair; None where one lacks it."""
-        found = self.a.rows.whole(name), self.b.rows.whole(name)
-        if found[0] is None or found[1] is None:
+        both = self.a.rows.whole(name), self.b.rows.whole(name)
+        if both[0] is None or both[1] is None:
             return None
-        return taken(found[0], self.rows_a), taken(found[1], self.rows_b)
+        return at_rows(both[0], self.rows_a), at_rows(both[1], self.rows_b)
 
     def ids_of(self, pairs: npt.NDArray[np.bool_]) -> list[str]:
         """The ids of the pairs that are true in a mask of shape (pairs,)."""
-        found: list[str] = taken(self.ids, self.rows_a[pairs]).to_pylist()
-        return found
+        ids: list[str] = at_rows(self.ids, self.rows_a[pairs]).to_pylist()
+        return ids
 
 
-def taken(array: Any, rows: npt.NDArray[np.int64]) -> Any:
+def at_rows(array: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Rows of a ``pyarrow.Array``; the array itself where they are all of it, in order."""
     import pyarrow
 
@@ -145,15 +145,15 @@ def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDA
     """For each row of A that of B with the same id, by a hash table."""
     import pyarrow.compute
 
-    for run, own in ((a, ids), (b, other_ids)):
-        distinct = pyarrow.compute.count_distinct(own).as_py()
-        if distinct != len(own):
+    for run, run_ids in ((a, ids), (b, other_ids)):
+        distinct = pyarrow.compute.count_distinct(run_ids).as_py()
+        if distinct != len(run_ids):
             raise DualevalError(
-                f"{run.rows.path} is damaged: it has {len(own):,} rows and {distinct:,} different ids. "
+                f"{run.rows.path} is damaged: it has {len(run_ids):,} rows and {distinct:,} different ids. "
                 f"'dualeval verify {run.folder}' names them."
             )
-    found = pyarrow.compute.index_in(ids, value_set=other_ids)
-    only_a = ids.filter(found.is_null())
+    matches = pyarrow.compute.index_in(ids, value_set=other_ids)
+    only_a = ids.filter(matches.is_null())
     only_b = other_ids.filter(pyarrow.compute.index_in(other_ids, value_set=ids).is_null())
     if len(only_a) or len(only_b):
         raise UsageError(
@@ -162,7 +162,7 @@ def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDA
             "A comparison needs pairs: evaluate both over the same samples (--data, --limit, or --sample "
             "and --seed)."
         )
-    rows: npt.NDArray[np.int64] = found.to_numpy().astype(np.int64)
+    rows: npt.NDArray[np.int64] = matches.to_numpy().astype(np.int64)
     return rows
 
 
@@ -179,16 +179,16 @@ def _check_fingerprints(a: ComparedRun, b: ComparedRun, *, same_order: bool, tru
             "The runs have their samples in different orders, and were paired by id. The fingerprints of the "
             "data depend on the order, so they were not compared."
         ]
-    said = differing_fingerprints(vars(a.result), vars(b.result))
-    if not said:
+    what = differing_fingerprints(vars(a.result), vars(b.result))
+    if not what:
         return []
     if trust_ids:
         return [
-            f"The data's fingerprints differ in {said}; equal ids were taken for equal samples (--trust-ids)."
+            f"The data's fingerprints differ in {what}; equal ids were taken for equal samples (--trust-ids)."
         ]
     raise UsageError(
         f"{a.folder} and {b.folder} have the same ids, but over different data: the fingerprints differ in "
-        f"{said}. If equal ids are the same samples anyway, for example if only a transform in your data set "
+        f"{what}. If equal ids are the same samples anyway, for example if only a transform in your data set "
         "differs, add --trust-ids (in Python trust_ids=True)."
     )
 
@@ -202,7 +202,7 @@ def _check_targets(pairs: Pairs) -> None:
         return
     differing = ~same_entries(*columns)
     if differing.any():
-        named = _named(taken(pairs.ids, pairs.rows_a[differing]))
+        named = _named(at_rows(pairs.ids, pairs.rows_a[differing]))
         raise UsageError(
             f"{pairs.a.folder} and {pairs.b.folder} have different targets for {int(differing.sum()):,} "
             f"samples{named}: they were not evaluated against the same labels."

@@ -65,8 +65,8 @@ class MeanDifference:
     @property
     def rough(self) -> str | None:
         units = "clusters" if self.clustered else "samples"
-        own = few_decide(self.units, self.skewness, units, most=self.effective)
-        return own or (None if self.of_means is None else self.of_means.rough)
+        reason = few_decide(self.units, self.skewness, units, most=self.effective)
+        return reason or (None if self.of_means is None else self.of_means.rough)
 
     def p_value(self) -> float:
         from scipy import stats
@@ -239,8 +239,8 @@ class ClusteredProportionDifference:
         return min(lows), max(highs)
 
     def detectable(self) -> float | None:
-        found = [each.detectable() for each in (self.by_cluster, self.independent)]
-        return max((one for one in found if one is not None), default=None)
+        effects = [each.detectable() for each in (self.by_cluster, self.independent)]
+        return max((one for one in effects if one is not None), default=None)
 
 
 Difference: TypeAlias = MeanDifference | ProportionDifference | ClusteredProportionDifference

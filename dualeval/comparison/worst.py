@@ -140,19 +140,19 @@ class JudgedRows:
                 if flips is not None
             ]
         title = "most confident mistakes" if self.has_confidence else "mistakes"
-        found = [Listed("mistake", title, "mistake")] if self.judges else []
+        lists = [Listed("mistake", title, "mistake")] if self.judges else []
         if self.measure is not None:
-            found.append(
+            lists.append(
                 Listed("loss", f"{'highest' if self.measure.high else 'lowest'} {self.measure.name}", "loss")
             )
-        return found
+        return lists
 
     def _with_ids(self, ids: Sequence[str]) -> npt.NDArray[np.bool_]:
         import pyarrow
         import pyarrow.compute
 
-        own = self.rows.whole("id")
-        return np.asarray(pyarrow.compute.is_in(own, value_set=pyarrow.array(ids, own.type))).astype(bool)
+        kept = self.rows.whole("id")
+        return np.asarray(pyarrow.compute.is_in(kept, value_set=pyarrow.array(ids, kept.type))).astype(bool)
 
     def _is_right(self, columns: _Columns) -> npt.NDArray[np.bool_]:
         if self._right is not None:
@@ -199,20 +199,20 @@ class JudgedRows:
 
     def samples(self, places: Sequence[int]) -> list[Sample]:
         """These rows, whole, in this order; no other group of rows is read."""
-        found = {place: self._sample(row) for place, row in self.rows.at(places)}
-        return [found[place] for place in places]
+        samples = {place: self._sample(row) for place, row in self.rows.at(places)}
+        return [samples[place] for place in places]
 
     def _sample(self, row: Mapping[str, Any]) -> Sample:
         columns = {name: np.array([row[name]]) for name in self._columns}
         values, there = self.measure.of(columns) if self.measure is not None else ([0.0], [False])
-        own = {name: value for name, value in row.items() if name not in self.data_names}
-        answer = next((name for name in (*PREDICTION_COLUMNS, "generated") if name in own), "")
+        computed = {name: value for name, value in row.items() if name not in self.data_names}
+        answer = next((name for name in (*PREDICTION_COLUMNS, "generated") if name in computed), "")
         # Of choices the column "answer" is the right one.
-        target = TARGET if TARGET in own or answer != PREDICTION else "answer"
+        target = TARGET if TARGET in computed or answer != PREDICTION else "answer"
         return Sample(
             row=row,
-            target=self._named(own, target),
-            prediction=self._named(own, answer),
+            target=self._named(computed, target),
+            prediction=self._named(computed, answer),
             correct=bool(self._is_right(columns)[0]) if self.judges else None,
             confidence=float(row[CONFIDENCE]) if self.has_confidence else None,
             loss=float(values[0]) + 0.0 if there[0] else None,  # no -0.0
@@ -236,9 +236,9 @@ class JudgedRows:
     def classes_called(self, name: str) -> list[int]:
         """The indices of the classes of a name, or the one of a number."""
         known = self.class_names
-        found = [index for index, each in enumerate(known) if each == name]
-        if found and self.has_classes:
-            return found
+        indices = [index for index, each in enumerate(known) if each == name]
+        if indices and self.has_classes:
+            return indices
         if self.has_classes and name.isdecimal() and int(name) < (len(known) or self._classes_seen()):
             return [int(name)]
         there = [each for each in known if each is not None]

@@ -32,8 +32,8 @@ SETS = {
     "MNIST": _Set(),
 }
 _NAMES = {name.casefold(): name for name in SETS}
-# Tables, whose rows are the samples or name them: by suffix the module of ``data/tables`` whose ``open_table``
-# reads it.
+# Tables, whose rows are the samples or name them: by suffix the module of ``data/tables`` whose
+# ``open_table`` reads it.
 TABLES = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "json_lines", ".parquet": "parquet"}
 _NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
 

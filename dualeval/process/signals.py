@@ -86,9 +86,9 @@ class Signals:
             if signal.getsignal(number) is _leave_to_the_pipe:
                 # None if a C library had set the handler, which cannot be restored.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        found = signal.set_wakeup_fd(self._wakeup)
-        if found != self._write_end:
-            signal.set_wakeup_fd(found)
+        descriptor = signal.set_wakeup_fd(self._wakeup)
+        if descriptor != self._write_end:
+            signal.set_wakeup_fd(descriptor)
         os.close(self._read_end)
         os.close(self._write_end)
 

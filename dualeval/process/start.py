@@ -155,18 +155,18 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     _end(number, "interrupted", INTERRUPTED)
 
 
-def _end(number: int, said: str, code: int) -> None:
+def _end(number: int, sentence: str, code: int) -> None:
     if os.getpid() != _process:
         # A process that was forked from ours: it ends as any other.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
     if _exit_code is not None:
-        said = _left_out
+        sentence = _left_out
     LINE.speak(speaks=False)
-    if said and may_print(os.environ):
+    if sentence and may_print(os.environ):
         try:
-            os.write(2, f"dualeval: {said}.\n".encode())
+            os.write(2, f"dualeval: {sentence}.\n".encode())
         except OSError:
             os._exit(code)  # nobody reads it
     os._exit(code if _exit_code is None else _exit_code)

@@ -90,19 +90,19 @@ class StatusLine:
         while True:
             sleep(DRAW_EVERY_S)
             with self._lock:
-                name, said = self.name, str(self)
+                name, text = self.name, str(self)
                 if name is None or not self._speaks:
                     self._thread = None
                     return
                 # Behind a bar, which ends without a new line, there is no place.
                 if not self._is_within_line:
-                    self._draw(said)
+                    self._draw(text)
                 is_long = monotonic() - self._since >= LONG_S and name not in self._written
             if is_long and self._screen is None:
                 self._written.add(name)
                 # Without the lock: nobody may read it.
                 with suppress(OSError, ValueError, AttributeError):
-                    sys.stderr.write(f"{said}\n")
+                    sys.stderr.write(f"{text}\n")
                     sys.stderr.flush()
 
     def _draw(self, text: str) -> None:

@@ -59,8 +59,8 @@ class Names:
         for folder in sorted(self.folders, key=len, reverse=True):
             text = re.sub(re.escape(folder) + r"(?![\w-])", self.folders[folder], text)
         homes = "|".join(self._homes())
-        text = re.sub(_QUOTED.format(homes), lambda found: f"{found[1]}{_short(found[2])}{found[1]}", text)
-        text = re.sub(_BARE.format(homes), lambda found: _short(found[1]), text)
+        text = re.sub(_QUOTED.format(homes), lambda match: f"{match[1]}{_short(match[2])}{match[1]}", text)
+        text = re.sub(_BARE.format(homes), lambda match: _short(match[1]), text)
         text = _without_hosts(text, self.hosts)
         text = _HARDWARE.sub(ADDRESS, text)
         text = _IPV6.sub(_without_ipv6, text)
@@ -101,13 +101,13 @@ def _without_hosts(text: str, hosts: Mapping[str, str]) -> str:
         if "." in domain:
             patterns.append(rf"(?:[A-Za-z0-9-]+\.)*{re.escape(domain)}{_END}")
 
-    def label(found: re.Match[str]) -> str:
-        name = found[0].lower()
+    def label(match: re.Match[str]) -> str:
+        name = match[0].lower()
         first = name.partition(".")[0]
         if "[" in name:
             return HOST_LIST
-        if first.isalpha() and _OPTION.search(text, 0, found.start()):
-            return found[0]
+        if first.isalpha() and _OPTION.search(text, 0, match.start()):
+            return match[0]
         return known.get(name) or known.get(first) or ANOTHER_HOST
 
     return re.sub(f"{_START}(?:{'|'.join(patterns)})", label, text, flags=re.IGNORECASE)
@@ -115,14 +115,14 @@ def _without_hosts(text: str, hosts: Mapping[str, str]) -> str:
 
 def _shape(name: str) -> str:
     """The pattern of a host's name and of those that differ in numbers alone."""
-    parts = re.split(r"\d+", name)
-    if len(parts) == 1:
+    pieces = re.split(r"\d+", name)
+    if len(pieces) == 1:
         return f"{re.escape(name)}{_NUMBER}?"
-    return _NUMBER.join(map(re.escape, parts))
+    return _NUMBER.join(map(re.escape, pieces))
 
 
-def _without_ipv6(found: re.Match[str]) -> str:
-    text = found[0]
+def _without_ipv6(match: re.Match[str]) -> str:
+    text = match[0]
     # A colon before or after it, or a port, is none of its own.
     for start in (0, 1):
         for end in (len(text), len(text) - 1, text.rindex(":")):
@@ -131,12 +131,12 @@ def _without_ipv6(found: re.Match[str]) -> str:
             except ValueError:
                 continue
             mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-            own = (mapped or address).is_loopback or address.is_unspecified
-            return text if own else f"{text[:start]}{ADDRESS}{text[end:]}"
+            is_local = (mapped or address).is_loopback or address.is_unspecified
+            return text if is_local else f"{text[:start]}{ADDRESS}{text[end:]}"
     return text
 
 
-def _without_ipv4(found: re.Match[str]) -> str:
-    numbers = [int(number) for number in found[0].split(".")]
-    own = numbers[0] == 127 or not any(numbers)
-    return found[0] if own or max(numbers) > 255 else ADDRESS
+def _without_ipv4(match: re.Match[str]) -> str:
+    numbers = [int(number) for number in match[0].split(".")]
+    is_local = numbers[0] == 127 or not any(numbers)
+    return match[0] if is_local or max(numbers) > 255 else ADDRESS

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dualeval.comparison.compared import Comparison, Gate, MetricComparison
-from dualeval.comparison.slices import WorstGate
+from dualeval.comparison.groups import WorstGate
 from dualeval.comparison.statistics import LEVEL
 from dualeval.messages import first_of, printable
 from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
@@ -101,8 +101,8 @@ def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     clusters = f", in clusters by {comparison.cluster}" if comparison.cluster is not None else ""
     digests = comparison.a["samples_digest"], comparison.b["samples_digest"]
     same = "the same" if digests[0] == digests[1] else "another"
-    said = "" if None in digests else f"; {same} samples_digest"
-    yield "samples", f"{comparison.pairs:,} in both{clusters}{said}"
+    digest = "" if None in digests else f"; {same} samples_digest"
+    yield "samples", f"{comparison.pairs:,} in both{clusters}{digest}"
     if comparison.agreement is None:
         yield "agreement", "the runs keep no prediction"
     else:
@@ -111,13 +111,13 @@ def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for name, metric in comparison.metrics.items():
         if metric.flips is not None and (metric.flips.lost or metric.flips.gained):
             yield "flips", f"{name}: {_flips(metric)}"
-    found = [
+    detectable = [
         f"{name} {_amount(metric, metric.detectable)}"
         for name, metric in comparison.metrics.items()
         if metric.detectable is not None
     ]
-    if found:
-        yield "detectable", f"{', '.join(found)} (80 % power at the 5 % level)"
+    if detectable:
+        yield "detectable", f"{', '.join(detectable)} (80 % power at the 5 % level)"
     if unknown := [
         name
         for name, metric in comparison.metrics.items()
@@ -135,27 +135,27 @@ def _flips(metric: MetricComparison) -> str:
     changes = ("right -> wrong", "wrong -> right")
     if metric.direction != "higher":
         changes = ("1 -> 0", "0 -> 1") if metric.direction is None else ("wrong -> right", "right -> wrong")
-    parts = []
+    texts = []
     for change, ids in zip(changes, (metric.flips.lost, metric.flips.gained), strict=True):
-        parts.append(f"{len(ids):,} {change}" + (f" ({first_of(ids, _NAMED)})" if ids else ""))
-    return ", ".join(parts)
+        texts.append(f"{len(ids):,} {change}" + (f" ({first_of(ids, _NAMED)})" if ids else ""))
+    return ", ".join(texts)
 
 
 def _tests(metrics: Mapping[str, MetricComparison]) -> str:
     """Which tests gave the p-values."""
-    parts = []
+    texts = []
     for test in dict.fromkeys(metric.test for metric in metrics.values()):
         names = [name for name, metric in metrics.items() if metric.test == test]
         exact = [
-            f"{name} {_shown_p(metric.p_exact)}"
+            f"{name} {_p_text(metric.p_exact)}"
             for name, metric in metrics.items()
             if metric.test == test and metric.p_exact is not None
         ]
-        said = f" (McNemar's exact test: {', '.join(exact)})" if exact else ""
-        parts.append(f"{', '.join(names)}: {test}{said}")
+        suffix = f" (McNemar's exact test: {', '.join(exact)})" if exact else ""
+        texts.append(f"{', '.join(names)}: {test}{suffix}")
     if len(metrics) > 1:
-        parts.append(f"p is adjusted for {len(metrics)} metrics (Holm)")
-    return "; ".join(parts)
+        texts.append(f"p is adjusted for {len(metrics)} metrics (Holm)")
+    return "; ".join(texts)
 
 
 def _rows(comparison: Comparison) -> list[Sequence[str]]:
@@ -167,7 +167,7 @@ def _rows(comparison: Comparison) -> list[Sequence[str]]:
         )
         behind = _behind(metric)
         interval = f"{low} to {high}{behind}"
-        rows.append((name, a, b, difference + behind, interval, _shown_p(metric.p_holm), metric.shown))
+        rows.append((name, a, b, difference + behind, interval, _p_text(metric.p_holm), metric.shown))
     return rows
 
 
@@ -201,27 +201,27 @@ def _worst(comparison: Comparison, gate: WorstGate) -> str:
     failed = [group for group in gate.groups if not group.passed]
     if gate.passed:
         worst = max(bounds)
-        said = (
+        text = (
             f"at most {_amount(metric, worst)} worse" if worst > 0 else "better" if worst < 0 else "no worse"
         )
         rough = [printable(group.label) for group in gate.groups if group.rough]
         few = f"; rough, because few samples decide: {first_of(rough, _NAMED)}" if rough else ""
-        said = f"passed; with 95 % confidence B is {said} in each group{few}"
+        text = f"passed; with 95 % confidence B is {text} in each group{few}"
     elif not gate.groups:
-        said = "NOT passed; no group is left"
+        text = "NOT passed; no group is left"
     else:
         up_to = [f"up to {_amount(metric, group.bound or 0.0)} worse" for group in failed]
         named = [
             f"{printable(group.label)}: {group.problem or bound}"
             for group, bound in zip(failed[:_NAMED], up_to, strict=False)
         ]
-        said = f"NOT passed; not shown for {', '.join(named)}{', ...' if len(failed) > _NAMED else ''}"
+        text = f"NOT passed; not shown for {', '.join(named)}{', ...' if len(failed) > _NAMED else ''}"
         small = {group.label for group in comparison.slices[gate.by] if group.is_small}
         if any(group.label in small for group in failed):
-            said += "; leave small groups out with --skip-small, or make larger ones (--bins, fewer columns)"
+            text += "; leave small groups out with --skip-small, or make larger ones (--bins, fewer columns)"
     left_out = f"; left out: {', '.join(map(printable, gate.skipped))}" if gate.skipped else ""
     allowed = f"allowed: {_amount(metric, gate.margin)} worse; Holm over {len(bounds)} groups{left_out}"
-    return f"{gate.metric} by {printable(gate.by)}: {said} ({allowed})"
+    return f"{gate.metric} by {printable(gate.by)}: {text} ({allowed})"
 
 
 def _amount(metric: MetricComparison, value: float) -> str:
@@ -250,7 +250,7 @@ def in_unit(metric: MetricComparison, value: float, *, signed: bool = False) -> 
     return f"{sign}{factor * value:,.{decimals}f}"
 
 
-def _shown_p(value: float) -> str:
+def _p_text(value: float) -> str:
     if value < _SMALLEST_P:
         return f"<{_SMALLEST_P:g}"
     # Not as 0.05 what is below it.
@@ -266,7 +266,7 @@ def _gates(comparison: Comparison) -> list[str]:
 
 def _gate(gate: Gate, metric: MetricComparison) -> str:
     bound, margin = (_amount(metric, abs(value)) for value in (gate.bound, gate.margin))
-    said = (
+    amount = (
         f"at most {bound} worse"
         if gate.bound > 0
         else f"at least {bound} better"
@@ -275,4 +275,4 @@ def _gate(gate: Gate, metric: MetricComparison) -> str:
     )
     verdict = "passed" if gate.passed else "NOT passed"
     rough = "; rough: few samples decide" if gate.rough else ""
-    return f"{gate.metric}: {verdict}; with 95 % confidence B is {said} (allowed: {margin} worse{rough})"
+    return f"{gate.metric}: {verdict}; with 95 % confidence B is {amount} (allowed: {margin} worse{rough})"

@@ -43,7 +43,7 @@ class ModelRow:
     step: int | None = None
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """The status, with the first line of the reason."""
         lines = (self.reason or "").strip().splitlines()
         return f"{self.status}: {lines[0]}" if lines else self.status
@@ -67,7 +67,7 @@ class ModelsTable:
         self.same_samples = len({json.dumps([each.data, each.part], sort_keys=True) for each in results}) < 2
         # By metric, the names of the models with its best value; nothing where neither direction is better,
         # where fewer than two have one, and where the models have seen different samples.
-        self.best = {name: found for name in self.metrics if (found := self._best(name))}
+        self.best = {name: best for name in self.metrics if (best := self._best(name))}
 
     def _best(self, metric: str) -> list[str]:
         values = {
@@ -120,12 +120,12 @@ class ModelsTable:
             for name in self.metrics:
                 ends = () if row.result is None else row.result.intervals.get(name, ())
                 values += [number_of(row.result, name), *((ends or ("", "")) if name in ranged else ())]
-            if (found := row.result) is None:
+            if (result := row.result) is None:
                 values += ["", "", "", "", ""]
             else:
-                counts = found.samples
-                values += [found.samples_per_s, counts["evaluated"], counts["failed"]]
-                values += found.digests.values()
+                counts = result.samples
+                values += [result.samples_per_s, counts["evaluated"], counts["failed"]]
+                values += result.digests.values()
             values += [row.folder or "", row.reason or ""]
             writer.writerow([csv_cell(value) if isinstance(value, str) else value for value in values])
         return text.getvalue()
@@ -140,7 +140,7 @@ class ModelsTable:
                 value, interval = map(_markdown, self.cell(row, name))
                 value = f"**{value}**" if self.is_best(row, name) else value
                 line.append(f"{value} ({interval})" if interval else value)
-            lines.append([*line, _speed(row), _markdown(row.said)])
+            lines.append([*line, _speed(row), _markdown(row.summary)])
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def to_json(self, *, whole: bool) -> dict[str, Any]:
@@ -154,17 +154,17 @@ class ModelsTable:
                 "reason": row.reason,
                 "folder": row.folder,
             }
-            found = row.result
+            result = row.result
             if whole:
-                entry["result"] = None if found is None else json.loads(found.to_json())
-            elif found is not None:
+                entry["result"] = None if result is None else json.loads(result.to_json())
+            elif result is not None:
                 entry |= {
-                    "metrics": found.metrics,
-                    "intervals": found.intervals,
-                    "samples": found.samples,
-                    "samples_per_s": found.samples_per_s,
-                    "fingerprint": found.fingerprint,
-                    **found.digests,
+                    "metrics": result.metrics,
+                    "intervals": result.intervals,
+                    "samples": result.samples,
+                    "samples_per_s": result.samples_per_s,
+                    "fingerprint": result.fingerprint,
+                    **result.digests,
                 }
             models.append(entry)
         return {"models": models, "best": self.best}
@@ -189,7 +189,7 @@ class ModelsTable:
             print_line(console, line)
 
     def _notes(self, shown: int) -> list[str]:
-        lines = [f"{row.name}: {row.said}" for row in self.rows if row.reason is not None]
+        lines = [f"{row.name}: {row.summary}" for row in self.rows if row.reason is not None]
         if len(self.metrics) > shown:
             lines.append(f"{len(self.metrics) - shown} more metrics are in the files.")
         if any(name in self.best for name in self.metrics[:shown]):

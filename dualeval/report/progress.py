@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 3.0
 
 
-class Progress:
+class ProgressDisplay:
     """Shows samples done over all ranks, samples per second and the time left; called from any thread."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Progress:
         self._clock = clock
         self._bar: Bar | None = None
         self._start: float | None = None
-        self._said = 0.0
+        self._printed_at = 0.0
         self._is_closed = False
 
     def __call__(self, done: int, total: int) -> None:
@@ -38,11 +38,11 @@ class Progress:
             return
         now = self._clock()
         if self._start is None:
-            self._start = self._said = now
+            self._start = self._printed_at = now
         if self._as_bar:
             self._show_bar(done, total)
-        elif now - self._said >= _LINE_EVERY_S and done < total:
-            self._said = now
+        elif now - self._printed_at >= _LINE_EVERY_S and done < total:
+            self._printed_at = now
             line = progress_line(done, total, now - self._start)
             print(f"{self._name}: {line}" if self._name else line, file=self._stream, flush=True)
 

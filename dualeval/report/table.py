@@ -123,13 +123,13 @@ def print_slices(result: Result, console: Console) -> None:
             samples = f"{group['samples']:,}{' (small)' * bool(group['small'])}"
             table.add_row(escape(printable(group["label"])), samples, *shown)
         console.print(table)
-        said = []
+        notes = []
         if any(group["small"] for group in groups):
-            said.append("(small): too few samples, or clusters of them, for a statement")
+            notes.append("(small): too few samples, or clusters of them, for a statement")
         if any(name in group["rough"] and group["intervals"].get(name) for group in groups for name in names):
-            said.append("rough: the interval may cover less than 95 %; the JSON says why")
-        if said:
-            print_line(console, "; ".join(said))
+            notes.append("rough: the interval may cover less than 95 %; the JSON says why")
+        if notes:
+            print_line(console, "; ".join(notes))
 
 
 def _of_group(result: Result, group: Mapping[str, Any], name: str) -> str:
@@ -183,32 +183,32 @@ def _samples(result: Result) -> str:
 def _resumed(result: Result) -> str:
     chunks = result.chunks
     proof = {None: "", "skipped": "; not compared (--no-replay)"}
-    said = proof.get(result.replay, f"; finished batches evaluated again: {result.replay}")
-    return f"{chunks['resumed']} of {chunks['total']} chunks were finished before{said}"
+    compared = proof.get(result.replay, f"; finished batches evaluated again: {result.replay}")
+    return f"{chunks['resumed']} of {chunks['total']} chunks were finished before{compared}"
 
 
 def _reference(result: Result) -> Iterator[tuple[str, str]]:
     """How the predictions differ from those of another run; nothing where none was named."""
-    found = result.reference
-    if not found:
+    reference = result.reference
+    if not reference:
         return
-    yield "reference", found["folder"]
-    if "problem" in found:
+    yield "reference", reference["folder"]
+    if "problem" in reference:
         return
-    differs = ", ".join(f"{name} {_beside(*values)}" for name, values in found["differs_in"].items())
+    differs = ", ".join(f"{name} {_beside(*values)}" for name, values in reference["differs_in"].items())
     if differs:
         yield "  differs in", differs
-    failed = ", ".join(f"{count:,} {_FAILED[name]}" for name, count in found["failed"].items() if count)
-    yield "  samples", f"{found['samples']:,} in both" + (f"; failed: {failed}" if failed else "")
-    yield "  agreement", _agreement(found)
-    if found["loss"] is not None:
-        yield "  loss", _difference(found["loss"])
-    if found["same_bits"]:
-        yield "  columns", f"all {len(found['columns'])} others have the same bits"
-    for name, column in found["columns"].items():
+    failed = ", ".join(f"{count:,} {_FAILED[name]}" for name, count in reference["failed"].items() if count)
+    yield "  samples", f"{reference['samples']:,} in both" + (f"; failed: {failed}" if failed else "")
+    yield "  agreement", _agreement(reference)
+    if reference["loss"] is not None:
+        yield "  loss", _difference(reference["loss"])
+    if reference["same_bits"]:
+        yield "  columns", f"all {len(reference['columns'])} others have the same bits"
+    for name, column in reference["columns"].items():
         if column["rows_differ"]:
             yield f"  {name}", _difference(column)
-    for name, reason in found["not_compared"].items():
+    for name, reason in reference["not_compared"].items():
         yield f"  {name}", f"not compared: {reason}"
 
 
@@ -220,29 +220,29 @@ def _beside(there: object, here: object) -> str:
     return " -> ".join(shown)
 
 
-def _agreement(found: Mapping[str, Any]) -> str:
-    if found["agreement"] is None:
+def _agreement(reference: Mapping[str, Any]) -> str:
+    if reference["agreement"] is None:
         return "the runs keep no prediction"
-    equal = found["samples"] - found["changed"]
-    said = f"{equal:,} predictions are equal ({100 * found['agreement']:.2f} %)"
-    if found["changed"] and found["became_right"] is not None:
-        said += f"; {found['became_right']:,} became right, {found['became_wrong']:,} wrong"
-    return said
+    equal = reference["samples"] - reference["changed"]
+    text = f"{equal:,} predictions are equal ({100 * reference['agreement']:.2f} %)"
+    if reference["changed"] and reference["became_right"] is not None:
+        text += f"; {reference['became_right']:,} became right, {reference['became_wrong']:,} wrong"
+    return text
 
 
 def _difference(column: Mapping[str, Any]) -> str:
     """How much the rows of one column differ."""
     if not column["rows_differ"]:
         return "the same bits in every row"
-    said = f"{column['rows_differ']:,} rows differ"
+    text = f"{column['rows_differ']:,} rows differ"
     if column.get("largest") is None:
-        return f"{said}, the first is {column.get('first') or column.get('first_not_finite')}"
-    said += f", mean {column['mean']:+.3g}, largest {column['largest']:.3g}"
+        return f"{text}, the first is {column.get('first') or column.get('first_not_finite')}"
+    text += f", mean {column['mean']:+.3g}, largest {column['largest']:.3g}"
     if column["largest_at"] is not None:
-        said += f" ({column['largest_at']})"
+        text += f" ({column['largest_at']})"
     if column["not_finite"]:
-        said += f"; {column['not_finite']:,} not finite ({column['first_not_finite']}, ...)"
-    return said
+        text += f"; {column['not_finite']:,} not finite ({column['first_not_finite']}, ...)"
+    return text
 
 
 def _comparable(result: Result) -> str:

@@ -22,7 +22,7 @@ from dualeval.launch.cores import usable_cores
 from dualeval.launch.launchers import WAYS
 from dualeval.launch.launchers.slurm import expand_hosts, expand_tasks, is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
-from dualeval.tools.trials import ask
+from dualeval.tools.starts import ask
 
 # Those of all ways to start ranks, and that by which some reach other nodes.
 _PROGRAMS = (*sorted({way.program for way in WAYS.values() if way.program}), "ssh")
@@ -112,8 +112,8 @@ def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Si
     def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
         return ask(command, environ, limit_s, check)
 
-    found = {name: shutil.which(name, path=environ["PATH"]) for name in _PROGRAMS}
-    programs = {name: path for name, path in found.items() if path is not None}
+    paths = {name: shutil.which(name, path=environ["PATH"]) for name in _PROGRAMS}
+    programs = {name: path for name, path in paths.items() if path is not None}
     job = environ.get("SLURM_JOB_ID") if "srun" in programs else None
     nodes = _nodes_of_job(environ) if job else (Node(host=socket.gethostname(), cores=1),)
     bare = Site(
@@ -136,8 +136,8 @@ def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Si
     site = replace(
         bare,
         nodes=tuple(
-            Node(host=node.host, cores=node.cores if job else own["cores"], gpus=len(own["gpus"]))
-            for node, own in zip(nodes, facts, strict=True)
+            Node(host=node.host, cores=node.cores if job else of_node["cores"], gpus=len(of_node["gpus"]))
+            for node, of_node in zip(nodes, facts, strict=True)
         ),
         libraries=Libraries(
             horovod=frozenset(first["horovod_built"]),
@@ -145,7 +145,7 @@ def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Si
             mpi=first["versions"]["mpi4py"] or "",
             no_mpi=first["no_mpi"],
         ),
-        at_a_node=not job or socket.gethostname() in {own["own_name"] for own in facts},
+        at_a_node=not job or socket.gethostname() in {of_node["own_name"] for of_node in facts},
         slurm=_first_line([programs["srun"], "--version"], run) if job else "",
         srun_mpi=_srun_mpi(programs["srun"], run) if job else (),
         mpirun=_first_line([programs["mpirun"], "--version"], run) if "mpirun" in programs else "",
@@ -187,15 +187,15 @@ def _no_ssh(programs: Mapping[str, str], facts: Sequence[Mapping[str, Any]], run
     """Why the nodes are not reached through ssh without a password, as horovodrun does it."""
     if "ssh" not in programs:
         return "there is no ssh on the PATH"
-    for own in facts:
-        if own["own_name"] == socket.gethostname():
+    for node in facts:
+        if node["own_name"] == socket.gethostname():
             continue
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "StrictHostKeyChecking=no"]
         options += ["-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
-        code, _, err = run([programs["ssh"], *options, own["host"], "true"], _ANSWER_S)
+        code, _, err = run([programs["ssh"], *options, node["host"], "true"], _ANSWER_S)
         if code != 0:
-            said = err.strip().splitlines()
-            return f"ssh to {own['host']} does not work without a password ({said[-1] if said else code})"
+            lines = err.strip().splitlines()
+            return f"ssh to {node['host']} does not work without a password ({lines[-1] if lines else code})"
     return None
 
 
@@ -209,6 +209,6 @@ def versions_of(facts: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     """Each version, or all of them where the nodes differ."""
     merged: dict[str, str | None] = {}
     for name in facts[0]["versions"]:
-        values = dict.fromkeys(own["versions"][name] for own in facts)
+        values = dict.fromkeys(node["versions"][name] for node in facts)
         merged[name] = " / ".join(map(str, values)) if len(values) > 1 else next(iter(values))
     return merged

@@ -28,7 +28,7 @@ _ALL_UPDATE = "Every rank has to call update, with its own result: not rank 0 al
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Progress:
+class _Epochs:
     """What the updates so far have come to."""
 
     updates: int = 0
@@ -41,11 +41,11 @@ class _Progress:
     # The number of its update, from 0.
     best_epoch: int | None = None
 
-    def after(self, value: float | None, sign: int, min_delta: float) -> _Progress:
+    def after(self, value: float | None, sign: int, min_delta: float) -> _Epochs:
         """What another update makes of it."""
         better = value is not None and (self.best_value is None or sign * (value - self.best_value) > 0)
         enough = value is not None and (self.reference is None or sign * (value - self.reference) > min_delta)
-        return _Progress(
+        return _Epochs(
             updates=self.updates + 1,
             waited=0 if enough else self.waited + 1,
             reference=value if enough else self.reference,
@@ -103,19 +103,19 @@ class EarlyStopping:
         self._min_delta = float(min_delta)
         self._direction = direction
         self._backend = backend
-        self._progress = _Progress()
+        self._epochs = _Epochs()
         self.best: Result | None = None
         self.is_best = False
 
     @property
     def best_epoch(self) -> int | None:
         """The number of the best update, from 0; None before any finite value."""
-        return self._progress.best_epoch
+        return self._epochs.best_epoch
 
     @property
     def should_stop(self) -> bool:
         """Whether the training is to stop: what the last ``update`` has returned, also after a resume."""
-        return self._progress.waited >= self._patience
+        return self._epochs.waited >= self._patience
 
     def update(self, result: Result) -> bool:
         """Take the result of an epoch; returns whether the training is to stop, the same on every rank.
@@ -134,19 +134,19 @@ class EarlyStopping:
         with self._ranks() as backend:
             with waiting(backend.world, "the other ranks to call EarlyStopping.update", _ALL_UPDATE):
                 reports = backend.all_gather_json(self._report(result))
-            found = [report["progress"] for report in reports]
-            if any(own != found[0] for own in found):
+            epochs = [report["progress"] for report in reports]
+            if any(each != epochs[0] for each in epochs):
                 # Rank 0 alone may have loaded a checkpoint.
                 state = backend.broadcast_json(self.state_dict())
-                if found[backend.world.rank] != found[0]:
+                if epochs[backend.world.rank] != epochs[0]:
                     self._take_over(state)
         # The ranks have left a group that they joined for this: all raise the same, and none is missed there.
         _refuse_problems([report["problem"] for report in reports])
         _refuse_differing([report["options"] for report in reports])
         sign = 1 if reports[0]["options"]["direction"] == "higher" else -1
-        number = self._progress.updates
-        self._progress = self._progress.after(reports[0]["value"], sign, self._min_delta)
-        self.is_best = self._progress.best_epoch == number
+        number = self._epochs.updates
+        self._epochs = self._epochs.after(reports[0]["value"], sign, self._min_delta)
+        self.is_best = self._epochs.best_epoch == number
         if self.is_best:
             self.best = result
         return self.should_stop
@@ -155,7 +155,7 @@ class EarlyStopping:
         """What a checkpoint has to hold: JSON values, which ``torch.load(..., weights_only=True)`` takes."""
         return {
             "metric": self._metric,
-            "progress": asdict(self._progress),
+            "progress": asdict(self._epochs),
             "is_best": self.is_best,
             "best": None if self.best is None else json.loads(self.best.to_json()),
         }
@@ -171,18 +171,18 @@ class EarlyStopping:
         Raises:
             UsageError: it is something else, or of another metric.
         """
-        found = state.get("metric") if isinstance(state, Mapping) else None
-        if isinstance(found, str) and found != self._metric:
+        metric = state.get("metric") if isinstance(state, Mapping) else None
+        if isinstance(metric, str) and metric != self._metric:
             raise UsageError(
-                f"this state belongs to EarlyStopping({found!r}, ...), and EarlyStopping({self._metric!r}, "
+                f"this state belongs to EarlyStopping({metric!r}, ...), and EarlyStopping({self._metric!r}, "
                 "...) was asked to load it: values of different metrics cannot be compared. Make "
-                f"EarlyStopping({found!r}, ...), or do not load the state"
+                f"EarlyStopping({metric!r}, ...), or do not load the state"
             )
         self._take_over(state)
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         try:
-            progress = _Progress(**state["progress"])
+            epochs = _Epochs(**state["progress"])
             best = None if state["best"] is None else result_from(state["best"])
             is_best = bool(state["is_best"])
         except (TypeError, KeyError, ValueError, DualevalError) as error:
@@ -190,7 +190,7 @@ class EarlyStopping:
                 f"this is not a state of EarlyStopping ({type(error).__name__}: {error}): give "
                 "load_state_dict what state_dict() has returned"
             ) from error
-        self._progress, self.best, self.is_best = progress, best, is_best
+        self._epochs, self.best, self.is_best = epochs, best, is_best
 
     @contextmanager
     def _ranks(self) -> Iterator[Backend]:
@@ -201,8 +201,8 @@ class EarlyStopping:
         from dualeval.backends import connect, group_of_caller, world_of_caller
         from dualeval.launch import examine
 
-        caller, found = group_of_caller(), examine(os.environ)
-        world = found.place if caller is None else world_of_caller(caller, found.world)
+        caller, detection = group_of_caller(), examine(os.environ)
+        world = detection.place if caller is None else world_of_caller(caller, detection.world)
         with connect(caller, world) as backend:
             yield backend
 
@@ -219,7 +219,7 @@ class EarlyStopping:
             "value": value,
             "problem": problem,
             "options": {**options, "direction": direction},
-            "progress": asdict(self._progress),
+            "progress": asdict(self._epochs),
         }
 
     def _value_of(self, result: Result) -> float | None:
@@ -275,7 +275,7 @@ def _refuse_problems(problems: Sequence[str | None]) -> None:
 def _refuse_differing(options: Sequence[Mapping[str, Any]]) -> None:
     """Raise on all ranks where some have other options than rank 0."""
     for name, first in options[0].items():
-        other = [rank for rank, own in enumerate(options) if own[name] != first]
+        other = [rank for rank, each in enumerate(options) if each[name] != first]
         if other:
             raise UsageError(
                 f"EarlyStopping has {name}={first!r} on rank 0 and {name}={options[other[0]][name]!r} on "

@@ -22,51 +22,51 @@ def importable(folder: Path) -> None:
         sys.path.insert(0, here)
 
 
-def own_module(place: str, said: str) -> ModuleType:
+def own_module(place: str, typed: str) -> ModuleType:
     """Import a module of the user's by its name, from the working folder too, or by its path, FILE.py."""
     importable(Path.cwd())
     if place.endswith(".py"):
-        return _module_of_file(Path(place), said)
+        return _module_of_file(Path(place), typed)
     if not all(part.isidentifier() for part in place.split(".")):
-        raise UsageError(f"{said}: expected package.module:NAME or FILE.py:NAME")
-    return _module(place, said)
+        raise UsageError(f"{typed}: expected package.module:NAME or FILE.py:NAME")
+    return _module(place, typed)
 
 
-def _module(name: str, said: str) -> ModuleType:
+def _module(name: str, typed: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise broken(f"{said}: the module {name}", error) from error
+            raise broken(f"{typed}: the module {name}", error) from error
         raise LibraryError(
-            f"{said}: there is no module {error.name!r} in {Path.cwd()}, nor is one installed."
-            f"{_file_near(name, said)}"
+            f"{typed}: there is no module {error.name!r} in {Path.cwd()}, nor is one installed."
+            f"{_file_near(name, typed)}"
         ) from error
     except (Exception, SystemExit) as error:
-        raise broken(f"{said}: the module {name}", error) from error
+        raise broken(f"{typed}: the module {name}", error) from error
 
 
-def _file_near(name: str, said: str) -> str:
+def _file_near(name: str, typed: str) -> str:
     """What to type in place of a module's name: the path of a file beside the working folder, if one is."""
     file = Path(*name.split(".")).with_suffix(".py")
-    found = next((path for path in [Path("..") / file, *Path().glob(f"*/{file}")] if path.is_file()), None)
-    if found is None:
+    nearby = next((path for path in [Path("..") / file, *Path().glob(f"*/{file}")] if path.is_file()), None)
+    if nearby is None:
         files = sorted(path.stem for path in Path.cwd().glob("*.py"))
         return nearest(name, files) or " For a file give its path: FILE.py:NAME."
-    return f" There is a file {found}. Type {said.replace(f' {name}', f' {found}')}."
+    return f" There is a file {nearby}. Type {typed.replace(f' {name}', f' {nearby}')}."
 
 
-def _module_of_file(path: Path, said: str) -> ModuleType:
+def _module_of_file(path: Path, typed: str) -> ModuleType:
     """The module of a file, under its own name on every rank; other files beside it can be imported."""
     if not path.is_file():
-        raise LibraryError(f"{said}: there is no file {path.absolute()}")
+        raise LibraryError(f"{typed}: there is no file {path.absolute()}")
     known = sys.modules.get(path.stem)
     if known is not None:
         file = getattr(known, "__file__", None)
         if file is not None and Path(file).resolve() == path.resolve():
             return known
         raise UsageError(
-            f"{said}: a file of this name would hide the module {path.stem!r}, which is in use. "
+            f"{typed}: a file of this name would hide the module {path.stem!r}, which is in use. "
             "Give the file another name."
         )
     importable(path.parent)
@@ -79,22 +79,22 @@ def _module_of_file(path: Path, said: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[path.stem]
-        raise broken(f"{said}: {path}", error) from error
+        raise broken(f"{typed}: {path}", error) from error
     return module
 
 
 def broken(what: str, error: BaseException) -> LibraryError:
     """The error of an import: in its first line what is wrong, below the lines of the user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen importlib", PACKAGE))]
+    of_user = [frame for frame in frames if not frame.filename.startswith(("<frozen importlib", PACKAGE))]
     # An import of Python's own stands between, whose frames say nothing.
-    own = [frame for frame in own if Path(frame.filename).parent != Path(importlib.__file__).parent]
-    lines = traceback.format_list(own)
+    of_user = [frame for frame in of_user if Path(frame.filename).parent != Path(importlib.__file__).parent]
+    lines = traceback.format_list(of_user)
     if isinstance(error, SyntaxError):
         lines += traceback.format_exception_only(error)[:-1]
     shown = "".join(lines).rstrip()
-    said = f"{what} cannot be imported: {with_type(error)}{_hint(error)}"
-    return LibraryError(said + (f"\n{shown}" if shown else ""))
+    sentence = f"{what} cannot be imported: {with_type(error)}{_hint(error)}"
+    return LibraryError(sentence + (f"\n{shown}" if shown else ""))
 
 
 def _hint(error: BaseException) -> str:

@@ -32,11 +32,11 @@ def library_of(file: Path) -> str | None:
 @cache
 def _owner(folder: Path, name: str) -> str | None:
     """Which distribution in a folder has installed a top-level module or package, if any has."""
-    found = sorted([*folder.glob("*-*.dist-info"), *folder.glob("*-*.egg-info")])
+    distributions = sorted([*folder.glob("*-*.dist-info"), *folder.glob("*-*.egg-info")])
     # Most often it has the module's name; an editable install has no version in the name of its .egg-info.
-    found.sort(key=lambda path: path.name.partition("-")[0].lower() != name.lower())
+    distributions.sort(key=lambda path: path.name.partition("-")[0].lower() != name.lower())
     installed = re.compile(rf"^{re.escape(name)}(?:[./]|$)", re.MULTILINE)
-    for path in found:
+    for path in distributions:
         # Debian's have no RECORD.
         listed = next((path / file for file in ("RECORD", "top_level.txt") if (path / file).is_file()), None)
         if listed is not None and installed.search(listed.read_text("utf-8", "replace")):

@@ -33,9 +33,9 @@ def wants_debug(environ: Mapping[str, str]) -> bool:
 def own_code(error: BaseException) -> str:
     """The lines of the user's own code that an error came through, as a traceback shows them."""
     for each in _chain(error):
-        found: str = getattr(each, _ATTRIBUTE, "") or _lines(each)
-        if found:
-            return found
+        lines: str = getattr(each, _ATTRIBUTE, "") or _lines(each)
+        if lines:
+            return lines
     return ""
 
 
@@ -69,8 +69,8 @@ def _lines(error: BaseException) -> str:
         (place for place, (frame, _) in enumerate(frames) if frame.f_code.co_filename.startswith(PACKAGE)), 0
     )
     # What calls this package is not what has failed.
-    own = [(frame, line) for frame, line in frames[inside:] if _is_own(frame)]
-    return "".join(traceback.StackSummary.extract(iter(own[-_SHOWN_AT_MOST:])).format())
+    of_user = [(frame, line) for frame, line in frames[inside:] if _is_own(frame)]
+    return "".join(traceback.StackSummary.extract(iter(of_user[-_SHOWN_AT_MOST:])).format())
 
 
 def _is_own(frame: FrameType) -> bool:

@@ -82,11 +82,11 @@ def place_by_hosts(world: World, hosts: Sequence[Hashable], local_ranks: Sequenc
         ranks_on.setdefault(host, []).append(rank)
     own_host = hosts[world.rank]
     neighbours = ranks_on[own_host]
-    given = [local_ranks[rank] for rank in neighbours]
+    numbers = [local_ranks[rank] for rank in neighbours]
     position = neighbours.index(world.rank)
     return replace(
         world,
-        local_rank=given[position] if sorted(given) == list(range(len(given))) else position,
+        local_rank=numbers[position] if sorted(numbers) == list(range(len(numbers))) else position,
         local_size=len(neighbours),
         node_rank=list(ranks_on).index(own_host),
         node_sizes=tuple(len(ranks) for ranks in ranks_on.values()),

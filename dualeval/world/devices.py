@@ -71,11 +71,11 @@ def take_device(
     check_name(wanted)
     # Before GPUs are looked at, which initializes CUDA.
     computes = _computes_already()
-    own = _look_if_wanted(backend.world, wanted)
-    if own.gpus and not backend.owns_group and computes and ":" not in (wanted or ""):
-        own = replace(own, current=torch.cuda.current_device())
+    sight = _look_if_wanted(backend.world, wanted)
+    if sight.gpus and not backend.owns_group and computes and ":" not in (wanted or ""):
+        sight = replace(sight, current=torch.cuda.current_device())
     asked = {"--device": wanted, "--allow-shared-gpu": allow_shared_gpu, "--mix-machines": mix_machines}
-    reports = backend.all_gather_json({"asked": asked, "sight": asdict(own)})
+    reports = backend.all_gather_json({"asked": asked, "sight": asdict(sight)})
     everyone = [_sight(report["sight"]) for report in reports]
     everyone = as_callers_chose(everyone, allow_shared=allow_shared_gpu)
     _refuse_differing([report["asked"] for report in reports], everyone)
@@ -89,7 +89,7 @@ def take_device(
     if gpu is not None and not has_chosen:
         # Allocations on "cuda" and pinned memory use the current device, by default 0 on all ranks.
         torch.cuda.set_device(device)
-    ids = [taken.whole or taken.id for taken in chosen if taken is not None]
+    ids = [each.whole or each.id for each in chosen if each is not None]
     backend.use_device(device, shared=len(set(ids)) < len(ids))
 
 
@@ -98,11 +98,11 @@ def take_cores(backend: Backend, *, sets_threads: bool) -> int:
 
     A collective.
     """
-    own = own_cores()
+    mine = own_cores()
     alone = backend.world.size == 1
     with waiting(backend.world, "the cores of all ranks", STARTED):
-        everyone = [own] if alone else [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
-    share = share_of_cores(own, everyone)
+        everyone = [mine] if alone else [Cores(**cores) for cores in backend.all_gather_json(asdict(mine))]
+    share = share_of_cores(mine, everyone)
     # torch counts the cores that a process may use, but ignores other ranks and quotas.
     chosen = "OMP_NUM_THREADS" in os.environ or (alone and torch.get_num_threads() <= share)
     if sets_threads and not chosen:
@@ -138,7 +138,7 @@ def _look_if_wanted(world: World, wanted: str | None) -> Sight:
 def look(world: World) -> Sight:
     """The GPUs that this rank sees."""
     sight = Sight(rank=world.rank, host=socket.gethostname(), promised=world.promised_gpus)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         # torch warns about a GPU that it cannot use, and says why.
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
@@ -148,7 +148,7 @@ def look(world: World) -> Sight:
         return replace(sight, reason=f"torch {torch.__version__} is built without CUDA")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limited = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
-    why = "".join(f": {str(warning.message).splitlines()[0]}" for warning in said[:1])
+    why = "".join(f": {str(warning.message).splitlines()[0]}" for warning in warned[:1])
     return replace(sight, reason=f"torch {torch.__version__} sees no GPU{limited}{why}")
 
 
@@ -156,10 +156,10 @@ def _refuse_broken(
     everyone: Sequence[Sight], chosen: Sequence[Gpu | None], problems: Sequence[str | None]
 ) -> None:
     """Raise if a rank's GPU failed when it was tried."""
-    for sight, taken, problem in zip(everyone, chosen, problems, strict=True):
-        if taken is not None and problem is not None:
+    for sight, gpu, problem in zip(everyone, chosen, problems, strict=True):
+        if gpu is not None and problem is not None:
             raise DualevalError(
-                f"{sight.where}: GPU {taken.number} ({taken.name}) does not work: {problem}. Fix that node "
+                f"{sight.where}: GPU {gpu.number} ({gpu.name}) does not work: {problem}. Fix that node "
                 f"or leave it out, or type --device cpu to compute on CPUs."
             )
 
@@ -204,10 +204,10 @@ def _driver_uuid(number: int, function: str) -> uuid.UUID | None:
     except (OSError, AttributeError):  # another maker's GPU, or a driver older than CUDA 11.4
         return None
     device = ctypes.c_int()
-    found = ctypes.create_string_buffer(16)
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number) or ask(found, device):
+    buffer = ctypes.create_string_buffer(16)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number) or ask(buffer, device):
         return None
-    return uuid.UUID(bytes=found.raw)
+    return uuid.UUID(bytes=buffer.raw)
 
 
 def _problem_with(device: torch.device) -> str | None:

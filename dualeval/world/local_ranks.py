@@ -194,22 +194,22 @@ def run_local(
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     shared = {**environ, **_variables_of_torchrun(processes, store.port), LAUNCHER_PID: str(os.getpid())}
     ranks: list[subprocess.Popen[bytes]] = []
-    with _SignalWatch(stop_signals) as watch:
+    with _SignalCatcher(stop_signals) as catcher:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals if takes_signals else ())
         try:
             for rank in range(processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-                variables = {**shared, **own, **variables_of(rank)}
+                numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+                variables = {**shared, **numbers, **variables_of(rank)}
                 ranks.append(subprocess.Popen(command, env=variables, start_new_session=True))
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            codes = _codes_of(ranks, watch)
+            codes = _codes_of(ranks, catcher)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             # SIGHUP would end the ranks before they have said so.
-            _end(ranks, watch.ending if watch.ending not in (None, signal.SIGHUP) else signal.SIGTERM)
+            _end(ranks, catcher.ending if catcher.ending not in (None, signal.SIGHUP) else signal.SIGTERM)
     if codes is None:
-        assert watch.received is not None
-        return 128 + watch.received
+        assert catcher.received is not None
+        return 128 + catcher.received
     return _exit_code(codes, ranks)
 
 
@@ -244,7 +244,7 @@ def _variables_of_torchrun(size: int, port: int) -> dict[str, str]:
     }
 
 
-class _SignalWatch:
+class _SignalCatcher:
     """Remembers signals that ask this process to end; puts the handlers back afterwards.
 
     The handler does not raise: while the ranks are started, the exception would leave some without a parent.
@@ -272,7 +272,7 @@ class _SignalWatch:
             for rank in ranks:
                 rank.send_signal(number)
 
-    def __enter__(self) -> _SignalWatch:
+    def __enter__(self) -> _SignalCatcher:
         # A signal that is ignored here (nohup, a job in a shell's background) stays ignored.
         wanted = [
             number
@@ -293,15 +293,15 @@ class _SignalWatch:
             self._to_pass_on.append(signal.Signals(number))
 
 
-def _codes_of(ranks: Sequence[subprocess.Popen[bytes]], watch: _SignalWatch) -> dict[int, int] | None:
+def _codes_of(ranks: Sequence[subprocess.Popen[bytes]], catcher: _SignalCatcher) -> dict[int, int] | None:
     """Wait until a rank has failed or all are done; returns failed ranks' codes, or None after a signal."""
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if failed or None not in codes:
             return failed
-        watch.pass_on(ranks)
-        if watch.ending is not None:
+        catcher.pass_on(ranks)
+        if catcher.ending is not None:
             return None
         sleep(_LOOK_EVERY_S)
 

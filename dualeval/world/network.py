@@ -34,8 +34,8 @@ def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]
     """
     if one_node:
         return [LOOPBACK]
-    own = [address for address in map(_address_of, _interfaces()) if address is not None]
-    outside = sorted(address for address in own if not address.startswith("127."))
+    addresses = [address for address in map(_address_of, _interfaces()) if address is not None]
+    outside = sorted(address for address in addresses if not address.startswith("127."))
     outside += sorted(address for address, name in _ipv6_addresses() if name != "lo")
     return list(dict.fromkeys([*([master] if master else []), *outside]))
 
@@ -86,10 +86,10 @@ def host_identity() -> str:
 def own_address_towards(host: str) -> str | None:
     """This host's own address on the route to another host; None without a route."""
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except (socket.gaierror, UnicodeError):
         return None
-    for family, kind, _, _, address in found:
+    for family, kind, _, _, address in targets:
         with socket.socket(family, kind) as any_socket, suppress(OSError):
             # Nothing is sent: the kernel looks up the route.
             any_socket.connect(address)
@@ -104,14 +104,14 @@ def interface_of(address: str) -> str | None:
         if wanted.scope_id is not None:
             return wanted.scope_id
         of_all = _ipv6_addresses(every=True)
-        return next((name for found, name in of_all if ip_address(found) == wanted), None)
+        return next((name for other, name in of_all if ip_address(other) == wanted), None)
     return next((name for name in _interfaces() if _address_of(name) == address), None)
 
 
 def interface_towards(host: str) -> str | None:
     """Name of the network interface over which this host reaches another one; None if it does not."""
-    own = own_address_towards(host)
-    return None if own is None else interface_of(own)
+    address = own_address_towards(host)
+    return None if address is None else interface_of(address)
 
 
 def _interfaces() -> list[str]:
@@ -133,10 +133,10 @@ def _ipv6_addresses(*, every: bool = False) -> list[tuple[str, str]]:
     """IPv6 addresses of this host, each with its interface: those that others can use, or ``every`` one."""
     if not _IPV6_ADDRESSES.exists():  # a kernel without IPv6
         return []
-    found = []
+    addresses = []
     for line in _IPV6_ADDRESSES.read_text("ascii").splitlines():
         digits, _, _, scope, flags, interface = line.split()
         # A link-local address (fe80::) can be used only with the name of an interface on the other host.
         if every or (int(scope, 16) == _GLOBAL_SCOPE and not int(flags, 16) & _NOT_FOR_USE):
-            found.append((str(IPv6Address(int(digits, 16))), interface))
-    return found
+            addresses.append((str(IPv6Address(int(digits, 16))), interface))
+    return addresses

@@ -74,11 +74,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
             ranges.append((rank, rank))
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return f"rank {ranges[0][0]}"
-    parts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
-    if len(parts) > _MOST_RANGES:
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
+    if len(texts) > _MOST_RANGES:
         more = sum(last - first + 1 for first, last in ranges[_MOST_RANGES:])
-        parts[_MOST_RANGES:] = [f"{more} more"]
-    return f"ranks {', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]}"
+        texts[_MOST_RANGES:] = [f"{more} more"]
+    return f"ranks {', '.join(texts[:-1])}{' and ' if len(texts) > 1 else ''}{texts[-1]}"
 
 
 def not_come(ranks: Iterable[int]) -> str:

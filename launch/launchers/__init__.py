@@ -71,6 +71,6 @@ def child_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
 
     Nor has it what makes this process itself a rank: ranks would find two launchers that disagree.
     """
-    own = {name for launcher in LAUNCHERS.values() for name in launcher.not_handed_on(environ)}
-    kept = {name: value for name, value in environ.items() if name not in own}
+    dropped = {name for launcher in LAUNCHERS.values() for name in launcher.not_handed_on(environ)}
+    kept = {name: value for name, value in environ.items() if name not in dropped}
     return {**kept, "PATH": f"{folder}:{environ.get('PATH', '/usr/bin:/bin')}"}

@@ -128,8 +128,8 @@ class Environment:
         """Make the error of variables that are set in part."""
         source = self.launcher
         start = f"Start with '{source.start}'"
-        own = not source.is_shared or source.mark in self.variables
-        if own:
+        certain = not source.is_shared or source.mark in self.variables
+        if certain:
             cause = (
                 f"{source.name} started this process, but something in between removed some of its variables"
             )
@@ -142,15 +142,15 @@ class Environment:
             )
         verb = "is" if len(missing) == 1 else "are"
         problem = f"{source.name}'s variables are half set: {', '.join(missing)} {verb} missing"
-        return self.error(problem, f"{cause}. {remedy}", LaunchError if own else LeftOver)
+        return self.error(problem, f"{cause}. {remedy}", LaunchError if certain else LeftOver)
 
     def error(self, problem: str, advice: str = "", kind: type[LaunchError] = LaunchError) -> LaunchError:
         """Make the error that shows what was found of the launcher's variables and what to type."""
         source = self.launcher
-        found = ", ".join(f"{name}={self.variables[name]}" for name in source.all if name in self.variables)
+        shown = ", ".join(f"{name}={self.variables[name]}" for name in source.all if name in self.variables)
         start = f"Start with '{source.start}'"
         return kind(
-            f"{problem} (found: {found}). {advice or start}, "
+            f"{problem} (found: {shown}). {advice or start}, "
             f"or pass --launcher none to run one process without them."
         )
 
@@ -217,7 +217,7 @@ class Launcher:
         """Those that are needed, the optional ones, and the mark."""
         return (*self.needed, *self.optional, *((self.mark,) if self.mark else ()))
 
-    def found(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
+    def variables_in(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
         """Those that are set, with what they are read for."""
         meanings = dict(zip(self.ranks, ("rank", "size", "local rank", "local size"), strict=True))
         return tuple(

@@ -27,7 +27,7 @@ def _read(environment: Environment) -> World | None:
         return replace(world, node_rank=0, node_sizes=(1,))
     world = replace(world, placed=False)
     pmi = {_RANK: "PMI_RANK", _SIZE: "PMI_SIZE"}
-    if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
+    if "PMI_FD" in environ and all(environ.get(pmi_name) == environ[name] for name, pmi_name in pmi.items()):
         from dualeval.world.meetings.served import OverPmi
 
         return replace(world, meeting=OverPmi(descriptor=environment.number("PMI_FD")))

@@ -94,10 +94,10 @@ def _in_order_of_nodes(
     """
     ordered = _order_by_component(environment.variables, hosts)
     tasks = dict(zip(hosts, sizes, strict=True))
-    own = environment.variables.get("SLURMD_NODENAME")
-    if own in tasks and ordered[node] != own:
+    name = environment.variables.get("SLURMD_NODENAME")
+    if name in tasks and ordered[node] != name:
         raise environment.error(
-            f"Slurm says that node {node} of this step is {own}, and lists {', '.join(hosts)}: a "
+            f"Slurm says that node {node} of this step is {name}, and lists {', '.join(hosts)}: a "
             "heterogeneous step ('srun ... : ...') numbers its nodes in another order, so the node of rank "
             "0 is not known",
             "Start all ranks with one srun without ':', or ask for a heterogeneous job ('sbatch ... : ...') "
@@ -253,7 +253,7 @@ def _expand_name(name: str) -> list[str]:
         if match[2] is not None:
             choices.append([number for part in match[2].split(",") for number in _expand_range(part, name)])
         end = match.end()
-    return ["".join(parts) for parts in itertools.product(*choices)]
+    return ["".join(pieces) for pieces in itertools.product(*choices)]
 
 
 def _expand_range(text: str, name: str) -> list[str]:

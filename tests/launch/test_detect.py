@@ -102,12 +102,12 @@ def test_torchruns_whole_set_that_torchrun_did_not_set() -> None:
 
 def test_what_was_found_is_listed() -> None:
     found = examine({**SRUN, "RANK": "3", "HOME": "/root"})
-    assert list(found.found) == [name for name in LAUNCHERS if name != "none"]
-    assert found.found["torchrun"] == (Variable(name="RANK", value="3", meaning="rank"),)
-    assert {variable.name: variable.value for variable in found.found["srun"]} == {
+    assert list(found.variables) == [name for name in LAUNCHERS if name != "none"]
+    assert found.variables["torchrun"] == (Variable(name="RANK", value="3", meaning="rank"),)
+    assert {variable.name: variable.value for variable in found.variables["srun"]} == {
         name: SRUN[name] for name in list(SRUN)[:8]
     }
-    assert [variable.meaning for variable in found.found["srun"]][:5] == [
+    assert [variable.meaning for variable in found.variables["srun"]][:5] == [
         *("rank", "size", "local rank", "local size"),
         "",
     ]

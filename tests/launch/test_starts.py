@@ -19,7 +19,7 @@ from dualeval.launch.launchers import (
     why_not,
 )
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
-from dualeval.tools.trials import plan_trials
+from dualeval.tools.starts import plan_starts
 from tests.conftest import ROOT
 from tests.vehicles.environments import read_variables, world_at
 
@@ -187,13 +187,13 @@ def test_names_of_launchers() -> None:
         choose_ways(["srum"])
 
 
-def test_trials_of_a_machine() -> None:
+def test_starts_of_a_machine() -> None:
     """The reference is first, and what cannot be started has no self-test."""
-    trials = plan_trials(HERE, ["cuda", "cpu"], ["none", "torchrun", "srun"], [1, 2, 4])
+    starts = plan_starts(HERE, ["cuda", "cpu"], ["none", "torchrun", "srun"], [1, 2, 4])
     shown = [
-        (trial.device, trial.launcher, trial.ranks, trial.is_self_test, trial.reason is None)
-        for trial in trials
-        if trial.backend != "horovod"
+        (start.device, start.launcher, start.ranks, start.is_self_test, start.reason is None)
+        for start in starts
+        if start.backend != "horovod"
     ]
     for device, most in (("cuda", 2), ("cpu", 4)):
         assert [row[1:] for row in shown if row[0] == device] == [
@@ -202,12 +202,12 @@ def test_trials_of_a_machine() -> None:
             ("torchrun", most, True, True),
             *(("srun", ranks, False, False) for ranks in (1, 2, 4)),
         ]
-    assert [trial.is_reference for trial in trials].count(True) == 2
+    assert [start.is_reference for start in starts].count(True) == 2
 
 
 def test_every_backend_is_tried_once() -> None:
-    trials = plan_trials(JOB, ["cpu"], list(WAYS), None)
-    tests = [(trial.launcher, trial.backend, trial.ranks) for trial in trials if trial.is_self_test]
+    starts = plan_starts(JOB, ["cpu"], list(WAYS), None)
+    tests = [(start.launcher, start.backend, start.ranks) for start in starts if start.is_self_test]
     assert len(tests) == len(set(tests)) == 11
     assert {ranks for _, _, ranks in tests} == {8}
 

@@ -20,7 +20,7 @@ import torch
 import dualeval
 from dualeval.process import status_line
 from dualeval.process.status_line import LINE, StatusLine, doing
-from dualeval.report.progress import Progress
+from dualeval.report.progress import ProgressDisplay
 from dualeval.tasks.image_data import ASSETS
 from tests.conftest import ROOT
 from tests.process.test_process_start import DUALEVAL
@@ -256,7 +256,7 @@ def test_a_narrow_terminal_is_no_two_lines(drawn: Drawn, monkeypatch: pytest.Mon
 
 def test_the_progress_waits_for_the_first_batch(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter(range(0, 100, 10))
-    progress = Progress(sys.stdout, clock=lambda: next(times))
+    progress = ProgressDisplay(sys.stdout, clock=lambda: next(times))
     with doing("checking the first samples"):
         progress(0, 10)
         progress(0, 10)

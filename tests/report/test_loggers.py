@@ -22,9 +22,9 @@ import dualeval
 from dualeval import cli
 from dualeval.errors import DualevalError, UsageError
 from dualeval.report.loggers.confusions import Confusion, confusions_of, draw_confusion, figures_of
+from dualeval.report.loggers.entry import entry_of
 from dualeval.report.loggers.log import log_result, write_all, writer_of
 from dualeval.report.loggers.loggers import check_installed, counted_from, targets_of
-from dualeval.report.loggers.record import record_of
 from dualeval.result import Result, read_result
 from tests.conftest import BIN, ROOT, Launch
 from tests.engine.end.test_endings import await_that
@@ -70,30 +70,30 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-# -- the record ----------------------------------------------------------------------------------------
+# -- the entry ----------------------------------------------------------------------------------------
 
 
 def test_a_record_has_metrics_intervals_classes_and_job(result: Result, run: Path) -> None:
-    record = record_of(result, run, None)
-    assert record.scalars["top1"] == result.metrics["top1"]
-    assert (record.scalars["loss_low"], record.scalars["loss_high"]) == tuple(result.intervals["loss"])
-    assert record.units["top1_high"] == "fraction"
+    entry = entry_of(result, run, None)
+    assert entry.scalars["top1"] == result.metrics["top1"]
+    assert (entry.scalars["loss_low"], entry.scalars["loss_high"]) == tuple(result.intervals["loss"])
+    assert entry.units["top1_high"] == "fraction"
     per_class = result.metrics["per_class"]
     assert isinstance(per_class, dict)
     f1 = per_class["f1"]
     assert isinstance(f1, list)
-    assert record.scalars["per_class/f1/1 Bee"] == f1[1]
-    assert record.scalars["per_class/f1/2"] == f1[2]
-    assert [row[1] for row in record.tables["per_class"].rows] == NAMES
+    assert entry.scalars["per_class/f1/1 Bee"] == f1[1]
+    assert entry.scalars["per_class/f1/2"] == f1[2]
+    assert [row[1] for row in entry.tables["per_class"].rows] == NAMES
     for name in (
         *("fingerprint", "metrics_digest", "samples_digest", "versions.torch", "world.launcher"),
         "world.size",
     ):
-        assert name in record.params
-    assert not any(isinstance(value, dict) for value in record.params.values())
-    keys = {record_of(result, run, step).key for step in (None, 0, 1)}
+        assert name in entry.params
+    assert not any(isinstance(value, dict) for value in entry.params.values())
+    keys = {entry_of(result, run, step).key for step in (None, 0, 1)}
     assert len(keys) == 3
-    assert record_of(result, None, 1).key in keys
+    assert entry_of(result, None, 1).key in keys
 
 
 def test_rows_give_the_matrix_that_the_metrics_have(result: Result, run: Path) -> None:
@@ -112,7 +112,7 @@ def test_damaged_rows_are_an_error_with_their_file(result: Result, run: Path, tm
     (tmp_path / "predictions.parquet").write_bytes((run / "predictions.parquet").read_bytes()[:-50])
     bare = replace(result, metrics={"top1": 0.5})
     with pytest.raises(DualevalError, match=r"predictions\.parquet cannot be read"):
-        record_of(bare, tmp_path, None)
+        entry_of(bare, tmp_path, None)
 
 
 @pytest.mark.parametrize("classes", [1, 20, 21, 101, 1000])
@@ -134,9 +134,9 @@ def test_without_matplotlib_the_rest_is_logged(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     content = {"result": json.loads(result.to_json()), "folder": str(run), "step": 2}
     targets = targets_of(["tensorboard:tb", "jsonl:log.jsonl"], 2)
-    said = dict(write_all({**content, "targets": [*map(asdict, targets)]}))
-    assert "type pip install matplotlib" in said["tensorboard:tb"]["said"]
-    assert said["jsonl:log.jsonl"] == {"said": "a line in log.jsonl"}
+    answers = dict(write_all({**content, "targets": [*map(asdict, targets)]}))
+    assert "type pip install matplotlib" in answers["tensorboard:tb"]["text"]
+    assert answers["jsonl:log.jsonl"] == {"text": "a line in log.jsonl"}
     assert tensorboard_run(offline / "tb").Tags()["images"] == []
     assert tensorboard_run(offline / "tb").Scalars("top1")
 
@@ -186,27 +186,27 @@ def test_every_tracker_has_the_result_once(
     """Logged twice, and by a second name: read back with the trackers' own readers."""
     to = [f"tensorboard:{offline / 'tb'}", "wandb:team/cifar", "mlflow:file:mlruns", "jsonl:log/all.jsonl"]
     dualeval.export(run, to)
-    record = record_of(result, run, None)
+    entry = entry_of(result, run, None)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     dualeval.export(str(run), "wandb:team/cifar")
     for target in targets_of(["tensorboard:tb", "mlflow:file:mlruns", "jsonl:log/all.jsonl"], None):
         # The same once more, in this process: it takes seconds less.
-        said = writer_of(target.kind)(record, target)
+        said = writer_of(target.kind)(entry, target)
         assert "has this result already" in said or target.kind == "tensorboard"
 
     [line] = lines_of(offline / "log/all.jsonl")
     assert line["metrics"] == json.loads(json.dumps(result.metrics))
-    assert line["scalars"] == record.scalars
+    assert line["scalars"] == entry.scalars
     assert (line["metrics_digest"], line["step"]) == (result.metrics_digest, None)
 
     events = tensorboard_run(offline / "tb")
-    assert sorted(events.Tags()["scalars"]) == sorted(record.scalars)
+    assert sorted(events.Tags()["scalars"]) == sorted(entry.scalars)
     for name in ("top1", "loss_high", "per_class/recall/3 a/b (c)"):
         [event] = events.Scalars(name)
-        assert event.value == pytest.approx(record.scalars[name], rel=1e-6)
-        assert (event.step, event.wall_time) == (0, record.time)
+        assert event.value == pytest.approx(entry.scalars[name], rel=1e-6)
+        assert (event.step, event.wall_time) == (0, entry.time)
     [image] = events.Images("confusion_matrix")
-    assert image.encoded_image_string == record.pictures["confusion_matrix"]
+    assert image.encoded_image_string == entry.pictures["confusion_matrix"]
     text = events.Tensors("job")[0].tensor_proto.string_val[0].decode()
     assert result.fingerprint in text
 
@@ -216,16 +216,16 @@ def test_every_tracker_has_the_result_once(
     assert config["fingerprint"] == result.fingerprint
     assert config["world"] == result.world
     assert config["samples_digest"] == line["samples_digest"] == result.samples_digest
-    assert row["top1"] == record.scalars["top1"]
-    assert row["per_class/f1/1 Bee"] == record.scalars["per_class/f1/1 Bee"]
+    assert row["top1"] == entry.scalars["top1"]
+    assert row["per_class/f1/1 Bee"] == entry.scalars["per_class/f1/1 Bee"]
     picture = folder / "files" / row["confusion_matrix/path"]
-    with Image.open(picture) as there, Image.open(io.BytesIO(record.pictures["confusion_matrix"])) as made:
+    with Image.open(picture) as there, Image.open(io.BytesIO(entry.pictures["confusion_matrix"])) as made:
         assert there.tobytes() == made.tobytes()
 
     [tracked] = mlflow_runs("file:mlruns")
     assert tracked.info.status == "FINISHED"
-    assert tracked.data.metrics["top1_low"] == record.scalars["top1_low"]
-    assert tracked.data.metrics["per_class/f1/3 a/b _c_"] == record.scalars["per_class/f1/3 a/b (c)"]
+    assert tracked.data.metrics["top1_low"] == entry.scalars["top1_low"]
+    assert tracked.data.metrics["per_class/f1/3 a/b _c_"] == entry.scalars["per_class/f1/3 a/b (c)"]
     assert tracked.data.params["metrics_digest"] == result.metrics_digest
     assert tracked.data.tags["unit.top1"] == "fraction"
     files = {path.name for path in Path(tracked.info.artifact_uri.removeprefix("file://")).iterdir()}
@@ -249,7 +249,7 @@ def test_steps_of_a_training_are_one_run(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for step, each in enumerate((result, replace(result, fingerprint="f" * 64))):
         for target in targets_of(["mlflow:mlruns#train", "tensorboard:tb"], step):
-            writer_of(target.kind)(record_of(each, run, step), target)
+            writer_of(target.kind)(entry_of(each, run, step), target)
     [tracked] = mlflow_runs("mlruns")
     assert tracked.info.run_name == "train"
     assert tracked.data.params["fingerprint"] == result.fingerprint
@@ -286,8 +286,8 @@ def test_a_tracker_that_fails_costs_no_result(offline: Path) -> None:
 def test_a_metric_that_only_looks_like_a_matrix_is_none(result: Result) -> None:
     matrices: list[Any] = [{"classes": ["a"], "entries": []}, {"classes": 10**8, "entries": [[0, 0, 1]]}]
     for matrix in matrices:
-        record = record_of(replace(result, metrics={"matrix": matrix, "x": None}), None, None)
-        assert (record.confusions, record.tables) == ({}, {})
+        entry = entry_of(replace(result, metrics={"matrix": matrix, "x": None}), None, None)
+        assert (entry.confusions, entry.tables) == ({}, {})
 
 
 def test_a_record_that_cannot_be_made_costs_no_result(result: Result, offline: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dualeval.report.progress import Progress, progress_line
+from dualeval.report.progress import ProgressDisplay, progress_line
 from dualeval.report.table import print_result, shown_numbers
 from dualeval.result import Result
 from tests.conftest import ROOT, Launch
@@ -40,7 +40,7 @@ class Clock:
 def shown(seconds: list[float], total: int = 1000, name: str = "") -> list[str]:
     """The lines of a run that reports 10 more samples at each of these seconds."""
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(stream, clock, name=name)
+    progress = ProgressDisplay(stream, clock, name=name)
     for number, at in enumerate(seconds):
         clock.now = 1000.0 + at
         progress(10 * number, total)
@@ -242,10 +242,10 @@ import os, sys
 ranks = {os.environ.get(name, "0") for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "HOROVOD_RANK")}
 if ranks != {"0"}:
     sys.exit()
-from dualeval.report.progress import Progress
+from dualeval.report.progress import ProgressDisplay
 from dualeval.process.status_line import on_screen
 from dualeval.report.table import make_console
-progress = Progress(sys.stdout, as_bar=on_screen(sys.stdout), name="epoch[3].pt")
+progress = ProgressDisplay(sys.stdout, as_bar=on_screen(sys.stdout), name="epoch[3].pt")
 for done in (1, 2):
     progress(done, 3)
 progress.close()

@@ -32,7 +32,7 @@ from dualeval.tools.bench.cell import (
 )
 from dualeval.tools.bench.measuring import measure_evaluation, measure_training, split_batches
 from dualeval.tools.bench.page import MEASURED, draw, page, with_figures
-from dualeval.tools.trials import FAILED, NOT_HERE, Interrupted
+from dualeval.tools.starts import FAILED, NOT_HERE, Interrupted
 from tests.conftest import BIN, Launch
 from tests.engine.end.test_endings import await_that
 from tests.vehicles.tiny import TinyTask

@@ -27,7 +27,7 @@ from dualeval.report.anonymous import Names
 from dualeval.tools.conformance.command import _Runs
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
-from dualeval.tools.trials import Ended, Interrupts, Trial, ask, run_supervised
+from dualeval.tools.starts import Ended, Interrupts, Start, ask, run_supervised
 from tests.conftest import BIN, ROOT, Launch
 
 CONFORMANCE: list[str | Path] = [BIN / "dualeval", "conformance"]
@@ -318,7 +318,7 @@ def test_interrupted_it_leaves_a_report_and_nothing_else(launch: Launch, tmp_pat
     assert "**Does not agree.** Interrupted." in (tmp_path / "report/conformance.md").read_text()
 
 
-def test_a_signal_as_the_last_trial_ends_is_not_lost(
+def test_a_signal_as_the_last_start_ends_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends_with_a_signal(*words: Any, **options: Any) -> Ended:
@@ -327,7 +327,7 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
         options["stdout"].touch()
         return Ended(code=3, seconds=1.0, how="exit code 3")
 
-    monkeypatch.setattr("dualeval.tools.trials.run_supervised", ends_with_a_signal)
+    monkeypatch.setattr("dualeval.tools.starts.run_supervised", ends_with_a_signal)
     site, handler = Site(nodes=(Node(host="box", cores=2),)), signal.getsignal(signal.SIGINT)
     header = {name: report()[name] for name in ("schema_version", "when", "options", "site", "versions")}
     with Interrupts() as interrupts:
@@ -341,7 +341,7 @@ def test_a_signal_as_the_last_trial_ends_is_not_lost(
             names=Names(folders={}, hosts={}),
             header=header,
         )
-        content = runs.run([replace(Trial.on(site, "none", "single", 1, "cpu"), is_reference=True)])
+        content = runs.run([replace(Start.on(site, "none", "single", 1, "cpu"), is_reference=True)])
     assert signal.getsignal(signal.SIGINT) is handler
     assert content["interrupted"] and content["references"][0]["reason"] == "exit code 3"
     assert "interrupted by SIGINT; what was run until then is reported" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from dualeval.tools.invariance.diagnosis import (
     print_invariance,
     shapes_of,
 )
-from dualeval.tools.invariance.watched_modules import hashes_of_rows, row_dimension
+from dualeval.tools.invariance.inspector import hashes_of_rows, row_dimension
 from tests.vehicles.tiny import TinyTask
 
 CPU = torch.device("cpu")

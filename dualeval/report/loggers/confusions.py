@@ -67,17 +67,17 @@ def confusions_of(result: Result, folder: Path | None) -> dict[str, Confusion]:
 
 def figures_of(result: Result, confusions: Mapping[str, Confusion]) -> dict[str, dict[str, list[Any]]]:
     """Figures of each class by table and column: those among the metrics, or else those of a matrix."""
-    found: dict[str, dict[str, list[Any]]] = {}
+    figures: dict[str, dict[str, list[Any]]] = {}
     for name, value in result.metrics.items():
         if name.endswith(_PER_CLASS):
             columns = value if isinstance(value, dict) else {name.removesuffix(f"_{_PER_CLASS}"): value}
             lists = {column: values for column, values in columns.items() if isinstance(values, list)}
             if lists:
-                found[name] = lists
-    if not found:
+                figures[name] = lists
+    if not figures:
         for name, confusion in confusions.items():
-            found[f"{name.removesuffix('confusion_matrix')}{_PER_CLASS}"] = _figures(confusion)
-    return found
+            figures[f"{name.removesuffix('confusion_matrix')}{_PER_CLASS}"] = _figures(confusion)
+    return figures
 
 
 def is_confusion(value: Any) -> TypeGuard[dict[str, Any]]:
@@ -124,10 +124,10 @@ def _of_rows(path: Path, result: Result, names: Sequence[str | None]) -> Confusi
         raise DualevalError(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
     # Without what a task leaves out, as -1 or -100.
     entries = sorted([*pair, count] for pair, count in counts.items() if pair[0] >= 0)
-    given = result.job.get("num_classes")
+    num_classes = result.job.get("num_classes")
     largest = max((max(target, prediction) for target, prediction, _ in entries), default=-1)
     least = min((prediction for _, prediction, _ in entries), default=0)
-    classes = max(largest + 1, len(names), given if isinstance(given, int) else 0)
+    classes = max(largest + 1, len(names), num_classes if isinstance(num_classes, int) else 0)
     if not entries or least < -1 or classes > _MOST_CLASSES:
         return None
     return Confusion(classes=classes, entries=entries, names=names)

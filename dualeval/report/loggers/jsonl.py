@@ -6,11 +6,11 @@ import json
 import os
 from pathlib import Path
 
+from dualeval.report.loggers.entry import LogEntry
 from dualeval.report.loggers.loggers import Target
-from dualeval.report.loggers.record import Record
 
 
-def write(record: Record, target: Target) -> str:
+def write(entry: LogEntry, target: Target) -> str:
     """Add a line to the file; one that is there already stays the only one."""
     path = Path(target.where)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -19,10 +19,10 @@ def write(record: Record, target: Target) -> str:
         with path.open("rb") as file:
             for line in file:
                 ends_whole = line.endswith(b"\n")
-                if _key(line) == record.key:
+                if _key(line) == entry.key:
                     return f"{path} has this result already"
-    content = {"key": record.key, "step": record.step, "name": record.name, "scalars": record.scalars}
-    line = json.dumps({**content, **record.result}, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    content = {"key": entry.key, "step": entry.step, "name": entry.name, "scalars": entry.scalars}
+    line = json.dumps({**content, **entry.result}, ensure_ascii=False).encode("utf-8", "backslashreplace")
     # In one piece behind what others write at the same time.
     with path.open("ab") as file:
         file.write(line + b"\n" if ends_whole else b"\n" + line + b"\n")

@@ -27,7 +27,7 @@ from dualeval.report.loggers.loggers import KINDS, Target, is_installed
 from dualeval.result import RESULT, Result, read_result, result_from
 
 if TYPE_CHECKING:
-    from dualeval.report.loggers.record import Record
+    from dualeval.report.loggers.entry import LogEntry
 
 # Behind a run other ranks may wait for the first one: their libraries give up after minutes.
 _BEHIND_A_RUN_S = 60.0
@@ -65,14 +65,14 @@ class Outcome:
     # Where it was to go.
     target: Target
     # Where it is now; empty where it is not there.
-    said: str = ""
+    text: str = ""
     # Why it is not there; empty where it is.
     error: str = ""
 
     def __str__(self) -> str:
         if self.error:
             return f"not logged to {self.target.text}: {self.error}"
-        return f"logged to {self.target.kind}: {self.said}"
+        return f"logged to {self.target.kind}: {self.text}"
 
 
 def log_result(
@@ -112,10 +112,10 @@ def export_result(
     """Log a result by itself."""
     outcomes = send(result, folder, targets, step, _BY_ITSELF_S, note)
     # What has failed comes first.
-    said = [*map(str, sorted(outcomes, key=lambda outcome: not outcome.error))]
+    lines = [*map(str, sorted(outcomes, key=lambda outcome: not outcome.error))]
     if any(outcome.error for outcome in outcomes):
-        raise DualevalError("\n".join(said))
-    return said
+        raise DualevalError("\n".join(lines))
+    return lines
 
 
 def stored_result(folder: Path) -> Result:
@@ -146,15 +146,15 @@ def send(
         # As in the file: which run prints it makes no difference.
         content["result"] = json.loads(replace(result, earlier=False).to_json())
         with (
-            tempfile.TemporaryFile("w+") as given,
+            tempfile.TemporaryFile("w+") as request,
             tempfile.TemporaryFile("w+") as answered,
             tempfile.TemporaryFile("w+", errors="replace") as printed,
         ):
-            json.dump(content, given)
-            given.seek(0)
+            json.dump(content, request)
+            request.seek(0)
             process = subprocess.Popen(
                 [sys.executable, "-c", _CODE, str(_ROOT)],
-                stdin=given,
+                stdin=request,
                 stdout=answered,
                 stderr=printed,
                 env=variables,
@@ -214,22 +214,22 @@ def write_all(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]
     """Write a result into trackers, files first; yields each and what became of it."""
     targets = [Target(**fields) for fields in content["targets"]]
     folder = None if content["folder"] is None else Path(content["folder"])
-    record = None
+    entry = None
     for target in sorted(targets, key=lambda target: not KINDS[target.kind].is_local):
         try:
-            from dualeval.report.loggers.record import record_of
+            from dualeval.report.loggers.entry import entry_of
 
-            record = record or record_of(result_from(content["result"]), folder, content["step"])
-            said = writer_of(target.kind)(record, target)
+            entry = entry or entry_of(result_from(content["result"]), folder, content["step"])
+            text = writer_of(target.kind)(entry, target)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises is reported, and costs no result
             yield target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}
             continue
-        if record.confusions and KINDS[target.kind].has_pictures and not is_installed("matplotlib"):
-            said += " (without the picture of the confusion matrix: type pip install matplotlib)"
-        yield target.text, {"said": said}
+        if entry.confusions and KINDS[target.kind].has_pictures and not is_installed("matplotlib"):
+            text += " (without the picture of the confusion matrix: type pip install matplotlib)"
+        yield target.text, {"text": text}
 
 
-def writer_of(kind: str) -> Callable[[Record, Target], str]:
-    """What logs a record once, and returns where it is now; each imports its own library."""
-    write: Callable[[Record, Target], str] = import_module(f"{__package__}.{kind}").write
+def writer_of(kind: str) -> Callable[[LogEntry, Target], str]:
+    """What logs an entry once, and returns where it is now; each imports its own library."""
+    write: Callable[[LogEntry, Target], str] = import_module(f"{__package__}.{kind}").write
     return write

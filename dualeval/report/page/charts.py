@@ -91,14 +91,14 @@ def _ends(group: Mapping[str, Any], whole: Headline) -> Sequence[float]:
     return group["intervals"].get(whole.name) or (value, value)
 
 
-def draw_seconds(ranks: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> Markup:
+def draw_seconds(ranks: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> Markup:
     """Each rank's seconds, split."""
     shown = ranks[:MOST_RANKS]
     with _axes(1.2 + 0.3 * len(shown)) as (figure, axes):
         before = [0.0] * len(shown)
-        for part, colour in zip(parts, _PARTS, strict=False):
-            seconds = [float(each.get(part) or 0) for each in shown]
-            axes.barh(range(len(shown)), seconds, 0.62, before, color=_COLOUR[colour], label=part)
+        for stage, colour in zip(stages, _PARTS, strict=False):
+            seconds = [float(each.get(stage) or 0) for each in shown]
+            axes.barh(range(len(shown)), seconds, 0.62, before, color=_COLOUR[colour], label=stage)
             before = [at + more for at, more in zip(before, seconds, strict=True)]
         _name_rows(axes, [f"rank {each['rank']}" for each in shown])
         axes.set_xlabel("seconds")

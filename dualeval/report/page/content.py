@@ -130,7 +130,7 @@ def build(
         against=[_against(comparison) for comparison in comparisons],
         warnings=[*result.warnings, *notes],
         samples=[
-            _shown(rows, sample, tuple(why), task)
+            _sample_shown(rows, sample, tuple(why), task)
             for sample, why in zip(samples, reasons.values(), strict=True)
         ],
         samples_total=result.samples["evaluated"],
@@ -139,10 +139,10 @@ def build(
         class_columns=columns,
         class_rows=by_class,
         confusion_names=[confusion.name(index) for index in range(confusion.classes)] if confusion else [],
-        confusion=[(target, found, count) for target, found, count in confusion.entries] if confusion else [],
+        confusion=[(target, guess, count) for target, guess, count in confusion.entries] if confusion else [],
         calibration=rows.calibration(),
         slices=result.slices,
-        seconds=[{"rank": rank, **parts} for rank, parts in enumerate(result.timing.get("ranks", ()))],
+        seconds=[{"rank": rank, **seconds} for rank, seconds in enumerate(result.timing.get("ranks", ()))],
         limited_by=limited_by(result.timing),
         provenance=_provenance(result, folder, command),
     )
@@ -155,9 +155,9 @@ def _about(result: Result) -> list[tuple[str, str]]:
     at = result.finished_at
     finished = [("finished", f"{at[:16].replace('T', ' ')} UTC")] if at else []
     clusters = result.clusters
-    own = [("clusters", f"{clusters['count']:,} by {clusters['column']}")] if clusters else []
+    clustered = [("clusters", f"{clusters['count']:,} by {clusters['column']}")] if clusters else []
     task = [("task", str(result.job["task"]))] if result.job.get("task") else []
-    return [*task, *result.description.items(), ("samples", samples), *own, *finished]
+    return [*task, *result.description.items(), ("samples", samples), *clustered, *finished]
 
 
 def _headlines(result: Result) -> list[Headline]:
@@ -214,15 +214,15 @@ def _chosen(rows: JudgedRows, comparisons: Sequence[Comparison]) -> tuple[dict[i
     reasons: dict[int, list[str]] = {}
     cut = []
     for listed, behind in wanted:
-        found = rows.worst(listed, _LOSSES if listed.reason == "loss" else _CARDS)
-        for place in found.places:
+        worst = rows.worst(listed, _LOSSES if listed.reason == "loss" else _CARDS)
+        for place in worst.places:
             reasons.setdefault(place, []).append(listed.reason + behind)
-        if found.of > len(found.places):
-            cut.append(f"{len(found.places):,} of {found.of:,} ({listed.title})")
+        if worst.of > len(worst.places):
+            cut.append(f"{len(worst.places):,} of {worst.of:,} ({listed.title})")
     return reasons, f"The page shows {', '.join(cut)}." if cut else None
 
 
-def _shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
+def _sample_shown(rows: JudgedRows, sample: Sample, reasons: tuple[str, ...], task: Any) -> SampleShown:
     row = sample.row
     named = [*rows.data_names]
     for score in rows.scores.values():
@@ -254,8 +254,8 @@ def _things(task: Any, row: Mapping[str, Any]) -> tuple[Shown, ...]:
     if task is None:
         return ()
     try:
-        found = task.show(row)
-        things = found if isinstance(found, list | tuple) else [found]
+        shown = task.show(row)
+        things = shown if isinstance(shown, list | tuple) else [shown]
         return tuple(_thing(each) for each in things)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - see above
         return (Shown(kind="error", text=with_type(error)),)
@@ -290,11 +290,11 @@ def classes_of(result: Result, confusions: Mapping[str, Confusion]) -> tuple[lis
     """The figures of each class: the columns' names, "class" first, and a row a class."""
     names, tables = class_names(result), figures_of(result, confusions).values()
     count = max((len(values) for table in tables for values in table.values()), default=0)
-    found = {name: values for table in tables for name, values in table.items() if len(values) == count}
-    columns = [*(name for name in _FIRST if name in found), *(name for name in found if name not in _FIRST)]
+    lists = {name: values for table in tables for name, values in table.items() if len(values) == count}
+    columns = [*(name for name in _FIRST if name in lists), *(name for name in lists if name not in _FIRST)]
     known = [*names, *[None] * count]
     rows = [
-        [str(index) if known[index] is None else known[index], *(found[name][index] for name in columns)]
+        [str(index) if known[index] is None else known[index], *(lists[name][index] for name in columns)]
         for index in range(count)
     ]
     return ["class", *columns] if columns else [], rows
@@ -308,15 +308,15 @@ def limited_by(timing: Mapping[str, Any]) -> str:
     if whole <= 0:
         return ""
     largest = max(sums, key=lambda stage: sums[stage])
-    said = f"The largest part of the {timing['evaluate_s']:.2f} s of evaluation went into {largest.words}"
-    said += f" ({100 * sums[largest] / whole:.0f} %)"
+    text = f"The largest part of the {timing['evaluate_s']:.2f} s of evaluation went into {largest.words}"
+    text += f" ({100 * sums[largest] / whole:.0f} %)"
     if timing["setup_s"] > timing["evaluate_s"]:
-        said += f"; preparation took longer, {timing['setup_s']:.2f} of {timing['total_s']:.2f} s in all"
-    return f"{said}."
+        text += f"; preparation took longer, {timing['setup_s']:.2f} of {timing['total_s']:.2f} s in all"
+    return f"{text}."
 
 
 def _provenance(result: Result, folder: Path, command: str | None) -> list[tuple[str, str]]:
-    found = {
+    entries = {
         "command to reproduce": command,
         "folder": str(folder.absolute()),
         "job file": str((folder / JOB).absolute()),
@@ -333,4 +333,4 @@ def _provenance(result: Result, folder: Path, command: str | None) -> list[tuple
         ),
         "finished at": result.finished_at,
     }
-    return [(label, str(text)) for label, text in found.items() if text]
+    return [(label, str(text)) for label, text in entries.items() if text]

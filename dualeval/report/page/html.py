@@ -41,7 +41,7 @@ _LEVELS = 9  # of the matrix's colours
 def render(content: PageContent, limit: int = _LIMIT) -> str:
     """Make the page; where it would have more bytes than ``limit``, with fewer samples, and says so."""
     cards: list[dict[str, Any]] = [
-        {"of": sample, "shown": [_shown(each) for each in sample.shown], "turn": turn}
+        {"of": sample, "shown": [_template_values(each) for each in sample.shown], "turn": turn}
         for sample, turn in zip(content.samples, _turns(content.samples), strict=True)
     ]
     sections = _sections(content)
@@ -109,7 +109,7 @@ def _sections(content: PageContent) -> list[dict[str, Any]]:
         ("slices", "Slices", content.slices, _slices),
         ("time", "Time", content.seconds, _seconds),
     )
-    return [{"id": name, "title": title, "parts": make(content)} for name, title, has, make in wanted if has]
+    return [{"id": name, "title": title, "blocks": make(content)} for name, title, has, make in wanted if has]
 
 
 def _table(label: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **more: Any) -> dict[str, Any]:
@@ -126,14 +126,14 @@ def _cell(value: Any, text: str | None = None, small: str | None = None) -> dict
 
 
 def _comparisons(content: PageContent) -> list[dict[str, Any]]:
-    parts = []
+    blocks = []
     for number, each in enumerate(content.against):
         columns = ("metric", each.folder, "this run", "difference", "95 % interval", "p", "verdict")
         flips = (
             (f"lost:{number}", each.lost, f"right in {each.folder}, wrong here"),
             (f"gained:{number}", each.gained, f"wrong in {each.folder}, right here"),
         )
-        parts.append(
+        blocks.append(
             {
                 "title": each.folder,
                 "tables": [_table(f"Comparison with {each.folder}", columns, [*map(_compared, each.rows)])],
@@ -141,7 +141,7 @@ def _comparisons(content: PageContent) -> list[dict[str, Any]]:
                 "notes": each.notes,
             }
         )
-    return parts
+    return blocks
 
 
 def _compared(row: Mapping[str, Any]) -> list[Any]:
@@ -190,7 +190,7 @@ def _calibration(content: PageContent) -> list[dict[str, Any]]:
 
 def _slices(content: PageContent) -> list[dict[str, Any]]:
     """By slicing its groups, and charts of as many metrics as there is time for."""
-    parts = []
+    blocks = []
     left = _CHARTS
     for number, (name, groups) in enumerate(content.slices.items()):
         shown = [each for each in content.headlines if any(each.name in g["metrics"] for g in groups)]
@@ -213,8 +213,8 @@ def _slices(content: PageContent) -> list[dict[str, Any]]:
         if len(groups) > charts.MOST_GROUPS or len(shown) > most:
             caption += " More groups and metrics are in the table."
         tables = [_table(f"Numbers of {counted(len(groups), 'group')}", columns, rows, folds=True)]
-        parts.append({"title": name, "charts": [*filter(None, drawn)], "caption": caption, "tables": tables})
-    return parts
+        blocks.append({"title": name, "charts": [*filter(None, drawn)], "caption": caption, "tables": tables})
+    return blocks
 
 
 def _drawn(shown: Sequence[Headline], groups: Sequence[Mapping[str, Any]]) -> Sequence[Headline]:
@@ -260,7 +260,7 @@ def _index(sample: SampleShown) -> dict[str, Any]:
     return {key: [_seen(each) for each in value if each is not None] for key, value in values.items()}
 
 
-def _shown(shown: Shown) -> dict[str, Any]:
+def _template_values(shown: Shown) -> dict[str, Any]:
     if shown.kind == "picture" and shown.picture is not None:
         return {"kind": "picture", "text": shown.text, **_thumbnail(shown.picture)}
     table = {name: _start_of(text) for name, text in shown.table.items()}

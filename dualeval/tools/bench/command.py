@@ -29,7 +29,7 @@ from dualeval.options.job import COMMON, Job, start_of
 from dualeval.options.plugins import DEFAULT_TASK
 from dualeval.options.precision import FP32, PRECISIONS
 from dualeval.result import json_text
-from dualeval.tools import node_facts, trials
+from dualeval.tools import node_facts, starts
 from dualeval.tools.bench.cell import (
     DATAPARALLEL,
     MODES,
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 _MEASURE = "Measure"
 _measured = partial(grouped, group=_MEASURE)
-_WORDS: dict[str, Any] = {"callback": trials.words_of, "metavar": "WORDS"}
-_COUNTS: dict[str, Any] = {"callback": trials.counts_of, "metavar": "N,N"}
+_WORDS: dict[str, Any] = {"callback": starts.words_of, "metavar": "WORDS"}
+_COUNTS: dict[str, Any] = {"callback": starts.counts_of, "metavar": "N,N"}
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 _PAGE = "bench.md"
 # Flags that decide nothing with --train.
@@ -139,7 +139,7 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         )
     if flags["plots"]:
         check_plots()
-    trials.check_no_rank(
+    starts.check_no_rank(
         flags["launcher"],
         "'dualeval bench' starts its processes itself. Type it by itself, without a launcher before it.",
     )
@@ -153,11 +153,11 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         _check_training(job, flags)
     for precision in flags["precision"] or [job.precision]:
         replace(job, precision=precision)  # checks what goes with it
-    folder, when = trials.new_folder(flags["out"], "bench")
-    with trials.Interrupts() as interrupts:
+    folder, when = starts.new_folder(flags["out"], "bench")
+    with starts.Interrupts() as interrupts:
         try:
             cells = prepare(flags, job, folder, when, interrupts, context.obj)
-        except trials.Interrupted as error:
+        except starts.Interrupted as error:
             click.echo(f"dualeval: interrupted by {error}; nothing was measured", err=True)
             context.exit(EXIT_STOPPED)
         if flags["dry_run"]:
@@ -198,7 +198,7 @@ def _finish(report: Mapping[str, Any], folder: Path, *, plots: bool) -> int:
     if report["interrupted"]:
         return EXIT_STOPPED
     outcomes = {cell["outcome"] for cell in report["cells"]}
-    return EXIT_DONE if MEASURED in outcomes and trials.FAILED not in outcomes else EXIT_FAILED
+    return EXIT_DONE if MEASURED in outcomes and starts.FAILED not in outcomes else EXIT_FAILED
 
 
 JSON = "bench.json"
@@ -212,7 +212,7 @@ def prepare(
     job: Job,
     folder: Path,
     when: str,
-    interrupts: trials.Interrupts,
+    interrupts: starts.Interrupts,
     words: Sequence[str],
 ) -> _Cells:
     """Check the job, look at the machine, and list the cells."""
@@ -223,7 +223,7 @@ def prepare(
     # This machine alone, also in a job of Slurm.
     environ.pop("SLURM_JOB_ID", None)
     device = device_here(job.device, 1, World.alone())
-    description = _described(job)
+    description = _description_of(job)
     site, [facts] = node_facts.find_site(environ, interrupts.check)
     processes = flags["processes"] or default_ranks(site, device.type)
     cores = flags["cores_per_process"] or cores_of_processes(processes, site.nodes[0].cores)
@@ -257,7 +257,7 @@ def prepare(
             {
                 **asdict(cell),
                 "label": cell.label,
-                "outcome": trials.NOT_RUN if cell.reason is None else trials.NOT_HERE,
+                "outcome": starts.NOT_RUN if cell.reason is None else starts.NOT_HERE,
                 "measurements": [],
                 "figures": None,
             }
@@ -266,7 +266,7 @@ def prepare(
     )
 
 
-def _described(job: Job) -> dict[str, str]:
+def _description_of(job: Job) -> dict[str, str]:
     """Build the task once, so that a mistake in the job is one error and not that of each cell."""
     import torch
 
@@ -323,7 +323,7 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cells(trials.Trials):
+class _Cells(starts.Starts):
     """Cells, how each is started, and what was measured of them."""
 
     command: Sequence[str]
@@ -340,7 +340,7 @@ class _Cells(trials.Trials):
     def _each(self) -> Iterator[None]:
         for number in range(self.header["settings"]["rounds"]):
             for index in order_of_round(len(self.cells), number):
-                if self.cells[index]["outcome"] in (trials.NOT_RUN, MEASURED):
+                if self.cells[index]["outcome"] in (starts.NOT_RUN, MEASURED):
                     self._measure(self.cells[index], number)
                     self._write(interrupted=True)
                     yield
@@ -372,15 +372,15 @@ class _Cells(trials.Trials):
             cell["outcome"] = MEASURED
             for file in (out, err, to):
                 file.unlink()
-            said = progress_line(cell)
+            line = progress_line(cell)
         else:
             # Not tried again: it would fail in each round.
-            cell["outcome"], cell["reason"] = trials.FAILED, _why(ended, err)
-            said = f"failed: {cell['reason']}"
-        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}")
+            cell["outcome"], cell["reason"] = starts.FAILED, _why(ended, err)
+            line = f"failed: {cell['reason']}"
+        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {line}")
 
 
-def _why(ended: trials.Ended, err: Path) -> str:
+def _why(ended: starts.Ended, err: Path) -> str:
     if ended.code is None:
         return ended.how
     lines = [line for line in err.read_text("utf-8", "replace").splitlines() if line.strip()]

@@ -114,16 +114,16 @@ def measure_evaluation(
         passes.append(max(one["evaluate"] + one["meet"] + one["reduce"] for one in times))
         samples += result.samples["total"]
         batches += -(-result.samples["total"] // start.batch_size)
-        for own, one in zip(ranks, times, strict=True):
+        for sums, one in zip(ranks, times, strict=True):
             for name in _TIMES:
-                own[name] += one.get(name, 0.0)
+                sums[name] += one.get(name, 0.0)
     return {
         "startup_s": startup_s,
         "passes": passes,
         "seconds": sum(passes),
         "samples": samples,
         "batches": batches,
-        "ranks": [{**own, **one} for own, one in zip(ranks, _facts_of_ranks(session), strict=True)],
+        "ranks": [{**sums, **one} for sums, one in zip(ranks, _facts_of_ranks(session), strict=True)],
         "metrics_digest": result.metrics_digest,
         "description": result.description,
     }
@@ -155,14 +155,14 @@ class _SplitOverGpus(nn.DataParallel[nn.Module]):
 
 def split_batches(task: Task, gpus: int) -> None:
     """Have a task's forward split each batch over GPUs by ``nn.DataParallel``; the rest of it stays."""
-    own = task.forward
+    task_forward = task.forward
     split: list[nn.DataParallel[nn.Module]] = []
 
     def forward(model: nn.Module, batch: Any) -> Any:
         # A trial's model is a copy; where it changes, so does its wrapper.
         if not split or split[0].module is not model:
             split[:] = [_SplitOverGpus(model, list(range(gpus)))]
-        return own(split[0], batch)
+        return task_forward(split[0], batch)
 
     # The engine asks the object; a class of its own would be another task.
     task.forward = forward  # type: ignore[method-assign]
@@ -220,7 +220,7 @@ def measure_training(
         "seconds": max(one["seconds"] for one in times),
         "samples": steps * start.batch_size * session.world.size,
         "batches": steps * session.world.size,
-        "ranks": [{**one["stages"], **own} for one, own in zip(times, ranks, strict=True)],
+        "ranks": [{**one["stages"], **facts} for one, facts in zip(times, ranks, strict=True)],
         "description": dict(task.description()),
     }
 
@@ -236,13 +236,13 @@ def _batches(session: Session, task: Task, options: Mapping[str, Any], start: Ce
             f"{session.world.size} processes needs one. Give more samples or a smaller --batch-size."
         )
     uploads = Uploads(accelerator_of(session.backend.device))
-    taken = range(session.world.rank, whole, session.world.size)[:_MOST_BATCHES]
-    found = []
-    for batch in taken:
+    numbers = range(session.world.rank, whole, session.world.size)[:_MOST_BATCHES]
+    batches = []
+    for batch in numbers:
         first = batch * start.batch_size
         samples = dataset.__getitems__(range(first, first + start.batch_size))
-        found.append(uploads.start(task.collate(samples)))
-    return found
+        batches.append(uploads.start(task.collate(samples)))
+    return batches
 
 
 class _Training:

@@ -84,15 +84,15 @@ def _at_once(cell: Mapping[str, Any]) -> int:
 def _shares(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The share of each stage of a training step; of an evaluation, how long it waited for data."""
     if "forward" in measured[0]["ranks"][0]:
-        found = {}
+        shares = {}
         for stage in STAGES:
-            parts = [
+            ratios = [
                 sum(rank[stage] for rank in one["ranks"])
                 / sum(rank[each] for rank in one["ranks"] for each in STAGES)
                 for one in measured
             ]
-            found[stage] = statistics.median(parts)
-        return {"stages": found}
+            shares[stage] = statistics.median(ratios)
+        return {"stages": shares}
     waits = [
         sum(rank["data"] for rank in one["ranks"]) / sum(rank["evaluate"] for rank in one["ranks"])
         for one in measured
@@ -224,15 +224,15 @@ def _too_short(cells: Sequence[Mapping[str, Any]], wanted: float) -> Iterator[st
 
 def _digests(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Whether the cells have computed the same bits."""
-    found: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for cell in cells:
         for digest in dict.fromkeys(one["metrics_digest"] for one in cell["measurements"]):
-            found.setdefault(digest, []).append(f"{cell['mode']} x {cell['processes']}")
-    if len(found) == 1:
-        yield f"All of them computed the same bits: metrics_digest {next(iter(found))[:_SHOWN_OF_DIGEST]}."
+            alike.setdefault(digest, []).append(f"{cell['mode']} x {cell['processes']}")
+    if len(alike) == 1:
+        yield f"All of them computed the same bits: metrics_digest {next(iter(alike))[:_SHOWN_OF_DIGEST]}."
     else:
         yield "Not all of them computed the same bits:\n"
-        yield from (f"- {digest[:_SHOWN_OF_DIGEST]}: {', '.join(names)}" for digest, names in found.items())
+        yield from (f"- {digest[:_SHOWN_OF_DIGEST]}: {', '.join(names)}" for digest, names in alike.items())
     yield ""
 
 
@@ -323,12 +323,12 @@ def _panel(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
     most = max(2, *(cell["processes"] for cell in cells))
     axes.plot([1, most], [1, most], "--", color="#777777", linewidth=1, label="ideal")
     for mode in MODES:
-        own = [cell for cell in cells if cell["mode"] == mode]
-        if not own:
+        of_mode = [cell for cell in cells if cell["mode"] == mode]
+        if not of_mode:
             continue
-        ups = [cell["figures"]["speed_up"] for cell in own]
+        ups = [cell["figures"]["speed_up"] for cell in of_mode]
         axes.errorbar(
-            [cell["processes"] for cell in own],
+            [cell["processes"] for cell in of_mode],
             [up["median"] for up in ups],
             yerr=[[up["median"] - up["low"] for up in ups], [up["high"] - up["median"] for up in ups]],
             capsize=3,

@@ -27,19 +27,19 @@ from dualeval.report.anonymous import Names
 from dualeval.result import RESULT, json_text, read_status
 from dualeval.tools import node_facts
 from dualeval.tools.conformance import page as judging
-from dualeval.tools.trials import (
+from dualeval.tools.starts import (
     FAILED,
     NOT_HERE,
     NOT_RUN,
     Ended,
     Interrupted,
     Interrupts,
-    Trial,
-    Trials,
+    Start,
+    Starts,
     check_no_rank,
     counts_of,
     new_folder,
-    plan_trials,
+    plan_starts,
     words_of,
 )
 
@@ -105,20 +105,20 @@ def conformance(context: click.Context, /, out: Path | None, dry_run: bool, **fl
         if flags["device"] == "cuda" and not has_gpus:
             raise UsageError("--device cuda: torch sees no GPU on at least one node. Leave out --device.")
         devices = [flags["device"]] if flags["device"] else ["cuda", "cpu"] if has_gpus else ["cpu"]
-        trials = plan_trials(runs.site, devices, launchers, flags["ranks"])
+        starts = plan_starts(runs.site, devices, launchers, flags["ranks"])
         if dry_run:
-            for number, trial in enumerate(trials):
-                reason = runs.names.clean(trial.reason or "")
-                click.echo(f"# not here: {_label(trial)}: {reason}" if reason else runs.shown(trial, number))
+            for number, start in enumerate(starts):
+                reason = runs.names.clean(start.reason or "")
+                click.echo(f"# not here: {_label(start)}: {reason}" if reason else runs.typed(start, number))
             return
-        report = runs.run(trials)
+        report = runs.run(starts)
     click.echo(f"\n{judging.summary(report)}\n{folder / _PAGE}\n{folder / _JSON}")
     context.exit(EXIT_DONE if judging.agrees(report) else EXIT_FAILED)
 
 
-def _label(trial: Trial) -> str:
-    what = ", self-test" if trial.is_self_test else ""
-    return f"{trial.launcher}, {trial.backend}, {counted(trial.ranks, 'rank')}, {trial.device}{what}"
+def _label(start: Start) -> str:
+    what = ", self-test" if start.is_self_test else ""
+    return f"{start.launcher}, {start.backend}, {counted(start.ranks, 'rank')}, {start.device}{what}"
 
 
 def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interrupts) -> _Runs:
@@ -154,7 +154,7 @@ def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interru
             "site": {
                 "scheduler": scheduler,
                 "nodes": [
-                    {"name": names.clean(own["host"]), **{name: own[name] for name in shown}} for own in facts
+                    {"name": names.clean(one["host"]), **{name: one[name] for name in shown}} for one in facts
                 ],
             },
             "versions": {name: value and names.clean(value) for name, value in versions.items()},
@@ -165,8 +165,8 @@ def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interru
 def _host_names(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """By each name of a host, long or short, what stands for it."""
     hosts: dict[str, str] = {}
-    for number, own in enumerate(facts, 1):
-        for name in (own["host"], own["own_name"]):
+    for number, node in enumerate(facts, 1):
+        for name in (node["host"], node["own_name"]):
             hosts |= {name: f"node{number}", name.partition(".")[0]: f"node{number}"}
     for name in (socket.gethostname(), socket.getfqdn()):
         for form in (name, name.partition(".")[0]):
@@ -182,7 +182,7 @@ def _user() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Runs(Trials):
+class _Runs(Starts):
     """The runs and self-tests, compared with one process, and the report of them."""
 
     # Samples per run.
@@ -192,103 +192,103 @@ class _Runs(Trials):
     # What the report begins with.
     header: Mapping[str, Any]
 
-    def _command(self, trial: Trial, number: int, site: Site, words: Sequence[str], folder: str) -> list[str]:
-        if trial.is_self_test:
-            own = ["--out", folder, "--limit-s", f"{max(1.0, min(60.0, self.timeout_s / 2)):g}"]
+    def _command(self, start: Start, number: int, site: Site, words: Sequence[str], folder: str) -> list[str]:
+        if start.is_self_test:
+            options = ["--out", folder, "--limit-s", f"{max(1.0, min(60.0, self.timeout_s / 2)):g}"]
         else:
-            own = ["--limit", str(self.limit), "--out", f"{folder}/runs/{number:03}"]
-        return trial.command(site, number, words, *own)
+            options = ["--limit", str(self.limit), "--out", f"{folder}/runs/{number:03}"]
+        return start.command(site, number, words, *options)
 
-    def shown(self, trial: Trial, number: int) -> str:
-        """The command of a trial, as a person would type it."""
+    def typed(self, start: Start, number: int) -> str:
+        """The command of a start, as a person would type it."""
         site = replace(self.site, programs={name: name for name in self.site.programs})
-        return self.names.clean(shlex.join(self._command(trial, number, site, ["dualeval"], "OUT")))
+        return self.names.clean(shlex.join(self._command(start, number, site, ["dualeval"], "OUT")))
 
-    def run(self, trials: Sequence[Trial]) -> dict[str, Any]:
+    def run(self, starts: Sequence[Start]) -> dict[str, Any]:
         """Run them one after the other; writes the report, also where that is interrupted, and returns it."""
         report: dict[str, Any] = {**self.header, "references": [], "runs": [], "self_tests": []}
-        report["interrupted"] = self.in_order(self._each(trials, report), "run", "runs")
+        report["interrupted"] = self.in_order(self._each(starts, report), "run", "runs")
         write_text(self.folder / _JSON, json_text(report))
         write_text(self.folder / _PAGE, judging.page(report))
         return report
 
-    def _each(self, trials: Sequence[Trial], report: dict[str, Any]) -> Iterator[None]:
-        for number, trial in enumerate(trials):
-            row = self._try(trial, number, report["references"])
-            kind = "references" if trial.is_reference else "self_tests" if trial.is_self_test else "runs"
+    def _each(self, starts: Sequence[Start], report: dict[str, Any]) -> Iterator[None]:
+        for number, start in enumerate(starts):
+            row = self._try(start, number, report["references"])
+            kind = "references" if start.is_reference else "self_tests" if start.is_self_test else "runs"
             report[kind].append(row)
             # The page says why one is not here.
             if row["outcome"] != NOT_HERE:
                 seconds = "" if row["seconds"] is None else f"  {row['seconds']:.1f} s"
                 reason = "" if row["outcome"] in judging.GOOD else f"  {row['reason']}"
-                place = f"{number + 1:>3}/{len(trials)}"
-                click.echo(f"{place}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}")
+                place = f"{number + 1:>3}/{len(starts)}"
+                click.echo(f"{place}  {row['outcome']:<10}  {_label(start)}{seconds}{reason}")
             yield
 
-    def _try(self, trial: Trial, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Start one trial; returns its row of the report."""
+    def _try(self, start: Start, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Make one start; returns its row of the report."""
         row: dict[str, Any] = {
-            **{name: getattr(trial, name) for name in ("launcher", "backend", "ranks", "nodes", "device")},
+            **{name: getattr(start, name) for name in ("launcher", "backend", "ranks", "nodes", "device")},
             "outcome": NOT_HERE,
-            "reason": trial.reason and self.names.clean(trial.reason),
+            "reason": start.reason and self.names.clean(start.reason),
             "last_lines": [],
             "seconds": None,
             "command": None,
-            **({"operations": {}, "speed": None} if trial.is_self_test else {"found": None}),
+            **({"operations": {}, "speed": None} if start.is_self_test else {"found": None}),
         }
-        if trial.reason is not None:
+        if start.reason is not None:
             return row
-        same = [one for one in references if one["device"] == trial.device and one["outcome"] == judging.OK]
-        if not same and not trial.is_reference:
+        same = [one for one in references if one["device"] == start.device and one["outcome"] == judging.OK]
+        if not same and not start.is_reference:
             return {**row, "outcome": NOT_RUN, "reason": "one process failed on this device"}
-        row["command"] = self.shown(trial, number)
+        row["command"] = self.typed(start, number)
         name, words = f"{number:03}", node_facts.dualeval_words()
         try:
-            ended = self.start(self._command(trial, number, self.site, words, str(self.folder)), name)
+            ended = self.start(self._command(start, number, self.site, words, str(self.folder)), name)
         except OSError as error:
             return {**row, "outcome": FAILED, "reason": self.names.clean(str(error))}
         row["seconds"] = round(ended.seconds, 2)
         out, err = self.log(name, "out"), self.log(name, "err")
-        if trial.is_self_test:
+        if start.is_self_test:
             row |= self._self_test(ended, out)
         else:
-            row |= self._result(ended, trial, self.folder / "runs" / name, same[0]["found"] if same else None)
+            row |= self._result(ended, start, self.folder / "runs" / name, same[0]["found"] if same else None)
         row["reason"] = row["reason"] and self.names.clean(row["reason"])
         if row["outcome"] in judging.BAD:
             # A self-test prints its report, which has variables: they are not for sharing.
-            lines = _lines_of(err) or ([] if trial.is_self_test else _lines_of(out))
+            lines = _lines_of(err) or ([] if start.is_self_test else _lines_of(out))
             row["last_lines"] = [self.names.clean(line) for line in _last_of(lines)]
         return row
 
     def _result(
-        self, ended: Ended, trial: Trial, folder: Path, reference: Mapping[str, Any] | None
+        self, ended: Ended, start: Start, folder: Path, reference: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """What came out of a run, compared with the reference."""
         if ended.code is None:
             return {"outcome": judging.TIMED_OUT, "reason": ended.how}
         if ended.code != 0:
-            said = read_status(folder)
-            return {"outcome": FAILED, "reason": (said and said.reason) or ended.how}
+            status = read_status(folder)
+            return {"outcome": FAILED, "reason": (status and status.reason) or ended.how}
         try:
-            found = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
+            facts = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
         except FileNotFoundError:
             missing = f"it succeeded, but there is no {folder / RESULT}: do all nodes see this folder?"
             return {"outcome": FAILED, "reason": missing}
-        wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
-        outcome, reason = judging.judge(found, wanted, self.limit, reference)
-        return {"outcome": outcome, "reason": reason, "found": found}
+        wanted = {"ranks": start.ranks, "nodes": start.nodes, "backend": start.backend}
+        outcome, reason = judging.judge(facts, wanted, self.limit, reference)
+        return {"outcome": outcome, "reason": reason, "found": facts}
 
     def _self_test(self, ended: Ended, out: Path) -> dict[str, Any]:
         """What ``dualeval doctor`` has printed; its exit code says less: it is 1 for any problem."""
         text = _TAG.sub("", out.read_text("utf-8", "replace"))
         try:
-            found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            report = json.loads(text[text.index("{") : text.rindex("}") + 1])
         except ValueError:
             if ended.code is None:
                 return {"outcome": judging.TIMED_OUT, "reason": ended.how}
             return {"outcome": FAILED, "reason": f"it printed no report ({ended.how})"}
-        outcome, reason = judging.judge_self_test(found)
-        ranks = found["ranks"].values()
+        outcome, reason = judging.judge_self_test(report)
+        ranks = report["ranks"].values()
         return {
             "outcome": outcome,
             "reason": reason,
@@ -296,7 +296,7 @@ class _Runs(Trials):
                 name: all(facts["operations"].get(name, "") is None for facts in ranks)
                 for name in next(iter(ranks))["operations"]
             },
-            "speed": found["speed"],
+            "speed": report["speed"],
         }
 
 

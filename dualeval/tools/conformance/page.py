@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dualeval.messages import counted
-from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
+from dualeval.tools.starts import FAILED, NOT_HERE, NOT_RUN
 
 SCHEMA_VERSION = 1
 
@@ -40,26 +40,26 @@ def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge(
-    found: Mapping[str, Any], wanted: Mapping[str, Any], samples: int, reference: Mapping[str, Any] | None
+    facts: Mapping[str, Any], wanted: Mapping[str, Any], samples: int, reference: Mapping[str, Any] | None
 ) -> tuple[str, str | None]:
     """Compare what a run has found with what was started, and with one process."""
-    world = found["world"]
+    world = facts["world"]
     for name, key in {"size": "ranks", "nodes": "nodes", "backend": "backend"}.items():
         if world[name] != wanted[key]:
             return FAILED, f"{name} {wanted[key]} was started, and the result says {world[name]}"
-    if found["samples"] != {"total": samples, "evaluated": samples, "failed": 0} or found["resumed"]:
-        said = found["samples"]
-        return FAILED, f"{samples:,} samples should have been evaluated, and the result says {said}"
+    if facts["samples"] != {"total": samples, "evaluated": samples, "failed": 0} or facts["resumed"]:
+        counts = facts["samples"]
+        return FAILED, f"{samples:,} samples should have been evaluated, and the result says {counts}"
     if reference is None:
         return OK, None
-    if found["samples_digest"] != reference["samples_digest"]:
-        return DIFFERS, f"samples_digest {found['samples_digest']}, not {reference['samples_digest']}"
-    own = reference["machines"][0]
-    if not found["homogeneous"] or any(machine != own for machine in found["machines"]):
-        return _compare_loosely(found["metrics"], reference["metrics"])
-    if found["metrics_digest"] == reference["metrics_digest"]:
+    if facts["samples_digest"] != reference["samples_digest"]:
+        return DIFFERS, f"samples_digest {facts['samples_digest']}, not {reference['samples_digest']}"
+    expected = reference["machines"][0]
+    if not facts["homogeneous"] or any(machine != expected for machine in facts["machines"]):
+        return _compare_loosely(facts["metrics"], reference["metrics"])
+    if facts["metrics_digest"] == reference["metrics_digest"]:
         return OK, None
-    return DIFFERS, f"on the same model of machine: {_differences(found['metrics'], reference['metrics'])}"
+    return DIFFERS, f"on the same model of machine: {_differences(facts['metrics'], reference['metrics'])}"
 
 
 def _compare_loosely(metrics: Mapping[str, float], wanted: Mapping[str, float]) -> tuple[str, str]:
@@ -72,8 +72,8 @@ def _compare_loosely(metrics: Mapping[str, float], wanted: Mapping[str, float]) 
 
 
 def _differences(metrics: Mapping[str, float], wanted: Mapping[str, float]) -> str:
-    parts = [f"{name} {metrics[name]!r}, not {wanted[name]!r}" for name in _COMPARED]
-    differing = [part for part, name in zip(parts, _COMPARED, strict=True) if metrics[name] != wanted[name]]
+    texts = [f"{name} {metrics[name]!r}, not {wanted[name]!r}" for name in _COMPARED]
+    differing = [text for text, name in zip(texts, _COMPARED, strict=True) if metrics[name] != wanted[name]]
     return "; ".join(differing) or "another metric than loss, top1 and top5"
 
 
@@ -162,11 +162,11 @@ def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     )
 
 
-def _result_of(found: Mapping[str, Any] | None) -> list[str]:
-    if found is None:
+def _result_of(facts: Mapping[str, Any] | None) -> list[str]:
+    if facts is None:
         return ["-"] * 4
-    machine = found["machines"][0]
-    digest, top1 = f"`{found['metrics_digest']}`", str(found["metrics"]["top1"])
+    machine = facts["machines"][0]
+    digest, top1 = f"`{facts['metrics_digest']}`", str(facts["metrics"]["top1"])
     return [digest, top1, machine["model"], f"`{machine['bits']}`"]
 
 
@@ -185,7 +185,7 @@ def _matrix(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from _table(
         "Runs",
         ["launcher", "backend", "device", *(counted(size, "rank") for size in sizes)],
-        [[*key, *(found.get(size, "-") for size in sizes)] for key, found in cells.items()],
+        [[*key, *(by_size.get(size, "-") for size in sizes)] for key, by_size in cells.items()],
     )
     yield (
         "`ok`: both digests equal those of one process on the same device: the same samples and the same "

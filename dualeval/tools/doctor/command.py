@@ -157,7 +157,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "pid": os.getpid(),
         "variables": {
             launcher: [asdict(variable) for variable in variables]
-            for launcher, variables in detection.found.items()
+            for launcher, variables in detection.variables.items()
         },
         "notes": list(detection.notes),
         "outer": list(detection.outer),
@@ -199,8 +199,8 @@ def _nccl() -> str:
 
     if torch.version.cuda is None:
         return "torch is built without CUDA"
-    found = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return found if torch.cuda.is_available() else f"{found} (no GPU is seen)"
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return version if torch.cuda.is_available() else f"{version} (no GPU is seen)"
 
 
 def _named(device: Any) -> str:
@@ -288,35 +288,35 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
         offer = json.loads(store.get("doctor/offer"))
         findings.addresses = offer["addresses"]
         limit = timedelta(seconds=asked.limit_s)
-        own = server or join_store(offer, world.rank, "the control plane", limit)
-        facts["reached"] = own.host
-        facts["interface"] = interface_towards(own.host)
+        control = server or join_store(offer, world.rank, "the control plane", limit)
+        facts["reached"] = control.host
+        facts["interface"] = interface_towards(control.host)
         facts["shares_output"] = Path(offer["probe"]).exists() if offer["probe"] else None
         third = asked.limit_s / 3
-        own.set(f"doctor/alone/{world.rank}", json.dumps(facts))
+        control.set(f"doctor/alone/{world.rank}", json.dumps(facts))
         if world.is_main:
             findings.stage = "waiting for what the other ranks find"
-            _collect(own, findings, "alone", third)
-            own.set("doctor/verdict", _STOP if _must_stop(findings) else _GO)
+            _collect(control, findings, "alone", third)
+            control.set("doctor/verdict", _STOP if _must_stop(findings) else _GO)
         findings.stage = "waiting for rank 0's message"
-        if own.get("doctor/verdict").decode() == _GO:
+        if control.get("doctor/verdict").decode() == _GO:
             findings.stage = f"trying the backend {facts['backend']}"
             try:
                 findings.speed = _try_backend(facts, world, asked)
             except DualevalError as error:
                 facts["errors"].append(str(error))
-            own.set(f"doctor/together/{world.rank}", json.dumps(facts))
+            control.set(f"doctor/together/{world.rank}", json.dumps(facts))
             if world.is_main:
                 findings.stage = "waiting for the other ranks to try the backend"
-                _collect(own, findings, "together", third)
+                _collect(control, findings, "together", third)
         if world.is_main:
             code = _conclude(findings, asked)
             sys.stdout.flush()
-            own.set("doctor/code", str(code))
+            control.set("doctor/code", str(code))
         findings.stage = "waiting for rank 0's report"
-        code = int(own.get("doctor/code"))
+        code = int(control.get("doctor/code"))
         findings.stage = "parting"
-        _part(own, world, len(findings.ranks), third)
+        _part(control, world, len(findings.ranks), third)
         return code
 
 
@@ -403,9 +403,9 @@ def _share_cores(ranks: list[dict[str, Any]]) -> None:
         Cores(host=facts["host_identity"], numbers=facts["cores"], quotas=facts["cpu_quotas"])
         for facts in ranks
     ]
-    for facts, own in zip(ranks, everyone, strict=True):
+    for facts, cores in zip(ranks, everyone, strict=True):
         chosen = facts["omp_num_threads"] or ""
-        facts["threads"] = int(chosen) if chosen.isdecimal() else share_of_cores(own, everyone)
+        facts["threads"] = int(chosen) if chosen.isdecimal() else share_of_cores(cores, everyone)
 
 
 def _show(report: Mapping[str, Any], asked: _Asked, *, err: bool = False) -> None:

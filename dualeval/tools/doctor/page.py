@@ -28,15 +28,15 @@ BLOCKING = ("launcher", "size", "backend")
 
 def differences(ranks: Mapping[int, Mapping[str, Any]], names: Sequence[str] = tuple(_SAME)) -> list[str]:
     """Say in which of the named findings the ranks differ, and on which ranks they are what."""
-    found = []
+    sentences = []
     for name in names:
         by_value: dict[str, list[int]] = {}
         for rank, facts in sorted(ranks.items()):
             by_value.setdefault(str(facts[name]), []).append(rank)
         if len(by_value) > 1:
-            parts = "; ".join(f"{value} on {_ranks(where)}" for value, where in by_value.items())
-            found.append(f"the ranks differ in {_SAME[name]}: {parts}")
-    return found
+            groups = "; ".join(f"{value} on {_ranks(where)}" for value, where in by_value.items())
+            sentences.append(f"the ranks differ in {_SAME[name]}: {groups}")
+    return sentences
 
 
 def problems(report: Mapping[str, Any]) -> Iterator[str]:
@@ -120,9 +120,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         is_taken = launcher == speaker["launcher"]
         for variable in [each for each in variables if is_taken or each["name"] not in shown]:
             shown.add(variable["name"])
-            taken = "taken" if is_taken else "not taken"
+            status = "taken" if is_taken else "not taken"
             meaning = f"  ({variable['meaning']})" if variable["meaning"] else ""
-            yield f"  {launcher:<11} {taken:<10} {variable['name']}={variable['value']}{meaning}"
+            yield f"  {launcher:<11} {status:<10} {variable['name']}={variable['value']}{meaning}"
     if not any(speaker["variables"].values()):
         yield "  no launcher's are set"
     for text in speaker["outer"]:
@@ -157,9 +157,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"{speed['bandwidth_gb_s']:.2f} GB/s at 64 MiB ({device} tensors)"
         )
     yield ""
-    found = report["problems"]
-    yield "No problem was found." if not found else f"{counted(len(found), 'problem')}:"
-    for problem in found:
+    problems = report["problems"]
+    yield "No problem was found." if not problems else f"{counted(len(problems), 'problem')}:"
+    for problem in problems:
         yield f"  - {problem}"
 
 
@@ -181,10 +181,10 @@ def _or_dash(value: Any) -> str:
 
 
 def _shared(ranks: Mapping[int, Mapping[str, Any]]) -> str:
-    found = [facts["shares_output"] for facts in ranks.values()]
-    if None in found:
+    seen = [facts["shares_output"] for facts in ranks.values()]
+    if None in seen:
         return "not tried on all ranks"
-    return "seen by all ranks" if all(found) else "not seen by all ranks"
+    return "seen by all ranks" if all(seen) else "not seen by all ranks"
 
 
 def _operations(ranks: Mapping[int, Mapping[str, Any]]) -> str:

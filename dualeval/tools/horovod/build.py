@@ -199,8 +199,8 @@ class Build:
             if name in COMPILER_VARIABLES or not (name in _DROPPED or name.startswith(_DROPPED_PREFIXES))
         }
         # Horovod's copy of gloo asks for CMake 2.8, which CMake 4 refuses without the policy.
-        own = {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", "MAKEFLAGS": makeflags(environ, cores)}
-        return {**kept, **self.switches, **own}
+        added = {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", "MAKEFLAGS": makeflags(environ, cores)}
+        return {**kept, **self.switches, **added}
 
 
 def find_torch() -> Torch:
@@ -232,7 +232,7 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[list[str], str]:
     words = shlex.split(environ.get("CXX", ""))
     path = _which(environ, words[0]) if words else _which(environ, "c++", "g++", "clang++")
     command = [path, *words[1:]] if path else []
-    return command, _said([*command, "--version"], environ).partition("\n")[0]
+    return command, _run([*command, "--version"], environ).partition("\n")[0]
 
 
 def missing_tools(environ: Mapping[str, str], torch: Torch) -> Iterator[str]:
@@ -242,18 +242,18 @@ def missing_tools(environ: Mapping[str, str], torch: Torch) -> Iterator[str]:
     macros = ["-x", "c++", "-dM", "-E", "/dev/null"]
     if not version:
         yield "a C++ compiler: type 'apt install g++' (conda: 'conda install cxx-compiler'), or set CXX"
-    elif not _said([*command, f"-std=c++{torch.standard}", *macros], environ):
+    elif not _run([*command, f"-std=c++{torch.standard}", *macros], environ):
         yield (
             f"a compiler for C++{torch.standard}, which torch {torch.version} needs (found {version}): "
             f"install a later one, and set CC and CXX to it"
         )
-    cmake = re.search(r"cmake version ((\d+)\.(\d+)[\w.]*)", _said(["cmake", "--version"], environ))
+    cmake = re.search(r"cmake version ((\d+)\.(\d+)[\w.]*)", _run(["cmake", "--version"], environ))
     least = ".".join(map(str, OLDEST_CMAKE))
     if cmake is None:
         yield f"cmake {least} or later: type 'pip install cmake'"
     elif (int(cmake[2]), int(cmake[3])) < OLDEST_CMAKE:
-        found = f"{cmake[1]} in {_which(environ, 'cmake')}"
-        yield f"cmake {least} or later (found {found}): type 'pip install cmake'"
+        older = f"{cmake[1]} in {_which(environ, 'cmake')}"
+        yield f"cmake {least} or later (found {older}): type 'pip install cmake'"
 
 
 def find_mpi(environ: Mapping[str, str]) -> Mpi | str:
@@ -265,10 +265,10 @@ def find_mpi(environ: Mapping[str, str]) -> Mpi | str:
             "cluster's MPI module"
         )
     # Open MPI answers the first, MPICH and its family the second, some wrappers neither.
-    said = _said([wrapper, "--showme:version"], environ) or _said([wrapper, "-v"], environ)
+    output = _run([wrapper, "--showme:version"], environ) or _run([wrapper, "-v"], environ)
     # "mpicxx: Open MPI 4.1.4 (Language: C++)", "mpicxx for MPICH version 5.0.2"
-    version = re.sub(r"^\S+:? (for (the )?)?| \(.*", "", said.partition("\n")[0])
-    return Mpi(wrapper=wrapper, version=version or "MPI", link=_said([wrapper, "-show"], environ).strip())
+    version = re.sub(r"^\S+:? (for (the )?)?| \(.*", "", output.partition("\n")[0])
+    return Mpi(wrapper=wrapper, version=version or "MPI", link=_run([wrapper, "-show"], environ).strip())
 
 
 def find_nccl(environ: Mapping[str, str], cuda: str | None) -> Nccl | str:
@@ -294,18 +294,18 @@ def find_nccl(environ: Mapping[str, str], cuda: str | None) -> Nccl | str:
     if home is None and is_installed(package):
         home = str(importlib.metadata.distribution(package).locate_file("nvidia/nccl"))
     header = _text(Path(home, "include/nccl.h")) if home else ""
-    parts = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
-    if home is None or len(parts) != 3:
+    numbers = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
+    if home is None or len(numbers) != 3:
         return f"found no nccl.h; type 'pip install {package}', or set NCCL_HOME"
-    return Nccl(home=home, version=".".join(parts), cuda_home=cuda_home, cuda_version=cuda_version)
+    return Nccl(home=home, version=".".join(numbers), cuda_home=cuda_home, cuda_version=cuda_version)
 
 
 def find_toolkit(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """(folder, version) of the first nvcc that works: by variables, on the PATH, in its usual place."""
-    found = _which(environ, "nvcc")
-    of_path = str(Path(found).resolve().parent.parent) if found else None
+    nvcc = _which(environ, "nvcc")
+    of_path = str(Path(nvcc).resolve().parent.parent) if nvcc else None
     for home in filter(None, [environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), of_path, USUAL_CUDA]):
-        version = re.search(r"release (\d+\.\d+)", _said([f"{home}/bin/nvcc", "--version"], environ))
+        version = re.search(r"release (\d+\.\d+)", _run([f"{home}/bin/nvcc", "--version"], environ))
         if version:
             return home, version[1]
     return None
@@ -315,11 +315,11 @@ def edit(source: Path, build: Build) -> None:
     """Apply a build's edits to an unpacked source."""
     for change in build.edits:
         text = (source / change.file).read_text("utf-8")
-        found = text.count(change.old)
-        if found != 1:
+        count = text.count(change.old)
+        if count != 1:
             raise DualevalError(
                 f"What pip fetched is not the source of Horovod {HOROVOD}: its {change.file} has "
-                f"'{change.old.splitlines()[0]}' {found} times, expected once. "
+                f"'{change.old.splitlines()[0]}' {count} times, expected once. "
                 f"'pip config list' shows where pip looks; point it to a true copy."
             )
         new = change.new.replace("{standard}", str(build.torch.standard))
@@ -328,8 +328,8 @@ def edit(source: Path, build: Build) -> None:
 
 def makeflags(environ: Mapping[str, str], cores: int) -> str:
     """The user's own MAKEFLAGS, else a job a core; what a make that calls us has set is not for ours."""
-    own = "" if "MAKELEVEL" in environ else environ.get("MAKEFLAGS", "")
-    return own or f"-j{cores}"
+    flags = "" if "MAKELEVEL" in environ else environ.get("MAKEFLAGS", "")
+    return flags or f"-j{cores}"
 
 
 def is_installed(distribution: str) -> bool:
@@ -345,7 +345,7 @@ def _which(environ: Mapping[str, str], *names: str) -> str | None:
     return next(filter(None, (shutil.which(name, path=environ["PATH"]) for name in names)), None)
 
 
-def _said(command: Sequence[str], environ: Mapping[str, str]) -> str:
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> str:
     """What a program prints; empty where it cannot be started or fails."""
     try:
         done = subprocess.run(

@@ -41,7 +41,7 @@ from dualeval.tools.horovod.build import (
     is_installed,
     missing_tools,
 )
-from dualeval.tools.trials import run_supervised
+from dualeval.tools.starts import run_supervised
 
 # What Horovod's setup.py needs before it compiles, and what Horovod needs at run time.
 REQUIREMENTS = ("cffi", "cloudpickle", "numpy", "packaging", "psutil", "pyyaml", "setuptools", "wheel")
@@ -183,8 +183,8 @@ def _set_up(plan: Plan) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="dualeval-horovod-") as work:
-        log = Path(work) / "build.log"
+    with tempfile.TemporaryDirectory(prefix="dualeval-horovod-") as scratch:
+        log = Path(scratch) / "build.log"
         if plan.absent:
             click.echo(f"Installing {', '.join(plan.absent)}.")
             _run("installing Horovod's requirements", plan.install_absent, plan.environ, log, folder)
@@ -254,20 +254,20 @@ def place(files: Sequence[Path], folder: Path) -> None:
 
 def _build(build: Build, folder: Path, environ: Mapping[str, str], log: Path) -> Path:
     """Fetch, edit and compile Horovod beside ``log``; returns the wheel, in its folder of the cache."""
-    work, source = log.parent, log.with_name(f"horovod-{HOROVOD}")
+    scratch, source = log.parent, log.with_name(f"horovod-{HOROVOD}")
     variables = build.variables(environ, usable_cores())
     _run("fetching the source of Horovod", _FETCH, variables, log, folder)
     with tarfile.open(f"{source}.tar.gz") as packed:
         if hasattr(tarfile, "data_filter"):
-            packed.extractall(work, filter="data")
+            packed.extractall(scratch, filter="data")
         else:  # Python 3.11.2, as in Debian 12
-            packed.extractall(work)
+            packed.extractall(scratch)
     edit(source, build)
     _run("compiling Horovod", _COMPILE, variables, log, folder)
-    [wheel] = work.glob("*.whl")
-    record = work / "build.json"
-    record.write_text(json.dumps(build.components, indent=2, sort_keys=True) + "\n", "utf-8")
-    place([record, log, wheel], folder)
+    [wheel] = scratch.glob("*.whl")
+    components = scratch / "build.json"
+    components.write_text(json.dumps(build.components, indent=2, sort_keys=True) + "\n", "utf-8")
+    place([components, log, wheel], folder)
     return folder / wheel.name
 
 
@@ -297,9 +297,9 @@ def is_wheel_installed(wheel: Path) -> bool:
         return False
     files = importlib.metadata.files("horovod") or []
     paths = {str(file): Path(str(file.locate())) for file in files if LIBRARY.fullmatch(str(file))}
-    found = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    installed = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     with zipfile.ZipFile(wheel) as packed:
-        return found == {name: packed.read(name) for name in packed.namelist() if LIBRARY.fullmatch(name)}
+        return installed == {name: packed.read(name) for name in packed.namelist() if LIBRARY.fullmatch(name)}
 
 
 def difference(build: Build, environ: Mapping[str, str]) -> str | None:
@@ -319,9 +319,9 @@ def difference(build: Build, environ: Mapping[str, str]) -> str | None:
         return f"importing it took more than {_ASK_TIMEOUT:.0f} s."
     if done.returncode != 0:
         return f"it cannot be imported:\n{excerpt(done.stderr)}"
-    found = done.stdout.splitlines()[-1]
+    features = done.stdout.splitlines()[-1]
     wanted = f"gloo True, MPI {build.mpi is not None}, NCCL {build.nccl is not None}"
-    return None if found == wanted else f"it is built with {found}; expected {wanted}."
+    return None if features == wanted else f"it is built with {features}; expected {wanted}."
 
 
 # What a log tells.

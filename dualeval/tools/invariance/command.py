@@ -34,10 +34,10 @@ def invariance(**flags: Any) -> None:
     Type it with the job's options, as 'dualeval run' takes them; --precision and --layout show another way to
     compute it. One process. Exit code 0, whatever is found.
     """
-    found = examine(os.environ, None).place
-    if found.size > 1:
+    place = examine(os.environ, None).place
+    if place.size > 1:
         raise LaunchError(
-            f"'dualeval doctor {_FLAG}' is one process, but {found.launcher} has started {found.size}: every "
+            f"'dualeval doctor {_FLAG}' is one process, but {place.launcher} has started {place.size}: every "
             "rank would compute the same. Type it by itself."
         )
     job = whole_job_of({**dict.fromkeys(COMMON), **flags, "metric": ()}, "dualeval doctor --invariance")
@@ -45,13 +45,13 @@ def invariance(**flags: Any) -> None:
     from dualeval.tools.invariance.diagnosis import diagnose, print_invariance
     from dualeval.world.devices import device_here
 
-    device = device_here(job.device, 1, found)
+    device = device_here(job.device, 1, place)
     if fetch := getattr(job.options, "fetch", None):
         fetch()
     diagnosis = diagnose(
         job.make_task(),
         RunOptions(**job.run_options),
         device,
-        lambda said: click.echo(f"dualeval: note: {said}", err=True),
+        lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
     )
     print_invariance(diagnosis)

@@ -47,8 +47,8 @@ class ShapeDiagnosis:
 
 def batches_of(shape: int, rows: int) -> list[range]:
     """Batches of one shape that have all rows; the last may begin among those of the one before."""
-    found = [range(first, first + shape) for first in range(0, rows - shape + 1, shape)]
-    return found if found[-1].stop == rows else [*found, range(rows - shape, rows)]
+    batches = [range(first, first + shape) for first in range(0, rows - shape + 1, shape)]
+    return batches if batches[-1].stop == rows else [*batches, range(rows - shape, rows)]
 
 
 class Batches:
@@ -125,10 +125,10 @@ class Computed:
         made = self._compute.start(data)()
         outputs = {name: column for name, column in made.items() if _is_output(name)}
         observed = {name: column for name, column in made.items() if name not in outputs}
-        found = postprocessed(self._task, self._batches.dataset, observed, samples)
-        kept = [name for name in self._task.rows or found if name in found]
+        columns = postprocessed(self._task, self._batches.dataset, observed, samples)
+        kept = [name for name in self._task.rows or columns if name in columns]
         return {
-            **{name: _rows(found[name]) for name in kept},
+            **{name: _rows(columns[name]) for name in kept},
             **{name: _rows(column) for name, column in outputs.items()},
         }
 
@@ -136,24 +136,24 @@ class Computed:
         """Compute all rows in batches of a shape; returns what differs, and the batches in which it does."""
         differing, compared = (np.zeros(self._batches.rows, np.bool_) for _ in range(2))
         columns: dict[str, ColumnRows] = {}
-        found = []
+        batches = []
         for samples in batches_of(shape, self._batches.rows):
             wrong = False
             own_columns = self.columns(samples)
             compared[samples.start : samples.stop] |= bool(own_columns)
-            for name, own in own_columns.items():
-                rows = columns.setdefault(name, ColumnRows(name)).add(own, self.job.get(name), samples)
+            for name, values in own_columns.items():
+                rows = columns.setdefault(name, ColumnRows(name)).add(values, self.job.get(name), samples)
                 differing[rows] = True
                 wrong |= bool(len(rows))
             if wrong:
-                found.append(samples)
+                batches.append(samples)
         diagnosis = ShapeDiagnosis(
             shape=shape,
             rows=int(compared.sum()),
             rows_differ=int(differing.sum()),
             columns={name: column.largest for name, column in columns.items() if column.differs},
         )
-        return diagnosis, found
+        return diagnosis, batches
 
 
 class ColumnRows:
@@ -164,7 +164,7 @@ class ColumnRows:
         self._apart: Difference | None = None
         self.differs = False
 
-    def add(self, own: Rows, job: Rows | None, samples: range) -> npt.NDArray[np.intp]:
+    def add(self, rows: Rows, job: Rows | None, samples: range) -> npt.NDArray[np.intp]:
         """Compare rows with the same ones of the job's batch; returns the numbers of those that differ.
 
         A row of an output may be another sample's, as of sequences that collate has sorted: one that is
@@ -172,14 +172,14 @@ class ColumnRows:
         the columns that the task makes of them.
         """
         wrong = np.arange(len(samples))
-        if job is not None and kind_of(own) == kind_of(job):
-            wrong = differing_rows(own, job[samples.start : samples.stop])
+        if job is not None and kind_of(rows) == kind_of(job):
+            wrong = differing_rows(rows, job[samples.start : samples.stop])
             there = wrong + samples.start
             if self._is_output:
-                wrong, there = _missing(own, job, wrong)
-            self._apart = self._apart or Difference.of(own)
+                wrong, there = _missing(rows, job, wrong)
+            self._apart = self._apart or Difference.of(rows)
             if len(wrong):
-                self._apart.measure(own[wrong], job[there], str)
+                self._apart.measure(rows[wrong], job[there], str)
         elif job is not None and self._is_output:
             wrong = wrong[:0]
         self.differs |= bool(len(wrong))
@@ -192,20 +192,20 @@ class ColumnRows:
 
 
 def _missing(
-    own: Rows, job: Rows, wrong: npt.NDArray[np.intp]
+    rows: Rows, job: Rows, wrong: npt.NDArray[np.intp]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """Those of some rows that are nowhere among the job's, and the row there that is nearest to each."""
-    found = []
+    pairs = []
     for place in wrong.tolist():
-        row = np.repeat(own[place : place + 1], len(job), axis=0)
+        row = np.repeat(rows[place : place + 1], len(job), axis=0)
         if len(differing_rows(row, job)) == len(job):
             nearest = 0
             if row.dtype.kind == "f":
                 with np.errstate(invalid="ignore"):
                     apart = np.abs(row.astype(np.float64) - job).reshape(len(job), -1)
                 nearest = int(np.nan_to_num(apart, nan=np.inf).max(axis=1).argmin())
-            found.append((place, nearest))
-    places, there = np.array(found, np.intp).reshape(-1, 2).T
+            pairs.append((place, nearest))
+    places, there = np.array(pairs, np.intp).reshape(-1, 2).T
     return places, there
 
 

@@ -34,12 +34,12 @@ from dualeval.options.precision import FP32
 from dualeval.report.table import labelled, make_console, print_line
 from dualeval.tasks import Task
 from dualeval.tools.invariance.computed import Batches, ColumnRows, Computed, ShapeDiagnosis
-from dualeval.tools.invariance.watched_modules import Watch
+from dualeval.tools.invariance.inspector import ModuleInspector
 
 # Beside the powers of two from 16 on.
 _SMALL_SHAPES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32)
 # Batches of one shape whose modules are looked at.
-_WATCHED = 2
+_INSPECTED = 2
 
 # Where a difference comes from, if not from modules; for people.
 IN_BATCH = "the batch itself: collate makes different inputs from these samples in a batch of this size"
@@ -69,7 +69,7 @@ class Diagnosis:
 
 
 def diagnose(
-    task: Task, options: RunOptions, device: torch.device, step: Callable[[str], object] = lambda said: None
+    task: Task, options: RunOptions, device: torch.device, step: Callable[[str], object] = lambda text: None
 ) -> Diagnosis:
     """Compute the job's first batch in many shapes."""
     notes: list[str] = []
@@ -120,8 +120,8 @@ def _layout(
         with numerics.settings(FP32, device):
             Computed(task, model, batches, replace(options, layout=layout, **OF_TRIAL), device)
 
-    layout, said = layout_by_trial(model, options.layout, compute_in)
-    notes += [] if said is None else [said]
+    layout, note = layout_by_trial(model, options.layout, compute_in)
+    notes += [] if note is None else [note]
     return layout
 
 
@@ -145,23 +145,23 @@ def _diagnose_shapes(
         # The job's own shape a second time, first: without equal bits there nothing else means anything.
         again, _ = computed.compare(shapes[-1])
         tracer = _Tracer(computed, batches.rows)
-        found, failed = [], []
+        diagnoses, failed = [], []
         for shape in shapes[:-1]:
             try:
                 diagnosis, differing = computed.compare(shape)
             except (UsageError, RuntimeError) as error:
                 # A batch norm in training mode, for instance, cannot take one sample.
-                said = str(error).partition("\n")[0].removeprefix("this batch cannot be computed: ")
-                failed.append(f"batches of {shape} cannot be computed: {said}")
+                reason = str(error).partition("\n")[0].removeprefix("this batch cannot be computed: ")
+                failed.append(f"batches of {shape} cannot be computed: {reason}")
                 continue
-            found.append(tracer.explained(diagnosis, differing) if differing else diagnosis)
+            diagnoses.append(tracer.explained(diagnosis, differing) if differing else diagnosis)
         notes += [*computed.notes, *failed, *tracer.notes, *held.check_after_loop()]
     if again.rows_differ:
         notes.append(
             f"the model does not give the same bits twice for one batch of {again.shape}: differences in "
             "other shapes may have nothing to do with the shape"
         )
-    return [*found, again]
+    return [*diagnoses, again]
 
 
 class _Tracer:
@@ -170,11 +170,11 @@ class _Tracer:
     def __init__(self, computed: Computed, rows: int) -> None:
         model = computed.model
         self._is_program = is_compiled(model) or isinstance(model, torch.jit.ScriptModule)
-        self._watch = Watch(model, rows)
+        self._inspector = ModuleInspector(model, rows)
         self._computed = computed
         self._rows = rows
         self._job: Any = None
-        self._watched: dict[str, Rows] = {}
+        self._inspected: dict[str, Rows] = {}
         self.notes: list[str] = []
 
     def explained(self, diagnosis: ShapeDiagnosis, differing: Sequence[range]) -> ShapeDiagnosis:
@@ -182,35 +182,35 @@ class _Tracer:
         if self._is_program:
             return replace(diagnosis, cause=ONE_PROGRAM)
         self._look_at_job(differing[0])
-        found = []
+        differences = []
         is_seen = False
-        for samples in differing[:_WATCHED]:
-            with self._watch.hashes() as calls:
+        for samples in differing[:_INSPECTED]:
+            with self._inspector.hashes() as calls:
                 columns = self._computed.columns(samples)
             is_seen |= any(
-                len(ColumnRows(name).add(rows, self._watched.get(name), samples))
+                len(ColumnRows(name).add(rows, self._inspected.get(name), samples))
                 for name, rows in columns.items()
             )
-            found.append(self._watch.differences(calls, self._job))
-        modules = {name: kind for each in found for name, kind in each.modules.items()}
+            differences.append(self._inspector.differences(calls, self._job))
+        modules = {name: kind for each in differences for name, kind in each.modules.items()}
         cause = None
         if not modules:
-            in_batch = any(each.inputs_differ for each in found)
+            in_batch = any(each.inputs_differ for each in differences)
             cause = IN_BATCH if in_batch else AFTER_MODEL if is_seen else NOT_SEEN
-        return replace(diagnosis, modules=modules, after=max(each.after for each in found), cause=cause)
+        return replace(diagnosis, modules=modules, after=max(each.after for each in differences), cause=cause)
 
     def _look_at_job(self, smaller: range) -> None:
         if self._job is not None:
             return
         whole = range(self._rows)
-        with self._watch.shapes() as own:
+        with self._inspector.shapes() as job_shapes:
             self._computed.columns(whole)
-        with self._watch.shapes() as other:
+        with self._inspector.shapes() as other:
             self._computed.columns(smaller)
-        self._watch.learn(own, other, len(smaller))
-        with self._watch.hashes() as self._job:
-            self._watched = self._computed.columns(whole)
-        if any(len(differing_rows(rows, self._computed.job[name])) for name, rows in self._watched.items()):
+        self._inspector.learn(job_shapes, other, len(smaller))
+        with self._inspector.hashes() as self._job:
+            self._inspected = self._computed.columns(whole)
+        if any(len(differing_rows(rows, self._computed.job[name])) for name, rows in self._inspected.items()):
             self.notes.append(
                 "inspecting modules leaves out a fused kernel, which gives the rows other bits: the modules "
                 "named are those of the computation without it"
@@ -227,27 +227,27 @@ _NO_LICENCE = (
 )
 
 
-def print_invariance(found: Diagnosis) -> None:
+def print_invariance(diagnosis: Diagnosis) -> None:
     """Print a diagnosis of batch shapes."""
     console = make_console(_WIDTH)
     line = partial(print_line, console)
-    for label, text in _facts(found):
+    for label, text in _facts(diagnosis):
         line(labelled(label, text))
     line("")
-    console.print(_table(found))
-    for note in found.notes:
+    console.print(_table(diagnosis))
+    for note in diagnosis.notes:
         line(f"note: {note}", style="yellow")
     line(_NO_LICENCE)
 
 
-def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
-    yield from found.description.items()
-    last = found.last_batch
-    ragged = "" if last is None else f"; the last batch of {found.samples:,} samples has {last}"
-    yield "batch size", f"{found.options.batch_size}{ragged}"
-    yield "computed in", f"{found.options.precision}, {found.options.layout}"
-    yield "rows", f"{found.rows} samples, the job's first batch, each compared with itself in that batch"
-    machine = found.machine
+def _facts(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    yield from diagnosis.description.items()
+    last = diagnosis.last_batch
+    ragged = "" if last is None else f"; the last batch of {diagnosis.samples:,} samples has {last}"
+    yield "batch size", f"{diagnosis.options.batch_size}{ragged}"
+    yield "computed in", f"{diagnosis.options.precision}, {diagnosis.options.layout}"
+    yield "rows", f"{diagnosis.rows} samples, the job's first batch, each compared with itself in that batch"
+    machine = diagnosis.machine
     threads = ", one thread per kernel" if machine["device"] == "cpu" else ""
     yield (
         "machine",
@@ -255,25 +255,25 @@ def _facts(found: Diagnosis) -> Iterator[tuple[str, str]]:
     )
 
 
-def _table(found: Diagnosis) -> Table:
+def _table(diagnosis: Diagnosis) -> Table:
     """A line for shapes that follow each other and say the same."""
     table = Table("shapes", "rows that differ", "largest difference", "made by")
     groups: list[tuple[list[str], list[ShapeDiagnosis]]] = []
-    for shape in found.shapes:
-        is_own = shape is found.shapes[-1]
-        behind = " (again)" if is_own else " (last batch)" if shape.shape == found.last_batch else ""
-        if not groups or _said(groups[-1][1][0]) != _said(shape):
+    for shape in diagnosis.shapes:
+        is_own = shape is diagnosis.shapes[-1]
+        behind = " (again)" if is_own else " (last batch)" if shape.shape == diagnosis.last_batch else ""
+        if not groups or _cells_of(groups[-1][1][0]) != _cells_of(shape):
             groups.append(([], []))
         groups[-1][0].append(f"{shape.shape}{behind}")
         groups[-1][1].append(shape)
     for names, shapes in groups:
-        name, amount = max((_amount(shape) for shape in shapes), key=lambda found: found[1])
+        name, amount = max((_amount(shape) for shape in shapes), key=lambda pair: pair[1])
         largest = name if amount < 0 else f"{name} {amount:.2g}"
         table.add_row(", ".join(names), _differ(shapes[0]), largest, _made_by(shapes[0]))
     return table
 
 
-def _said(shape: ShapeDiagnosis) -> tuple[str, str, str]:
+def _cells_of(shape: ShapeDiagnosis) -> tuple[str, str, str]:
     return _differ(shape), _amount(shape)[0], _made_by(shape)
 
 

@@ -100,9 +100,9 @@ class SlurmJob:
                 raise UsageError(f"--sbatch-option {word!r}: expected one word, such as constraint=a100")
             # sbatch takes the beginning of an option for it.
             name = _long(word).partition("=")[0]
-            if own := next((option for option in _OWN_OPTIONS if option.startswith(name)), None):
+            if reserved := next((option for option in _OWN_OPTIONS if option.startswith(name)), None):
                 raise UsageError(
-                    f"--sbatch-option {word}: 'dualeval submit' sets {own} itself (see its --help)"
+                    f"--sbatch-option {word}: 'dualeval submit' sets {reserved} itself (see its --help)"
                 )
 
 
@@ -187,11 +187,11 @@ def _look(job: SlurmJob, arguments: Sequence[str], check: bool | None) -> dict[s
         others = [_long(word).partition("=")[0] for word in job.sbatch_option]
         moves = any(option.startswith(name) for option in _MOVE_FILES for name in others)
         wrong = []
-        for said, is_seen in findings(jobs, flags["reference"]):
+        for problem, is_seen in findings(jobs, flags["reference"]):
             if is_seen and not (job.setup or job.container_image or moves):
-                wrong.append(said)
+                wrong.append(problem)
             else:
-                click.echo(f"dualeval: note: {said} The job may see more.", err=True)
+                click.echo(f"dualeval: note: {problem} The job may see more.", err=True)
         if wrong:
             wrong.append("If only the job's nodes have it, type --no-check before the --.")
             raise UsageError("\n".join(wrong))
@@ -232,12 +232,12 @@ def _submit(job: SlurmJob, arguments: Sequence[str], environ: Mapping[str, str])
         raise UsageError(f"sbatch refused the job (exit code {done.returncode}): {done.stderr.strip()}")
     click.echo(done.stderr, nl=False, err=True)
     # "4711", or "4711;cluster"; a site's wrapper may talk before it.
-    found = re.search(r"^(\d+)(;\S+)?\s*\Z", done.stdout, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^(\d+)(;\S+)?\s*\Z", done.stdout, re.MULTILINE)
+    if match is None:
         raise DualevalError(
             f"sbatch succeeded, but printed no job number: {done.stdout!r}. Look into 'squeue'."
         )
-    return found[1]
+    return match[1]
 
 
 # -- what is handed to sbatch --
@@ -278,8 +278,8 @@ def directives(job: SlurmJob) -> list[str]:
         "signal": f"USR2@{WARNING_S}",
     }
     # Asked for, as a cluster's default may be (JobRequeue) that a job does not come back.
-    given = [f"--{name}={value}" for name, value in asked.items() if value is not None]
-    return [*given, "--requeue", *map(_long, job.sbatch_option)]
+    options = [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    return [*options, "--requeue", *map(_long, job.sbatch_option)]
 
 
 def _long(word: str) -> str:
@@ -297,13 +297,13 @@ def _container(job: SlurmJob) -> str:
 def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:
     """Say where Slurm writes a job's log."""
     known = {"%j": job_id, "%A": job_id, "%x": job.job_name, "%%": "%"}
-    return folder / re.sub(r"%[jAx%]", lambda found: known[found[0]], _log(job))
+    return folder / re.sub(r"%[jAx%]", lambda match: known[match[0]], _log(job))
 
 
 def _log(job: SlurmJob) -> str:
     """The log's name for sbatch; the tasks of an array are named as in Slurm's lists."""
     known = {"%j": "%j" if job.array is None else "%A_%a", "%%": "%%"}
-    return re.sub(r"%[%j]", lambda found: known[found[0]], job.log)
+    return re.sub(r"%[%j]", lambda match: known[match[0]], job.log)
 
 
 def sbatch_environ(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

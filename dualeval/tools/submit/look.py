@@ -40,7 +40,7 @@ def findings(jobs: Sequence[tuple[str | None, Job]], reference: Path | None) -> 
         for task, options in [(job.task, job.options) for _, job in jobs if job.kind.origin == BUILT_IN]:
             missing = [*_missing(paths_in(options))]
             yield from missing
-            if not any(said.startswith(("--model ", "--preprocessing ")) for said, _ in missing):
+            if not any(sentence.startswith(("--model ", "--preprocessing ")) for sentence, _ in missing):
                 _check_names(task, options)
     except LibraryError as error:
         yield text_of(error), False

@@ -63,7 +63,7 @@ class Checkpoints:
 
     def complete(self) -> list[Checkpoint]:
         """Look once; the complete ones in the order of their steps, those without one last."""
-        found, self.unsettled, self.unmarked, now = [], [], [], self.clock()
+        complete, self.unsettled, self.unmarked, now = [], [], [], self.clock()
         pattern, paths = self._paths()
         for path, name in zip(paths, names_of(pattern, paths), strict=True):
             stamp, seen = _stamp_of(Path(path)), self._seen.get(path)
@@ -74,10 +74,10 @@ class Checkpoints:
                 self._seen[path] = seen
             is_settled = now - seen.since >= self.settle_s
             if self._is_complete(Path(path), is_settled=is_settled):
-                found.append(seen)
+                complete.append(seen)
             else:
                 (self.unmarked if is_settled else self.unsettled).append(seen.name)
-        return sorted(found, key=lambda each: (each.step is None, each.step or 0))
+        return sorted(complete, key=lambda each: (each.step is None, each.step or 0))
 
     def _paths(self) -> tuple[str, list[str]]:
         """A pattern, and what fits it in natural order; without links: what they lead to is there."""
@@ -111,8 +111,8 @@ def _looks_like_one(path: Path) -> bool:
 def step_of(name: str) -> int | None:
     """The step that a name says, else the epoch, else the last number: ``epoch=3-step=1200`` is 1200."""
     for words in ("step|iter|iteration", "epoch|checkpoint|ckpt"):
-        if found := re.search(rf"(?:{words})s?[=_.-]*([0-9]+)", name, re.IGNORECASE):
-            return int(found[1])
+        if match := re.search(rf"(?:{words})s?[=_.-]*([0-9]+)", name, re.IGNORECASE):
+            return int(match[1])
     numbers = re.findall("[0-9]+", name)
     return int(numbers[-1]) if numbers else None
 
@@ -120,10 +120,10 @@ def step_of(name: str) -> int | None:
 def _stamp_of(path: Path) -> str | None:
     """A hash of the names, sizes and times of a checkpoint's files; None where there is none."""
     try:
-        found = [(str(each.relative_to(path)), each.stat()) for each in (path, *path.rglob("*"))]
+        entries = [(str(each.relative_to(path)), each.stat()) for each in (path, *path.rglob("*"))]
     except OSError:  # one of them has gone meanwhile
         return None
-    files = sorted((name, it.st_size, it.st_mtime_ns) for name, it in found if not S_ISDIR(it.st_mode))
+    files = sorted((name, it.st_size, it.st_mtime_ns) for name, it in entries if not S_ISDIR(it.st_mode))
     return sha256_of_json(files)[:16] if files else None
 
 
@@ -229,17 +229,17 @@ class Board:
         None where another watcher has it in hand, or has evaluated it a moment ago. ``waiting`` is called
         until it is known whether that watcher lives.
         """
-        own = self.folder / _OF_WATCHERS / checkpoint.name
-        own.mkdir(parents=True, exist_ok=True)
+        folder = self.folder / _OF_WATCHERS / checkpoint.name
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._lease = Lease.take(own, secrets.token_hex(4), waiting=waiting)
+            self._lease = Lease.take(folder, secrets.token_hex(4), waiting=waiting)
         except UsageError:
             return None
         if self.is_settled(checkpoint):
             self.let_go()
             return None
         is_other = self.changed(checkpoint)
-        write_text(own / _STAMP, checkpoint.stamp)
+        write_text(folder / _STAMP, checkpoint.stamp)
         return is_other
 
     def let_go(self) -> None:
@@ -313,5 +313,5 @@ def _compared(row: Outcome, newest: Outcome) -> Outcome:
     """A row; where it cannot be compared with the newest, with the reason."""
     if row.result is None or row.job == newest.job:
         return row
-    parts = dict.fromkeys(re.split(r"[.[]", name)[0] for name, _, _ in differences(row.job, newest.job))
-    return replace(row, reason=f"not ranked: another {listed(parts)} than that of {newest.name}")
+    keys = dict.fromkeys(re.split(r"[.[]", name)[0] for name, _, _ in differences(row.job, newest.job))
+    return replace(row, reason=f"not ranked: another {listed(keys)} than that of {newest.name}")

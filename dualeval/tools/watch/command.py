@@ -100,10 +100,10 @@ class Watching:
             self._open()
         session.control.meet()
         try:
-            while found := session.idle_until(self._next, progress=self._progress()):
-                checkpoint, start = Checkpoint(**found["checkpoint"]), monotonic()
+            while message := session.idle_until(self._next, progress=self._progress()):
+                checkpoint, start = Checkpoint(**message["checkpoint"]), monotonic()
                 folder = self.board.folder / checkpoint.name
-                work = partial(self.evaluate, checkpoint.path, folder, found["fresh"])
+                work = partial(self.evaluate, checkpoint.path, folder, message["fresh"])
                 result, failure = session.attempt(work, progress=self._progress())
                 self._busy_at = monotonic()
                 self._took = self._busy_at - start
@@ -135,10 +135,10 @@ class Watching:
             there = read_fields(path, {}, "Remove it, if the options are the same, or give another --out.")
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error}. Give another --out.") from error
-        if found := differences(there, job):
+        if other := differences(there, job):
             raise UsageError(
                 f"{path.parent} is the folder of a watcher with other options "
-                f"({listing(found, 'there', 'here')}): its results could not be compared with these. Give "
+                f"({listing(other, 'there', 'here')}): its results could not be compared with these. Give "
                 "another --out."
             )
         self.board.load()
@@ -302,9 +302,9 @@ def watch(context: click.Context, /, **flags: Any) -> None:
     dualeval watch ckpts --out runs/watch --model resnet18 --data /data/val --until-step 90
     torchrun --nproc-per-node 8 -m dualeval watch ckpts --out runs/watch ...
     """
-    own = {each.name: flags.pop(each.name or "") for each in _FLAGS}
-    option, out, settle_s = own["option"], own["out"], own["settle"]
-    where = _where(own["checkpoints"], out)
+    values = {each.name: flags.pop(each.name or "") for each in _FLAGS}
+    option, out, settle_s = values["option"], values["out"], values["settle"]
+    where = _where(values["checkpoints"], out)
     if not 0.1 <= settle_s < math.inf:
         raise UsageError(f"--settle {settle_s:g}: expected seconds, 0.1 or more, such as 10")
     flag = f"{_OF_TASK}{option}"
@@ -314,17 +314,17 @@ def watch(context: click.Context, /, **flags: Any) -> None:
         )
     if flags[flag] is not None:
         raise UsageError(f"--{option} {flags[flag]}: each checkpoint replaces it. Leave it out.")
-    given = dict.fromkeys(_NOT_OF_RUN) | flags | {"out": out, flag: _STAND_IN.get(option, where)}
-    jobs, asked = prepared(context, given, checks_paths=option in _STAND_IN)
+    run_flags = dict.fromkeys(_NOT_OF_RUN) | flags | {"out": out, flag: _STAND_IN.get(option, where)}
+    jobs, asked = prepared(context, run_flags, checks_paths=option in _STAND_IN)
     name, job = jobs[0]
     if name is not None:
         raise UsageError("[[models]] belongs to 'dualeval run': a watcher has one model and its checkpoints.")
-    cache, said, in_hand = DataCache(), set[str](), ""
+    cache, noted, in_hand = DataCache(), set[str](), ""
 
     def note(sentence: str) -> None:
         # The same of each checkpoint, but for its path.
-        if (of_each := sentence.replace(in_hand, "")) not in said:
-            said.add(of_each)
+        if (of_each := sentence.replace(in_hand, "")) not in noted:
+            noted.add(of_each)
             say(f"dualeval: note: {sentence}")
 
     def evaluate(path: str, folder: Path, fresh: bool) -> Result:
@@ -346,30 +346,30 @@ def watch(context: click.Context, /, **flags: Any) -> None:
     session = session_of(job, asked, note)
     watching = Watching(
         session=session,
-        checkpoints=Checkpoints(where, settle_s=settle_s, marker=own["marker"]),
-        wanted=Wanted(**{each.name: own[each.name] for each in fields(Wanted)}),
-        board=Board(out, metric=own["best_by"], link=own["best"]),
+        checkpoints=Checkpoints(where, settle_s=settle_s, marker=values["marker"]),
+        wanted=Wanted(**{each.name: values[each.name] for each in fields(Wanted)}),
+        board=Board(out, metric=values["best_by"], link=values["best"]),
         targets=asked.targets,
         job={**job.to_json(), option: str(Path(where).absolute())},
         evaluate=evaluate,
     )
     code, rows = options.work_in_session(session, work, exit_code_of)
     if rows is not None and session.world.is_main:
-        _show(watching.board, own["top"])
+        _show(watching.board, values["top"])
     context.exit(code)
 
 
-def _where(given: Sequence[str], out: Path) -> str:
+def _where(paths: Sequence[str], out: Path) -> str:
     """The folder or pattern of checkpoints."""
-    folder = Path(given[0])
-    if len(given) > 1 or folder.is_file():
-        found = "a file" if len(given) == 1 else f"{len(given)} paths"
+    folder = Path(paths[0])
+    if len(paths) > 1 or folder.is_file():
+        what = "a file" if len(paths) == 1 else f"{len(paths)} paths"
         raise UsageError(
-            f"CKPTS is {found}, expected a folder or a pattern: put it in quotes, as 'ckpts/*.pt'"
+            f"CKPTS is {what}, expected a folder or a pattern: put it in quotes, as 'ckpts/*.pt'"
         )
     if folder.resolve() in (out.resolve(), *out.resolve().parents):
         raise UsageError(f"--out {out} lies in {folder}, where the checkpoints are. Give a folder beside it.")
-    return given[0]
+    return paths[0]
 
 
 def _show(board: Board, count: int) -> None:

@@ -150,7 +150,7 @@ def _ask_ports(host: str, port: int, run_id: str, purpose: str) -> _Answer:
     answer = _Answer(problem="it answers, but the ranks of this run do not meet there yet")
     for number in range(port, port + _PORTS_TRIED):
         try:
-            said = _ask(host, number, run_id)
+            reply = _ask(host, number, run_id)
         except ConnectionRefusedError:
             # The host is there; whoever had this port may have left since the meeting took a later one.
             answer.reached = True
@@ -165,11 +165,11 @@ def _ask_ports(host: str, port: int, run_id: str, purpose: str) -> _Answer:
             answer.problem = str(error)
             break
         answer.reached = True
-        if said is not None and said.get("purpose") == purpose:
-            return _Answer(payload=(said["payload"],), reached=True)
-        if said is not None:
+        if reply is not None and reply.get("purpose") == purpose:
+            return _Answer(payload=(reply["payload"],), reached=True)
+        if reply is not None:
             answer.problem = (
-                f"rank 0 meets there for {said.get('purpose')}, and this rank has come for {purpose}; if "
+                f"rank 0 meets there for {reply.get('purpose')}, and this rank has come for {purpose}; if "
                 f"that lasts, the ranks were not started with the same command"
             )
     return answer
@@ -189,8 +189,8 @@ def _first_free(port: int, run_id: str, purpose: str) -> socket.socket:
         except OSError as error:
             problem = error
         with suppress(OSError):
-            said = _ask(LOOPBACK, number, run_id)
-            if said is not None and said.get("purpose") == purpose:
+            reply = _ask(LOOPBACK, number, run_id)
+            if reply is not None and reply.get("purpose") == purpose:
                 raise BackendError(
                     f"another process on {socket.gethostname()} says that it is rank 0 of this run "
                     f"({run_id}) as well: a task of srun's has started several. Have srun start the ranks, "
@@ -247,9 +247,9 @@ class AtMaster(MeetingAtStore):
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         store = self._join(world)
-        own = PrefixStore(f"dualeval/{self._agree_on_name(store, world)}", store)
-        own.set(arrival(world.rank), "")
-        yield own, *self.address
+        prefixed = PrefixStore(f"dualeval/{self._agree_on_name(store, world)}", store)
+        prefixed.set(arrival(world.rank), "")
+        yield prefixed, *self.address
 
     def _join(self, world: World) -> Store:
         """Join the store."""
@@ -317,8 +317,8 @@ class AtMaster(MeetingAtStore):
         """
         from dualeval.world.store import names_of_absent
 
-        own = secrets.token_hex(8)
-        store.set(arrival(world.rank), own)
+        token = secrets.token_hex(8)
+        store.set(arrival(world.rank), token)
         start = monotonic()
         pause = max(_SHORTEST_PAUSE_S, world.size * _PAUSE_PER_RANK_S)
         all_here = [arrival(rank) for rank in range(world.size)]
@@ -328,7 +328,7 @@ class AtMaster(MeetingAtStore):
         where = f"all ranks to come to {self.name} at {at(*self.address)}"
         with waiting(world, where, STARTED, known=missing):
             while monotonic() - start < PATIENCE.total_seconds():
-                if self.served_by_rank_0 and store.get(arrival(world.rank)).decode() != own:
+                if self.served_by_rank_0 and store.get(arrival(world.rank)).decode() != token:
                     raise LaunchError(
                         f"another process joined {at(*self.address)} as rank {world.rank}. Give each rank a "
                         "RANK of its own, and each job on a host a MASTER_PORT of its own."
@@ -354,7 +354,7 @@ class AtMaster(MeetingAtStore):
                     if world.is_main and store.check([f"dualeval/{name}/size"]):
                         other = int(store.get(f"dualeval/{name}/size"))
                         raise _different_sizes(None, other, world.size)
-                    if named == come or (not world.is_main and named[world.rank : world.rank + 1] == [own]):
+                    if named == come or (not world.is_main and named[world.rank : world.rank + 1] == [token]):
                         store.set(awaited[world.rank], "")
                         if world.is_main and store.check(awaited):
                             store.set(f"dualeval/{name}/go", "")

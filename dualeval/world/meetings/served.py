@@ -57,9 +57,9 @@ class OverPmi(MeetingAtStore):
         if world.is_main:
             # In hexadecimal digits: a space or an equals sign may end a value.
             text = json.dumps(payload).encode().hex()
-            parts = [text[start : start + longest] for start in range(0, len(text), longest)]
-            keys = ["parts", *range(len(parts))]
-            for key, value in zip(keys, [len(parts), *parts], strict=True):
+            pieces = [text[start : start + longest] for start in range(0, len(text), longest)]
+            keys = ["parts", *range(len(pieces))]
+            for key, value in zip(keys, [len(pieces), *pieces], strict=True):
                 client.ask(f"put kvsname={store} key={name}-{key} value={value}")
         client.ask("barrier_in")
         count = int(client.ask(f"get kvsname={store} key={name}-parts")["value"])

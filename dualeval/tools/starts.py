@@ -1,4 +1,4 @@
-"""Trials of ``bench`` and ``conformance``: starts of ranks in a launcher, which run one after the other.
+"""Starts of ranks in a launcher by ``bench`` and ``conformance``, which run one after the other.
 
 A command runs to its end, or to a time limit, and none of its processes is left behind.
 """
@@ -170,17 +170,17 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 def _marked(mark: str) -> list[int]:
     """List this user's living processes that carry the mark."""
     wanted = f"{_MARK}={mark}".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         # Gone meanwhile, or another user's.
         with suppress(OSError):
             # A process that is only waited for has no variables any more.
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
-# Outcomes of a trial that has no result.
+# Outcomes of a start that has no result.
 FAILED, NOT_HERE, NOT_RUN = "failed", "not here", "not run"
 
 
@@ -202,7 +202,7 @@ def counts_of(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 def check_no_rank(launcher: str | None, why: str) -> None:
-    """Refuse to be one of several ranks, each of which would start all trials."""
+    """Refuse to be one of several ranks, each of which would make all starts."""
     world = detect(os.environ, launcher)
     if not may_start_ranks(world):
         raise LaunchError(
@@ -226,7 +226,7 @@ def new_folder(out: Path | None, tool: str) -> tuple[Path, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class Start:
     """One start of ranks in a launcher."""
 
     # A name of `launch.launchers.WAYS`.
@@ -246,7 +246,7 @@ class Trial:
     reason: str | None = None
 
     @classmethod
-    def on(cls, site: Site, launcher: str, backend: str, ranks: int, device: str) -> Trial:
+    def on(cls, site: Site, launcher: str, backend: str, ranks: int, device: str) -> Start:
         """Ranks on the nodes of a site."""
         return cls(
             launcher=launcher,
@@ -270,31 +270,31 @@ class Trial:
         ]
 
 
-def plan_trials(
+def plan_starts(
     site: Site, devices: Sequence[str], launchers: Sequence[str], ranks: Sequence[int] | None
-) -> list[Trial]:
+) -> list[Start]:
     """List what to start, in this order; for each device its reference comes first.
 
     Each launcher and backend gets one self-test, with the most ranks that it can be started with.
     """
-    trials = []
+    starts = []
     for device in devices:
-        trials.append(replace(Trial.on(site, "none", "single", 1, device), is_reference=True))
+        starts.append(replace(Start.on(site, "none", "single", 1, device), is_reference=True))
         for launcher in (name for name in launchers if name != "none"):
             for backend in WAYS[launcher].backends:
                 sizes = default_ranks(site, device) if ranks is None else ranks
-                runs = [Trial.on(site, launcher, backend, size, device) for size in sizes]
-                startable = [trial for trial in runs if trial.reason is None]
-                trials += runs
+                runs = [Start.on(site, launcher, backend, size, device) for size in sizes]
+                startable = [start for start in runs if start.reason is None]
+                starts += runs
                 if startable and WAYS[launcher].has_doctor:
-                    largest = max(startable, key=lambda trial: trial.ranks)
-                    trials.append(replace(largest, is_self_test=True))
-    return trials
+                    largest = max(startable, key=lambda start: start.ranks)
+                    starts.append(replace(largest, is_self_test=True))
+    return starts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trials:
-    """Where trials run one after the other, and within which limit."""
+class Starts:
+    """Where starts run one after the other, and within which limit."""
 
     folder: Path
     environ: Mapping[str, str]
@@ -302,11 +302,11 @@ class Trials:
     timeout_s: float
 
     def log(self, name: str, kind: str) -> Path:
-        """The file for a trial's output of this kind."""
+        """The file for a start's output of this kind."""
         return self.folder / "logs" / f"{name}.{kind}"
 
     def start(self, command: Sequence[str], name: str) -> Ended:
-        """Run the command of a trial, with its output in its logs."""
+        """Run the command of a start, with its output in its logs."""
         return run_supervised(
             command,
             stdout=self.log(name, "out"),
@@ -316,8 +316,8 @@ class Trials:
             check=self.interrupts.check,
         )
 
-    def in_order(self, trials: Iterable[object], done: str, *folders: str) -> bool:
-        """Make the folders, and take one trial after the other; returns whether a signal has ended that."""
+    def in_order(self, starts: Iterable[object], done: str, *folders: str) -> bool:
+        """Make the folders, and take one start after the other; returns whether a signal has ended that."""
         try:
             for name in ("logs", *folders):
                 (self.folder / name).mkdir(parents=True)
@@ -326,7 +326,7 @@ class Trials:
                 f"--out {self.folder}: it cannot be made ({error.strerror}). Give a folder of your own."
             ) from error
         try:
-            for _ in trials:
+            for _ in starts:
                 # A signal that came as it ended, which is the last one maybe.
                 self.interrupts.check()
         except Interrupted as error:

@@ -44,7 +44,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class LogEntry:
     """What is logged of a result."""
 
     # The same for the same result and step, and no other: what was logged already is found by it.
@@ -85,8 +85,8 @@ class Record:
         }
 
 
-def record_of(result: Result, folder: Path | None, step: int | None) -> Record:
-    """Make the record of a result."""
+def entry_of(result: Result, folder: Path | None, step: int | None) -> LogEntry:
+    """Make the entry of a result."""
     names, confusions = class_names(result), confusions_of(result, folder)
     tables = {name: _table(columns, names) for name, columns in figures_of(result, confusions).items()}
     finished = result.finished_at or datetime.now(timezone.utc).isoformat()
@@ -94,7 +94,7 @@ def record_of(result: Result, folder: Path | None, step: int | None) -> Record:
     content = json.loads(result.to_json())
     job = {name: content[name] for name in JOB}
     job["data"] = {name: result.data.get(name) for name in _OF_DATA}
-    return Record(
+    return LogEntry(
         key=_key_of(result, step),
         name=result.fingerprint[:8] if folder is None else folder.name,
         step=step,
@@ -184,5 +184,5 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def opened(png: bytes) -> Image.Image:
-    """A picture of `Record.pictures`."""
+    """A picture of `LogEntry.pictures`."""
     return Image.open(io.BytesIO(png))

@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 
 import dualeval
-from dualeval.comparison.slices import Group, bounds_by_holm, worst_gate
+from dualeval.comparison.groups import Group, bounds_by_holm, worst_gate
 from dualeval.comparison.statistics import LEVEL, ProportionDifference
 from dualeval.errors import UsageError
 from dualeval.report.comparison import as_markdown

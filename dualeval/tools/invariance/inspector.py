@@ -42,7 +42,7 @@ class _Call:
     hashes: dict[tuple[str, str], npt.NDArray[np.int64] | None] = field(default_factory=dict)
 
 
-class Watch:
+class ModuleInspector:
     """Looks at every call of every module of a model: first at shapes, then at hashes of rows."""
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -60,38 +60,38 @@ class Watch:
     @contextmanager
     def shapes(self) -> Iterator[dict[Place, tuple[int, ...]]]:
         """Collect the shapes of all tensors of the calls inside the context."""
-        found: dict[Place, tuple[int, ...]] = {}
+        shapes: dict[Place, tuple[int, ...]] = {}
 
         def see(call: _Call, way: str, value: Any) -> None:
             for path, tensor in tensors_in(value):
-                found[call.name, call.number, way, path] = tuple(tensor.shape)
+                shapes[call.name, call.number, way, path] = tuple(tensor.shape)
 
         with self._hooked(see):
-            yield found
+            yield shapes
 
-    def learn(self, own: Shapes, other: Shapes, other_rows: int) -> None:
+    def learn(self, shapes: Shapes, other: Shapes, other_rows: int) -> None:
         """Find out in which dimension of each tensor the rows are."""
         self._dimensions = {
             place: row_dimension(shape, self._rows, other[place], other_rows)
-            for place, shape in own.items()
+            for place, shape in shapes.items()
             if place in other and len(other[place]) == len(shape)
         }
 
     @contextmanager
     def hashes(self) -> Iterator[list[_Call]]:
         """Collect hashes of the rows of all tensors of the calls inside the context, in their order."""
-        found: list[_Call] = []
+        calls: list[_Call] = []
 
         def see(call: _Call, way: str, value: Any) -> None:
             if way == "in":
-                found.append(call)
+                calls.append(call)
             for path, tensor in tensors_in(value):
                 place = call.name, call.number, way, path
                 known = place in self._dimensions and tensor.ndim > (self._dimensions[place] or 0)
                 call.hashes[way, path] = hashes_of_rows(tensor, self._dimensions[place]) if known else None
 
         with self._hooked(see):
-            yield found
+            yield calls
 
     @contextmanager
     def _hooked(self, see: Any) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Watch:
                     stack.callback(handle.remove)
             yield
 
-    def differences(self, own: Sequence[_Call], job: Sequence[_Call]) -> Differences:
+    def differences(self, calls: Sequence[_Call], job: Sequence[_Call]) -> Differences:
         """Compare the calls of a smaller batch with those of the job's batch."""
         there = {(call.name, call.number): call for call in job}
         culprits: dict[str, str] = {}
@@ -127,7 +127,7 @@ class Watch:
         differing = set()
         inputs_differ = False
         # The last call first: calls inside of a call come behind it.
-        for call in reversed(own):
+        for call in reversed(calls):
             beside = there.get((call.name, call.number))
             if beside is None or call.hashes.keys() != beside.hashes.keys():
                 continue
@@ -184,14 +184,14 @@ def _differing(call: _Call, job: _Call, way: str) -> npt.NDArray[np.bool_]:
     A row is looked for among all of the job's: it may stand at another place there, and samples may have
     several rows each.
     """
-    found: list[npt.NDArray[np.bool_]] = []
+    differing: list[npt.NDArray[np.bool_]] = []
     for (own_way, path), hashes in call.hashes.items():
         beside = job.hashes[own_way, path]
         if own_way == way and hashes is not None and beside is not None:
-            found.append(~np.isin(hashes, beside))
-    rows = max((len(each) for each in found), default=1)
+            differing.append(~np.isin(hashes, beside))
+    rows = max((len(each) for each in differing), default=1)
     together = np.zeros(rows, np.bool_)
-    for each in found:
+    for each in differing:
         # A tensor without rows, or with another number of them: each row may depend on all of it.
         together |= each if len(each) == rows else each.any()
     return together

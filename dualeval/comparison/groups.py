@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.comparison.estimates import Estimate, differences_of
-from dualeval.comparison.pairing import Pairs, taken
+from dualeval.comparison.pairing import Pairs, at_rows
 from dualeval.comparison.statistics import LEVEL, Difference, largest_loss
 from dualeval.engine.scoring.slices import Keys, groups_of, too_small
 from dualeval.errors import UsageError
@@ -92,10 +92,10 @@ def groups_of_pairs(
 ) -> list[Group[Estimate]]:
     """Estimate the differences of each group; groups are those of all samples that A or B has evaluated."""
     keys = {name: _keys(pairs, name) for name in columns_of_groups([by])}
-    found = groups_of(by, keys, bins)
+    grouping = groups_of(by, keys, bins)
     ends = np.cumsum([len(pairs), pairs.failed_b])
     groups = []
-    for value, label, members in zip(found.values, found.labels, found.members(), strict=True):
+    for value, label, members in zip(grouping.values, grouping.labels, grouping.members(), strict=True):
         of_pairs, in_b, in_a = np.split(members, np.searchsorted(members, ends))
         failed = {"in_a": len(in_a), "in_b": len(in_b)}
         groups.append(_group(pairs, value, label, of_pairs, failed, clusters, chosen))
@@ -111,12 +111,12 @@ def _group(
     clusters: npt.NDArray[np.int64] | None,
     chosen: Sequence[str] | None,
 ) -> Group[Estimate]:
-    own = None if clusters is None else clusters[places]
-    count = None if own is None else len(np.unique(own))
+    numbers = None if clusters is None else clusters[places]
+    count = None if numbers is None else len(np.unique(numbers))
     small = too_small(len(places), count)
     if len(places):
         of_group = replace(pairs, rows_a=pairs.rows_a[places], rows_b=pairs.rows_b[places])
-        estimates, not_compared = differences_of(of_group, own, chosen)
+        estimates, not_compared = differences_of(of_group, numbers, chosen)
     else:
         runs = " or ".join(run for run, name in (("A", "in_a"), ("B", "in_b")) if failed[name])
         small = f"none of its {counted(sum(failed.values()), 'sample')} was evaluated in {runs}"
@@ -138,15 +138,15 @@ def notes_of_failed(groups: Mapping[str, Sequence[Group[Any]]]) -> list[str]:
     """How many samples of each group failed in one run only."""
     notes = []
     for by, of_by in groups.items():
-        said = [
+        counts = [
             f"{group.label} {failed:,} of {group.samples + sum(group.failed.values()):,} in {run}"
             for group in of_by
             for run, failed in (("A", group.failed["in_a"]), ("B", group.failed["in_b"]))
             if failed
         ]
-        if said:
-            more = f", and {len(said) - _NAMED:,} more" if len(said) > _NAMED else ""
-            notes.append(f"Failed in one run only, by {by}: {', '.join(said[:_NAMED])}{more}.")
+        if counts:
+            more = f", and {len(counts) - _NAMED:,} more" if len(counts) > _NAMED else ""
+            notes.append(f"Failed in one run only, by {by}: {', '.join(counts[:_NAMED])}{more}.")
     return notes
 
 
@@ -172,8 +172,8 @@ def _keys(pairs: Pairs, name: str) -> Keys:
         (pairs.b, whole[1], pairs.rows_b, pairs.only_b),
     ):
         if column is not None:
-            keys.append(_plain(taken(column, rows)))
-            further.append(_plain(taken(column, alone)))
+            keys.append(_plain(at_rows(column, rows)))
+            further.append(_plain(at_rows(column, alone)))
         elif len(alone):
             raise UsageError(
                 f"--by {name}: {run.folder} has no such column, and {counted(len(alone), 'sample')} that the "
@@ -252,8 +252,8 @@ def bounds_by_holm(differences: Mapping[int, Difference], margin: float, directi
     remaining = list(differences)
     while remaining:
         tail = LEVEL / len(remaining)
-        found = {place: largest_loss(differences[place], tail, direction) for place in remaining}
-        within = {place: bound for place, bound in found.items() if bound <= margin}
-        bounds |= within or found
+        losses = {place: largest_loss(differences[place], tail, direction) for place in remaining}
+        within = {place: bound for place, bound in losses.items() if bound <= margin}
+        bounds |= within or losses
         remaining = [place for place in remaining if place not in within] if within else []
     return bounds
