@@ -91,7 +91,7 @@ def open_table(
 
 def column_of(
     path: Path | str,
-    found: Sequence[str],
+    columns: Sequence[str],
     asked: str | None,
     usual: Sequence[str],
     flag: str,
@@ -99,12 +99,12 @@ def column_of(
     hint: str = "",
 ) -> str:
     """The column that holds ``what``: the one that was asked for, or one of the usual names."""
-    there = first_of(found, _NAMED_AT_MOST)
+    there = first_of(columns, _NAMED_AT_MOST)
     if asked is not None:
-        if asked not in found:
+        if asked not in columns:
             raise UsageError(f"{flag} {asked}: {path} has the columns {there}. Give one of these.")
         return asked
-    spelt = [_spelt(found, name) for name in usual]
+    spelt = [_spelt(columns, name) for name in usual]
     present = [name for names in spelt for name in names]
     if not present:
         raise UsageError(
@@ -119,14 +119,14 @@ def column_of(
     return present[0]
 
 
-def _check_once(path: Path, found: Sequence[str], columns: Sequence[str]) -> None:
-    if twice := next((name for name in columns if found.count(name) > 1), None):
+def _check_once(path: Path, names: Sequence[str], columns: Sequence[str]) -> None:
+    if twice := next((name for name in columns if names.count(name) > 1), None):
         raise UsageError(f"{path} has two columns {twice!r}: leave one out")
 
 
-def _spelt(found: Sequence[str], name: str) -> list[str]:
+def _spelt(columns: Sequence[str], name: str) -> list[str]:
     """The columns of a name in small or capital letters; in small ones alone if there is one."""
-    return [name] if name in found else [each for each in dict.fromkeys(found) if each.casefold() == name]
+    return [name] if name in columns else [each for each in dict.fromkeys(columns) if each.casefold() == name]
 
 
 # -- CSV -------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _of_csv(path: Path, choose: Choose, options: TableOptions, headings: str) ->
     _check_once(path, names, columns)
     further = FurtherColumns(names, columns, options.keep, cells=True)
     places = [names.index(name) for name in (*columns, *further.names)]
-    rows = further.taken(_csv_rows(path, lines, len(names), places), len(columns))
+    rows = further.split_off(_csv_rows(path, lines, len(names), places), len(columns))
     return Table(path=path, unit="line", columns=columns, rows=rows, further=further)
 
 
@@ -153,7 +153,7 @@ def _check_delimiter(path: Path, names: Sequence[str], delimiter: str) -> None:
         raise UsageError(f"{path}, line 1 is {names[0]!r}, which only Excel reads. Remove it.")
     other = next((each for each in ",\t;|" if each != delimiter and each in names[0]), None)
     if other is not None and len(names) == 1:
-        suffix = {own: suffix for suffix, own in _DELIMITERS.items()}.get(other)
+        suffix = {mark: suffix for suffix, mark in _DELIMITERS.items()}.get(other)
         advice = f"rename it to {path.with_suffix(suffix).name}" if suffix else _WITH_COMMAS % (path, other)
         raise UsageError(f"{path} has one column, {names[0]!r}. Where {other!r} separates columns, {advice}")
 
@@ -229,7 +229,7 @@ def _of_json_lines(path: Path, choose: Choose, example: str, keep: Sequence[str]
     further = FurtherColumns(list(first[1]), columns, keep)
     rows = _json_rows(path, itertools.chain([first], objects), columns, further.names)
     return Table(
-        path=path, unit="line", columns=columns, rows=further.taken(rows, len(columns)), further=further
+        path=path, unit="line", columns=columns, rows=further.split_off(rows, len(columns)), further=further
     )
 
 
@@ -291,7 +291,7 @@ def _of_parquet(path: Path, choose: Choose, of_texts: str, keep: Sequence[str]) 
         path=path,
         unit="row",
         columns=columns,
-        rows=further.taken(rows, len(columns)),
+        rows=further.split_off(rows, len(columns)),
         class_names=_class_names(schema.metadata or {}),
         further=further,
     )
@@ -299,8 +299,8 @@ def _of_parquet(path: Path, choose: Choose, of_texts: str, keep: Sequence[str]) 
 
 def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
     """The names of classes by column, as Hugging Face's library writes them beside the rows."""
-    said = json.loads(metadata.get(b"huggingface", b"{}"))
-    features = said.get("info", {}).get("features", {})
+    content = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = content.get("info", {}).get("features", {})
     return {
         column: tuple(feature["names"])
         for column, feature in features.items()
@@ -334,7 +334,7 @@ PythonRows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class DataRows:
     """The chosen columns of all rows, at least one."""
 
     # What they are of, for messages and descriptions: the path as it was given, or "rows of a list".
@@ -373,8 +373,8 @@ class Rows:
             return value
         empty = value is None or (isinstance(value, str) and not value.strip())
         kind = "half a surrogate pair" if isinstance(value, str) else type(value).__name__
-        found = "is empty" if empty else f"is {value!a} ({kind})"
-        raise UsageError(f"{self.where(index)}: the column {column!r} {found}, expected a text")
+        fault = "is empty" if empty else f"is {value!a} ({kind})"
+        raise UsageError(f"{self.where(index)}: the column {column!r} {fault}, expected a text")
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over ids and contents of the first ``count`` rows."""
@@ -389,23 +389,23 @@ def read_rows(
     choose: Choose,
     example: Mapping[str, Any],
     options: TableOptions = AS_USUAL,
-) -> Rows:
+) -> DataRows:
     """Read the chosen columns of all rows of a table, or take them from Python."""
     if not isinstance(data, str | Path):
         options.refuse_quoting(f"a {type(data).__name__}")
         return _of_python(data, choose, example, options.keep)
     path = Path(data)
     if not path.is_file() or not is_table(path):
-        found = "does not exist" if not path.exists() else "is not a table"
-        raise UsageError(f"--data {data} {found}. Expected a file {', '.join(SUFFIXES)}.")
+        fault = "does not exist" if not path.exists() else "is not a table"
+        raise UsageError(f"--data {data} {fault}. Expected a file {', '.join(SUFFIXES)}.")
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")
-    table = open_table(path, lambda found: _with_id(found, choose), example, options=options)
+    table = open_table(path, lambda columns: _with_id(columns, choose), example, options=options)
     with doing(f"reading {data}"):
         return _rows(str(data), str(path.absolute()), table)
 
 
-def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> Rows:
+def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> DataRows:
     kind = type(data).__name__
     if isinstance(data, Mapping):
         raise UsageError(
@@ -413,16 +413,16 @@ def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], kee
         )
     first = next(iter(data), None)
     if not isinstance(first, Mapping):
-        found = "empty" if first is None else f"{type(first).__name__}s"
+        fault = "empty" if first is None else f"{type(first).__name__}s"
         raise UsageError(
-            f"the rows of the {kind} are {found}: expected mappings of column to value, as {dict(example)}. "
+            f"the rows of the {kind} are {fault}: expected mappings of column to value, as {dict(example)}. "
             "A table of pandas gives them with to_dict('records')."
         )
     columns = _with_id(list(first), choose)
     features = getattr(data, "features", None) or {}
     names = {column: tuple(each.names) for column, each in features.items() if getattr(each, "names", None)}
     further = FurtherColumns(list(first), columns, keep)
-    rows = further.taken(_python_rows(data, columns, further.names, kind), len(columns))
+    rows = further.split_off(_python_rows(data, columns, further.names, kind), len(columns))
     table = Table(path=Path(kind), unit="row", columns=columns, rows=rows, class_names=names, further=further)
     return _rows(f"rows of a {kind}", kind, table)
 
@@ -437,13 +437,13 @@ def _python_rows(
             raise UsageError(f"row {number} of the {kind} has no {error.args[0]!r}") from error
 
 
-def _with_id(found: Sequence[str], choose: Choose) -> tuple[str, ...]:
+def _with_id(columns: Sequence[str], choose: Choose) -> tuple[str, ...]:
     """The chosen columns, and behind them that of the ids."""
-    chosen = choose(found)
-    return (*chosen, *[name for name in _IDS if name in found and name not in chosen][:1])
+    chosen = choose(columns)
+    return (*chosen, *[name for name in _IDS if name in columns and name not in chosen][:1])
 
 
-def _rows(of: str, source: str, table: Table) -> Rows:
+def _rows(of: str, source: str, table: Table) -> DataRows:
     numbers: list[int] = []
     values: list[tuple[Any, ...]] = []
     for number, *row in table.rows:
@@ -453,10 +453,10 @@ def _rows(of: str, source: str, table: Table) -> Rows:
         raise UsageError(f"{of} holds no row")
     ids = [str(place) for place in range(len(values))]
     if table.columns[-1] in _IDS:
-        own = [str(row[-1]) for row in values]
+        cells = [str(row[-1]) for row in values]
         # A value that rows share, such as a product's number, does not name a row.
-        ids = own if len({*own}) == len(own) and all(own) and all(map(is_unicode, own)) else ids
-    return Rows(
+        ids = cells if len({*cells}) == len(cells) and all(cells) and all(map(is_unicode, cells)) else ids
+    return DataRows(
         of=of,
         source=source,
         columns=table.columns,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dualeval.data.class_folders import imagenet_wnids
 from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels, read_class_map
-from dualeval.data.table import Rows
+from dualeval.data.table import DataRows
 from dualeval.errors import UsageError
 from dualeval.messages import first_of
 from dualeval.models import published
@@ -182,7 +182,7 @@ def names_of_classes(model: nn.Module, count: int) -> tuple[str, ...]:
     return () if unknown else names
 
 
-def number_targets(rows: Rows, column: str) -> Tensor:
+def number_targets(rows: DataRows, column: str) -> Tensor:
     """The number of each row, float64 (rows,)."""
     found = []
     for place, value in enumerate(rows.column(column)):
