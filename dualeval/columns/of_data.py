@@ -80,14 +80,14 @@ class KeptColumns:
             if not _OF_PARTS.fullmatch(name) and not _OF_FOLDS.fullmatch(name):
                 continue
             places, texts = (values.places, values.distinct) if isinstance(values, Texts) else (values, ())
-            found, counts = np.unique(places, return_counts=True)
-            parts = [str(texts[each] if texts else each) for each in found]
-            kinds = {next((k for k in _KINDS if part.casefold().startswith(k)), "") for part in parts}
-            is_flag = name.casefold().startswith("is") and {*map(str.casefold, parts)} in _FLAGS
+            indices, counts = np.unique(places, return_counts=True)
+            splits = [str(texts[each] if texts else each) for each in indices]
+            kinds = {next((k for k in _KINDS if split.casefold().startswith(k)), "") for split in splits}
+            is_flag = name.casefold().startswith("is") and {*map(str.casefold, splits)} in _FLAGS
             if is_flag or {"train"} < kinds - {""}:
-                yield name, " and ".join(f"{n:,} of {part}" for part, n in zip(parts, counts, strict=True))
-            elif _OF_FOLDS.fullmatch(name) and 1 < len(parts) <= _MOST_FOLDS:
-                held = f"rows of {len(parts)} folds ({', '.join(parts)})"
+                yield name, " and ".join(f"{n:,} of {split}" for split, n in zip(splits, counts, strict=True))
+            elif _OF_FOLDS.fullmatch(name) and 1 < len(splits) <= _MOST_FOLDS:
+                held = f"rows of {len(splits)} folds ({', '.join(splits)})"
                 yield name, f"{held}, of which a model is usually trained with all but one"
 
     def named_otherwise(
@@ -133,7 +133,7 @@ class WithColumns:
 
 
 class FurtherColumns:
-    """Takes the columns of a table that are no task's (``own``), while its rows are read once.
+    """Takes the columns of a table that are no task's (``chosen``), while its rows are read once.
 
     Without names to ``keep`` all small ones are taken, and none by ``("none",)``. ``cells`` are all texts, of
     which some are numbers; ``unfit`` says of columns why they cannot be kept.
@@ -142,7 +142,7 @@ class FurtherColumns:
     def __init__(
         self,
         names: Sequence[str] = (),
-        own: Sequence[str] = (),
+        chosen: Sequence[str] = (),
         keep: Sequence[str] = (),
         *,
         cells: bool = False,
@@ -150,7 +150,7 @@ class FurtherColumns:
     ) -> None:
         # Of two columns of one name nobody knows which is meant, and what has no name cannot be named.
         there = [name for name in names if name and names.count(name) == 1]
-        wanted = [name for name in there if (name in keep if keep else name not in own)]
+        wanted = [name for name in there if (name in keep if keep else name not in chosen)]
         self._unfit = {name: why for name, why in (unfit or {}).items() if name in wanted}
         if keep:
             self._unfit |= {name: NOT_NAMED for name in there if name not in wanted}
@@ -158,15 +158,15 @@ class FurtherColumns:
         self.names = tuple(name for name in wanted if name not in self._unfit)
         self._columns = {name: _Column(cells=cells, is_named=name in keep) for name in self.names}
 
-    def taken(self, rows: Iterator[tuple[Any, ...]], own: int) -> Iterator[tuple[Any, ...]]:
-        """Rows without these columns, which stand behind a number and ``own`` values."""
-        return self._taken(rows, own + 1) if self.names else rows
+    def split_off(self, rows: Iterator[tuple[Any, ...]], count: int) -> Iterator[tuple[Any, ...]]:
+        """Rows without these columns, which stand behind a number and ``count`` values."""
+        return self._split_off(rows, count + 1) if self.names else rows
 
-    def _taken(self, rows: Iterator[tuple[Any, ...]], own: int) -> Iterator[tuple[Any, ...]]:
+    def _split_off(self, rows: Iterator[tuple[Any, ...]], count: int) -> Iterator[tuple[Any, ...]]:
         block: list[tuple[Any, ...]] = []
         for row in rows:
-            block.append(row[own:])
-            yield row[:own]
+            block.append(row[count:])
+            yield row[:count]
             if len(block) == _ROWS_AT_ONCE:
                 self._take(block)
                 block = []
@@ -183,10 +183,10 @@ class FurtherColumns:
 
     def kept(self) -> KeptColumns:
         """The columns of all rows that were taken."""
-        found = {name: column.values() for name, column in self._columns.items()}
-        left_out = {name: values for name, values in found.items() if isinstance(values, str)}
+        columns = {name: column.values() for name, column in self._columns.items()}
+        left_out = {name: values for name, values in columns.items() if isinstance(values, str)}
         return KeptColumns(
-            values={name: values for name, values in found.items() if not isinstance(values, str)},
+            values={name: values for name, values in columns.items() if not isinstance(values, str)},
             left_out={**self._unfit, **left_out},
         )
 
@@ -262,19 +262,19 @@ class _Column:
         return is_twice
 
     def _array(self, dtype: Any, of: Any) -> npt.NDArray[Any]:
-        return np.concatenate([np.array([of(value) for value in part], dtype) for part in self._parts()])
+        return np.concatenate([np.array([of(value) for value in block], dtype) for block in self._unpacked()])
 
     def _texts(self) -> Texts | str:
         known: dict[str, int] = {}
         places = []
-        for part in self._parts():
-            texts = ["" if value is None else written(value) for value in part]
+        for block in self._unpacked():
+            texts = ["" if value is None else written(value) for value in block]
             places.append(np.array([known.setdefault(text, len(known)) for text in texts], np.int32))
             if len(known) > _MOST_TEXTS and not self._is_named:
                 return f"it has more than {_MOST_TEXTS:,} different texts"
         return Texts(np.concatenate(places), list(known))
 
-    def _parts(self) -> Iterator[list[Any]]:
+    def _unpacked(self) -> Iterator[list[Any]]:
         # Twice at once they would need the double.
         while self._blocks:
             yield json.loads(self._blocks.pop(0))

@@ -44,9 +44,9 @@ class Ragged:
     def __init__(self, values: Tensor, lengths: Tensor) -> None:
         lengths = torch.as_tensor(lengths)
         if not isinstance(values, Tensor) or values.ndim == 0:
-            found = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            fault = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise UsageError(
-                f"the values of a ragged column are {found}, expected a tensor of shape (total, ...): the "
+                f"the values of a ragged column are {fault}, expected a tensor of shape (total, ...): the "
                 "values of all samples, one after the other"
             )
         whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
@@ -132,8 +132,8 @@ class Text(Ragged):
 
     def __getitem__(self, chosen: Any) -> Any:
         """One sample's string by an ``int``; a column by a mask, a slice, or a list or tensor of places."""
-        found = super().__getitem__(chosen)
-        return _string(found.numpy()) if isinstance(chosen, (int, np.integer)) else found
+        column = super().__getitem__(chosen)
+        return _string(column.numpy()) if isinstance(chosen, (int, np.integer)) else column
 
     def __iter__(self) -> Iterator[str]:
         return (_string(row.numpy()) for row in super().__iter__())
@@ -299,9 +299,9 @@ def empty_rows(like: Column, count: int) -> Column:
 def concatenated(columns: Sequence[Column]) -> Column:
     """The rows of columns of one kind, one column's behind the other's."""
     first = columns[0]
-    parts = zip(*map(parts_of, columns), strict=True)
-    found: Column = of_parts(type(first), [torch.cat(part) for part in parts])
-    return found
+    pieces = zip(*map(parts_of, columns), strict=True)
+    column: Column = of_parts(type(first), [torch.cat(piece) for piece in pieces])
+    return column
 
 
 def concatenated_rows(rows: Sequence[Rows]) -> Rows:

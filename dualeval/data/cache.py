@@ -18,5 +18,5 @@ class DataCache:
         """What was read under a key, read now where it was not; an error is not remembered."""
         if key not in self._read:
             self._read[key] = read()
-        found: _T = self._read[key]
-        return found
+        value: _T = self._read[key]
+        return value

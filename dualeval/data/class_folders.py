@@ -62,15 +62,15 @@ class PassedOver:
         """In words for people; empty where nothing was passed over."""
         named = first_of(sorted(self.files), _NAMED_AT_MOST)
         beside = f", {self.beside:,} of them images beside the class folders" if self.beside else ""
-        parts = {
+        counts = {
             f"{counted(self.files.total(), 'file')} ({named}){beside}": self.files.total(),
             counted(self.hidden_folders, "hidden folder"): self.hidden_folders,
             counted(self.repeated_folders, "link") + " to a folder that was read already": (
                 self.repeated_folders
             ),
         }
-        said = "; ".join(part for part, count in parts.items() if count)
-        return f"passed over: {said}" if said else ""
+        text = "; ".join(part for part, count in counts.items() if count)
+        return f"passed over: {text}" if text else ""
 
 
 _FLAT = (
@@ -84,9 +84,9 @@ _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 def check_folder(root: Path) -> None:
     """Check that a data folder is there."""
     if not root.is_dir():
-        found = "is a file" if root.exists() else "does not exist"
+        fault = "is a file" if root.exists() else "does not exist"
         raise UsageError(
-            f"data folder {root} {found}. Give --data a folder with one sub-folder per class, a "
+            f"data folder {root} {fault}. Give --data a folder with one sub-folder per class, a "
             "manifest (.csv, .tsv, .jsonl, .parquet) or a data set by name (CIFAR10:DIR)."
         )
 
@@ -107,11 +107,11 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
             passed_over.hidden_folders += 1
         else:
             folders.append(entry.name)
-    if (parts := [name for name in sorted(folders) if name.lower() in _PARTS]) == sorted(folders) and parts:
-        own = [name for name in parts if any(path.is_dir() for path in (root / name).glob("*"))]
+    if (splits := [name for name in sorted(folders) if name.lower() in _PARTS]) == sorted(folders) and splits:
+        filled = [name for name in splits if any(path.is_dir() for path in (root / name).glob("*"))]
         raise UsageError(
-            f"data folder {root} holds {' and '.join(parts)}, which are parts of a data set, not classes. "
-            + (f"Give one of them: --data {root / own[-1]}" if own else _FLAT.format(root / parts[-1]))
+            f"data folder {root} holds {' and '.join(splits)}, which are parts of a data set, not classes. "
+            + (f"Give one of them: --data {root / filled[-1]}" if filled else _FLAT.format(root / splits[-1]))
         )
     return sorted(folders)
 
@@ -127,15 +127,15 @@ def is_image(name: str) -> bool:
 
 def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]:
     """Paths below the root of the images of a class, sorted; counts what is passed over."""
-    found = []
+    paths = []
     seen: set[tuple[int, int]] = set()
     for folder, inner, names in os.walk(root / class_name, onerror=_refuse, followlinks=True):
-        own = Path(folder).stat()
-        if (own.st_dev, own.st_ino) in seen:
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
             inner.clear()  # a link back to where the walk has been
             passed_over.repeated_folders += 1
             continue
-        seen.add((own.st_dev, own.st_ino))
+        seen.add((status.st_dev, status.st_ino))
         # In name order: of two links to one folder the first is read, whatever order the disk has.
         shown = sorted(name for name in inner if not _is_hidden(name))
         passed_over.hidden_folders += len(inner) - len(shown)
@@ -143,10 +143,10 @@ def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]
         inside = Path(folder).relative_to(root).as_posix()
         for name in names:
             if is_image(name):
-                found.append(f"{inside}/{name}")
+                paths.append(f"{inside}/{name}")
             else:
                 passed_over.add(name)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _refuse(error: OSError) -> None:
@@ -176,25 +176,25 @@ def imagenet_wnids() -> tuple[str, ...]:
 def imagenet_folder(root: Path, split: str) -> Path:
     """The folder of ImageNet's class folders, named by wnid."""
     places = [root / place.format(name) for place in _PLACES for name in _NAMES[split]]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
         tar = root / _TAR.format(split)
         hint = f" {tar} is an archive: unpack it into {places[0]}/WNID/." if tar.is_file() else ""
         raise UsageError(
             f"{places[0]} is missing: --data ImageNet:DIR takes DIR/{split}/WNID/IMAGE, as torchvision keeps "
             f"it, and nothing is downloaded.{hint}"
         )
-    folders = class_folders(found, PassedOver())
-    if not folders and any(is_image(path.name) for path in found.iterdir()):
+    folders = class_folders(folder, PassedOver())
+    if not folders and any(is_image(path.name) for path in folder.iterdir()):
         raise UsageError(
-            f"the pictures lie in {found} itself, expected one folder per class, {found}/n01440764/IMAGE. "
+            f"the pictures lie in {folder} itself, expected one folder per class, {folder}/n01440764/IMAGE. "
             "Sort them into folders by wnid, as torchvision.datasets.ImageNet does, or list them with their "
             "classes in a manifest: --data FILE.csv --image-root DIR."
         )
     if not are_wnids(folders, imagenet_wnids()):
         odd = next((name for name in folders if not are_wnids([name], imagenet_wnids())), "no folder")
         raise UsageError(
-            f"{found}: found {odd}, expected folders that are named by the wnids of ILSVRC-2012, such as "
-            f"n01440764. For other folders give --data {found}."
+            f"{folder}: found {odd}, expected folders that are named by the wnids of ILSVRC-2012, such as "
+            f"n01440764. For other folders give --data {folder}."
         )
-    return found
+    return folder

@@ -63,9 +63,9 @@ def what_weights_are(path: Path) -> str | None:
     header = int.from_bytes(head[:8], "little")
     if is_safetensors and _SAFETENSORS.match(head) and header <= _LONGEST_HEADER:
         return None
-    found = what_it_holds(head)
-    if found is not None:
-        return found
+    content = what_it_holds(head)
+    if content is not None:
+        return content
     if head.startswith((_ZIP, _PICKLE)):
         if is_safetensors:
             return f"was written by torch.save. Rename it to {path.with_suffix('.pt').name}"

@@ -78,11 +78,11 @@ class FileNames:
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> FileNames:
         """Some of the names, in this order."""
-        found = FileNames()
+        names = FileNames()
         for index in np.asarray(indices, np.int64).tolist():
-            found._bytes += self._bytes[self._ends[index] : self._ends[index + 1]]
-            found._ends.append(len(found._bytes))
-        return found
+            names._bytes += self._bytes[self._ends[index] : self._ends[index + 1]]
+            names._ends.append(len(names._bytes))
+        return names
 
 
 def _on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
@@ -100,10 +100,10 @@ def _on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) ->
 def _size_and_time(file: Path | str | int) -> tuple[int, int]:
     """A file's size in bytes and time of change in ns; (MISSING, 0) where it cannot be had."""
     try:
-        found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
+        status = os.stat(file)  # noqa: PTH116 - of a descriptor, too
     except OSError:
         return MISSING, 0
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def digest_of_file(path: Path | str, *, whole: bool) -> bytes:
@@ -122,10 +122,10 @@ def _digest_of_file(path: Path | str, whole: bool) -> bytes:
     # A pipe is not waited for: reading the sample does that, and the run's watch sees it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("no regular file")
-        size = found.st_size
+        size = status.st_size
         digest = hashlib.sha256(f"{size}\0".encode())
         if whole:
             while piece := os.read(descriptor, _PIECE_BYTES):
@@ -184,19 +184,19 @@ class ImageFiles:
 
     def prepared(self, preprocessing: Normalisation) -> ImageFiles:
         """The same images with another preprocessing."""
-        found = copy.copy(self)
-        vars(found).pop("sample_shape", None)
-        found.preprocessing = preprocessing
-        return found
+        images = copy.copy(self)
+        vars(images).pop("sample_shape", None)
+        images.preprocessing = preprocessing
+        return images
 
     def select(self: _Own, indices: Sequence[int] | npt.NDArray[np.int64]) -> _Own:
         """The same data with some of its images alone, in this order; classes and ids stay."""
-        found = copy.copy(self)
+        images = copy.copy(self)
         chosen = np.asarray(indices, np.int64)
-        found._paths = self._paths.select(chosen)
-        found._targets = self._targets[chosen]
-        found._first_seen = np.empty((0, 2), np.int64)
-        return found
+        images._paths = self._paths.select(chosen)
+        images._targets = self._targets[chosen]
+        images._first_seen = np.empty((0, 2), np.int64)
+        return images
 
     @property
     def targets(self) -> npt.NDArray[np.int64]:
@@ -229,15 +229,15 @@ class ImageFiles:
     def left_out(self) -> list[str]:
         """What some of the files have that is left out where they are read."""
         places = range(0, len(self), -(-len(self) // _LOOKED_INTO) or 1)
-        found: dict[str, list[int]] = {}
+        by_kind: dict[str, list[int]] = {}
         for place in places:
             # The loop names what cannot be read; a pipe is not waited for.
             if Path(self.path(place)).is_file():
                 with suppress(OSError, ValueError), self.opened(place) as file:
                     for kind in left_out_of(file, self.preprocessing):
-                        found.setdefault(kind, []).append(place)
+                        by_kind.setdefault(kind, []).append(place)
         of = f"of {counted(len(places), 'picture')} looked into"
-        return [f"{len(some)} {of} have, as {self.id(some[0])}, {kind}" for kind, some in found.items()]
+        return [f"{len(some)} {of} have, as {self.id(some[0])}, {kind}" for kind, some in by_kind.items()]
 
     def labels_used(self, num_classes: int) -> dict[str, Any]:
         """How labels became classes, as in result.json."""
@@ -285,10 +285,10 @@ class ImageFiles:
         """
         chosen = range(min(count, len(self)))
         # A link to nowhere has no size; reading it fails later, and is handled there.
-        found = _on_threads(lambda index: _size_and_time(self.path(index)), chosen)
+        stats = _on_threads(lambda index: _size_and_time(self.path(index)), chosen)
         seen = np.empty((len(chosen), 2), np.int64)
         digest = hashlib.sha256()
-        for index, (size, time) in enumerate(found):
+        for index, (size, time) in enumerate(stats):
             seen[index] = size, time
             digest.update(f"{self.id(index)}\0{size}\0{self._targets[index]}\n".encode())
         self._first_seen = seen
@@ -311,8 +311,8 @@ class ImageFiles:
         key = hashlib.sha256(names + b"\0" + seen.tobytes()).digest()
         if is_seen and key in self._known_contents:
             return self._known_contents[key]
-        found = _on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
-        contents = hashlib.sha256(b"".join(found)).hexdigest()
+        digests = _on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
+        contents = hashlib.sha256(b"".join(digests)).hexdigest()
         if is_seen:
             self._known_contents[key] = contents
         return contents

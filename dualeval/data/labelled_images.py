@@ -38,19 +38,19 @@ class ImageFolder(ImageFiles):
         cache: DataCache | None = None,
     ) -> None:
         cache = cache or DataCache()
-        found, self.passed_over = cache.once(("class folders", root.absolute()), lambda: _listed(root))
-        self.classes = list(found)
-        if not any(map(len, found.values())):
+        files, self.passed_over = cache.once(("class folders", root.absolute()), lambda: _by_class(root))
+        self.classes = list(files)
+        if not any(map(len, files.values())):
             raise self._without_images(root)
         labels = label(self.classes)
-        counts = [len(found[name]) for name in labels.classes]
+        counts = [len(files[name]) for name in labels.classes]
         if not any(counts):
             raise UsageError(
                 f"data folder {root} holds no sample: the class map leaves out all folders that hold images."
             )
         super().__init__(
             root,
-            FileNames(path for name in labels.classes for path in found[name]),
+            FileNames(path for name in labels.classes for path in files[name]),
             np.repeat(np.array([*labels.classes.values()], np.int64), counts),
             labels=labels,
             preprocessing=preprocessing,
@@ -68,29 +68,29 @@ class ImageFolder(ImageFiles):
 
     def notes(self) -> list[str]:
         """Which classes the folders are, and what was passed over and is no picture."""
-        said = "" if self.passed_over.holds_pictures else str(self.passed_over)
-        return [*super().notes(), *filter(None, [said])]
+        sentence = "" if self.passed_over.holds_pictures else str(self.passed_over)
+        return [*super().notes(), *filter(None, [sentence])]
 
     def warnings(self) -> list[str]:
         """Where classes may be others than the model's, and where pictures are no samples."""
-        said = str(self.passed_over) if self.passed_over.holds_pictures else ""
-        return [*super().warnings(), *filter(None, [said])]
+        sentence = str(self.passed_over) if self.passed_over.holds_pictures else ""
+        return [*super().warnings(), *filter(None, [sentence])]
 
     def labels_used(self, num_classes: int) -> dict[str, Any]:
         """How folders became classes, and what was passed over, as in result.json."""
         return {**super().labels_used(num_classes), "passed_over": self.passed_over.to_json()}
 
 
-def _listed(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
+def _by_class(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
     """The images of each class folder, as paths below the root, and what lies there beside them."""
     passed_over = PassedOver()
     folders = {shown_name(name): name for name in class_folders(root, passed_over)}
-    found = {}
+    files = {}
     with doing(f"listing the files of {root}") as listing:
         for name, folder in folders.items():
-            found[name] = FileNames(images_in(root, folder, passed_over))
-            listing.count += len(found[name])
-    return found, passed_over
+            files[name] = FileNames(images_in(root, folder, passed_over))
+            listing.count += len(files[name])
+    return files, passed_over
 
 
 PATH_COLUMNS = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file", "image")
@@ -158,25 +158,25 @@ class ManifestImages(WithColumns, ImageFiles):
 
     def select(self, indices: Any) -> ManifestImages:
         """As for ``ImageFiles``."""
-        found = super().select(indices)
-        found.kept = self.kept.select(np.asarray(indices, np.int64))
-        return found
+        images = super().select(indices)
+        images.kept = self.kept.select(np.asarray(indices, np.int64))
+        return images
 
 
 def _opened(path: Path, path_column: str | None, label_column: str | None, options: TableOptions) -> Table:
     if not path.is_file():
         raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of images.")
 
-    def choose(found: Sequence[str]) -> tuple[str, str]:
+    def choose(columns: Sequence[str]) -> tuple[str, str]:
         hint = ""
-        if _OF_QUESTIONS & {name.casefold() for name in found}:
+        if _OF_QUESTIONS & {name.casefold() for name in columns}:
             hint = (
                 " For questions on texts type: dualeval run --task question-answering --model DIR --data "
                 f"{path}"
             )
         return (
-            column_of(path, found, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths", hint),
-            column_of(path, found, label_column, _LABEL_COLUMNS, "--label-column", "their labels", hint),
+            column_of(path, columns, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths", hint),
+            column_of(path, columns, label_column, _LABEL_COLUMNS, "--label-column", "their labels", hint),
         )
 
     of_texts = ", the paths of picture files. Pictures inside a Parquet file are not read."
@@ -218,9 +218,9 @@ def _read(of: Table) -> _Read:
 
 
 def _no_path(of: Table, number: int, path: object) -> UsageError:
-    found = "is empty" if path is None or path == "" else f"is {path!r}"
+    fault = "is empty" if path is None or path == "" else f"is {path!r}"
     return UsageError(
-        f"{of.where(number)}: the path {found}, expected the path of a picture file (column "
+        f"{of.where(number)}: the path {fault}, expected the path of a picture file (column "
         f"{of.columns[0]!r})"
     )
 

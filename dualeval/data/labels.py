@@ -166,8 +166,8 @@ def choose_labels(
         labels = _by_map(folders, class_map, known, noun)
     elif order == "number":
         labels = _by_number(folders, noun)
-    elif order is None and known is not None and (found := _by_known(folders, known, noun, where)):
-        labels = found
+    elif order is None and known is not None and (chosen := _by_known(folders, known, noun, where)):
+        labels = chosen
     else:
         labels = Labels(
             rule="order of names",
@@ -275,10 +275,10 @@ class TableLabels:
         largest = self._numbers[classes.index(high)]
         if high > _LARGEST_INDEX:
             raise self._no_label(largest, f"{texts[classes.index(high)]}, beyond any index", _AS_NAMES)
-        own = [name.casefold() for name in (known.names if known else ())]
+        names = [name.casefold() for name in (known.names if known else ())]
         of_data = [name.casefold() for name in self._class_names]
         # Names in other words, as those of ImageNet's classes, may mean the same for pictures.
-        if own and of_data and own != of_data and (of_model or sorted(own) == sorted(of_data)):
+        if names and of_data and names != of_data and (of_model or sorted(names) == sorted(of_data)):
             raise UsageError(
                 f"{self._row(self._numbers[0])}: the labels {self._column} are indices of other classes than "
                 f"the model's, or in another order. {_both_lists(known, self._class_names)} Give the labels "
@@ -306,13 +306,13 @@ class TableLabels:
             value = ""
         text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
         if not text or not is_unicode(text):
-            found = ("empty", _NONE) if not text else (f"{text!a} (half a surrogate pair)", "")
-            raise self._no_label(number, *found)
+            fault = ("empty", _NONE) if not text else (f"{text!a} (half a surrogate pair)", "")
+            raise self._no_label(number, *fault)
         return text
 
-    def _no_label(self, number: int, found: str, hint: str = "") -> UsageError:
+    def _no_label(self, number: int, fault: str, hint: str = "") -> UsageError:
         return UsageError(
-            f"{self._at(number)} is {found}, expected a whole number from 0 or a class's name.{hint}"
+            f"{self._at(number)} is {fault}, expected a whole number from 0 or a class's name.{hint}"
         )
 
 
@@ -340,11 +340,11 @@ def _as_whole(texts: list[str], *, bools: bool) -> list[str]:
     return numbers if bools and all(numbers) else texts
 
 
-def _both_lists(known: KnownClasses | None, found: Sequence[str]) -> str:
+def _both_lists(known: KnownClasses | None, of_data: Sequence[str]) -> str:
     of_model = (
         "without names (its id2label has placeholders)" if known is None else _listed_whole(known.names)
     )
-    return f"The model's classes: {of_model}. The data's: {_listed_whole(found)}."
+    return f"The model's classes: {of_model}. The data's: {_listed_whole(of_data)}."
 
 
 # -- order -----------------------------------------------------------------------------------------------
@@ -352,10 +352,10 @@ def _both_lists(known: KnownClasses | None, found: Sequence[str]) -> str:
 
 def _numbers(folders: Sequence[str]) -> dict[str, int] | None:
     """The number of each folder, where all names are numbers or end with one behind the same text."""
-    found = [_NUMBERED.fullmatch(folder) for folder in folders]
-    if not all(found) or len({match[1] for match in found if match}) != 1:
+    matches = [_NUMBERED.fullmatch(folder) for folder in folders]
+    if not all(matches) or len({match[1] for match in matches if match}) != 1:
         return None
-    return {folder: int(match[2]) for folder, match in zip(folders, found, strict=True) if match}
+    return {folder: int(match[2]) for folder, match in zip(folders, matches, strict=True) if match}
 
 
 def _numeric_warning(folders: Sequence[str], noun: str) -> tuple[str, ...]:
@@ -396,8 +396,8 @@ def _by_number(folders: Sequence[str], noun: str) -> Labels:
 def are_wnids(folders: Iterable[str], wnids: Sequence[str]) -> bool:
     """Whether all folders have WordNet's ids for names, and these are among ``wnids``."""
     known = set(wnids)
-    found = [folder.lower() for folder in folders]
-    return bool(found) and all(_WNID.fullmatch(name) and name in known for name in found)
+    names = [folder.lower() for folder in folders]
+    return bool(names) and all(_WNID.fullmatch(name) and name in known for name in names)
 
 
 def _by_known(
@@ -405,20 +405,20 @@ def _by_known(
 ) -> Labels | None:
     """By the names of known classes; None where no folder has one."""
     exact = {folder: known.find(folder, exactly=True) for folder in folders}
-    found = {folder: places or known.find(folder, exactly=False) for folder, places in exact.items()}
-    if not any(found.values()):
+    matches = {folder: places or known.find(folder, exactly=False) for folder, places in exact.items()}
+    if not any(matches.values()):
         return None
-    if any(places and not exact[folder] for folder, places in found.items()):
+    if any(places and not exact[folder] for folder, places in matches.items()):
         # Who writes names in other letters may have done so with those that seem to be exact.
-        found = {folder: known.find(folder, exactly=False) for folder in folders}
-    unknown = [folder for folder, places in found.items() if not places]
+        matches = {folder: known.find(folder, exactly=False) for folder in folders}
+    unknown = [folder for folder, places in matches.items() if not places]
     if unknown:
         raise UsageError(
             f"{where(unknown[0])}{len(unknown)} of {len(folders)} {noun}s are not classes of {known.of}, "
             f"while the others are: {_listed(unknown)}.{known.nearest(unknown[0])} Rename them, or give "
             "--class-map FILE."
         )
-    for folder, places in found.items():
+    for folder, places in matches.items():
         if len(places) > 1:
             alike, wnids = (
                 _listed([names[place] for place in places if names]) for names in (known.names, known.wnids)
@@ -428,7 +428,7 @@ def _by_known(
                 f"{known.of}: {alike}. {f'Name it by its wnid ({wnids}), or give' if wnids else 'Give'} "
                 "--class-map FILE."
             )
-    classes = {folder: places[0] for folder, places in found.items()}
+    classes = {folder: places[0] for folder, places in matches.items()}
     for index, count in Counter(classes.values()).items():
         if count > 1 and noun != "label":
             same = [folder for folder in classes if classes[folder] == index]
@@ -493,46 +493,46 @@ def _checked_map(pairs: list[tuple[str, Any]]) -> dict[str, int | None]:
     return classes
 
 
-def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None, noun: str) -> Labels:
-    said = f"--class-map {given.path}"
-    unknown = [folder for folder in folders if folder not in given.classes]
+def _by_map(folders: Sequence[str], class_map: ClassMap, known: KnownClasses | None, noun: str) -> Labels:
+    option = f"--class-map {class_map.path}"
+    unknown = [folder for folder in folders if folder not in class_map.classes]
     if unknown:
         raise UsageError(
-            f"{said} does not name {len(unknown)} of {len(folders)} {noun}s: {_listed(unknown)}. Add "
+            f"{option} does not name {len(unknown)} of {len(folders)} {noun}s: {_listed(unknown)}. Add "
             f"them; null leaves a {_short(noun)} out."
         )
-    found = {folder: given.classes[folder] for folder in folders}
-    classes = {folder: index for folder, index in found.items() if index is not None}
-    left_out = tuple(folder for folder, index in found.items() if index is None)
+    indices = {folder: class_map.classes[folder] for folder in folders}
+    classes = {folder: index for folder, index in indices.items() if index is not None}
+    left_out = tuple(folder for folder, index in indices.items() if index is None)
     if not classes:
-        raise UsageError(f"{said} leaves every {noun} out: there is nothing to evaluate.")
+        raise UsageError(f"{option} leaves every {noun} out: there is nothing to evaluate.")
     short = _short(noun)
-    notes = [f"classes: {counted(len(classes), short)} by {given.path}"]
+    notes = [f"classes: {counted(len(classes), short)} by {class_map.path}"]
     if left_out:
         notes.append(f"class map: {counted(len(left_out), short)} left out: {_listed(left_out)}")
-    own: dict[int, str] = {}
+    names: dict[int, str] = {}
     for folder, index in classes.items():
-        own[index] = f"{own[index]}, {folder}" if index in own else folder
+        names[index] = f"{names[index]}, {folder}" if index in names else folder
     if known is not None:
-        check_indices(classes, len(known.names), said, f"{known.of} has {len(known.names)} classes")
+        check_indices(classes, len(known.names), option, f"{known.of} has {len(known.names)} classes")
     return Labels(
         rule="class map",
         classes=classes,
-        names=own if known is None else known.shown,
+        names=names if known is None else known.shown,
         num_classes=None if known is None else len(known.names),
         left_out=left_out,
         notes=tuple(notes),
     )
 
 
-def check_indices(classes: Mapping[str, int], count: int, said: str, because: str) -> None:
+def check_indices(classes: Mapping[str, int], count: int, option: str, because: str) -> None:
     """Check that each folder's class is one of ``count`` classes."""
     for folder, index in classes.items():
         if index >= count:
             shifted = (min(classes.values()), max(classes.values())) == (1, count)
             hint = " Its indices begin at 1, those of a model at 0: write each one less." * shifted
             raise UsageError(
-                f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).{hint}"
+                f"{option} makes {folder!r} class {index}, but {because} (0 to {count - 1}).{hint}"
             )
 
 
@@ -540,10 +540,10 @@ def check_indices(classes: Mapping[str, int], count: int, said: str, because: st
 
 
 def _places(names: Iterable[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for index, name in enumerate(names):
-        found.setdefault(name, []).append(index)
-    return found
+        places.setdefault(name, []).append(index)
+    return places
 
 
 def _simple(name: str) -> str:

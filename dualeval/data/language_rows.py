@@ -9,7 +9,7 @@ from typing import Any
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns
 from dualeval.data.set_names import is_table
-from dualeval.data.table import AS_USUAL, PythonRows, Rows, TableOptions, column_of, read_rows
+from dualeval.data.table import AS_USUAL, DataRows, PythonRows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import Document
 from dualeval.errors import UsageError
 
@@ -25,12 +25,12 @@ class LanguageData:
 
     # One of DOCUMENTS, CHOICES and ANSWERS.
     kind: str
-    # As in ``Rows``.
+    # As in ``DataRows``.
     of: str
     source: str
     documents: Sequence[Document] = ()
     # Where the kind is not DOCUMENTS: columns context, choices, answer, or prompt, answer.
-    rows: Rows | None = None
+    rows: DataRows | None = None
     # The other columns of the documents' rows.
     kept: KeptColumns = NO_COLUMNS
 
@@ -51,7 +51,7 @@ def read_language_data(
         return _of_files(Path(data), str(data))
     named = str(data) if isinstance(data, str | Path) else f"the {type(data).__name__}"
     example = {"text": "A whole document."}
-    rows = read_rows(data, lambda found: _columns(named, found, text), example, options)
+    rows = read_rows(data, lambda columns: _columns(named, columns, text), example, options)
     if text is None and rows.columns[0] in (*_CONTEXTS, "prompt"):
         kind = CHOICES if "choices" in rows.columns else ANSWERS
         return LanguageData(kind=kind, of=rows.of, source=rows.source, rows=rows)
@@ -59,23 +59,23 @@ def read_language_data(
     return LanguageData(kind=DOCUMENTS, of=rows.of, source=rows.source, documents=documents, kept=rows.kept)
 
 
-def _columns(named: str, found: Sequence[str], text: str | None) -> tuple[str, ...]:
+def _columns(named: str, names: Sequence[str], text: str | None) -> tuple[str, ...]:
     if text is not None:
-        return (column_of(named, found, text, (), "--text", "the documents' texts"),)
-    if {"choices", "answer"} <= {*found} and (context := next((n for n in _CONTEXTS if n in found), None)):
+        return (column_of(named, names, text, (), "--text", "the documents' texts"),)
+    if {"choices", "answer"} <= {*names} and (context := next((n for n in _CONTEXTS if n in names), None)):
         return context, "choices", "answer"
-    if {"prompt", "answer"} <= {*found} and "choices" not in found:
+    if {"prompt", "answer"} <= {*names} and "choices" not in names:
         return "prompt", "answer"
-    if "choices" not in found and (own := next((name for name in _TEXTS if name in found), None)):
-        return (own,)
+    if "choices" not in names and (column := next((name for name in _TEXTS if name in names), None)):
+        return (column,)
     raise UsageError(
-        f"{named} has the columns {', '.join(found)}: expected {', '.join(_TEXTS[:-1])} or {_TEXTS[-1]} (one "
+        f"{named} has the columns {', '.join(names)}: expected {', '.join(_TEXTS[:-1])} or {_TEXTS[-1]} (one "
         "document per row), context or question with choices and answer (multiple choice), or prompt and "
         "answer (greedy answers). Or say which column has the documents with --text NAME."
     )
 
 
-def _of_row(rows: Rows, index: int) -> Document:
+def _of_row(rows: DataRows, index: int) -> Document:
     try:
         return Document(name=rows.ids[index], text=rows.text(index, rows.columns[0]))
     except UsageError as error:
@@ -89,9 +89,9 @@ def _of_files(path: Path, named: str) -> LanguageData:
         files = sorted(path.rglob(f"*{_SUFFIX}"), key=lambda file: file.relative_to(path).as_posix())
     if not files:
         other = "is neither a text file nor a table" if path.exists() else "does not exist"
-        found = "holds no .txt file" if path.is_dir() else other
+        fault = "holds no .txt file" if path.is_dir() else other
         raise UsageError(
-            f"--data {named} {found}. Expected a .txt file, a folder of such files, or a table (.jsonl, "
+            f"--data {named} {fault}. Expected a .txt file, a folder of such files, or a table (.jsonl, "
             ".parquet, .csv, .tsv)."
         )
     root = path if path.is_dir() else path.parent
@@ -113,16 +113,16 @@ def _of_file(path: Path, name: str) -> Document:
     return Document(name=name, text=text, wrong=wrong)
 
 
-def choices_of(rows: Rows, index: int) -> tuple[str, list[str], int]:
+def choices_of(rows: DataRows, index: int) -> tuple[str, list[str], int]:
     """Context, choices, and which of these is the answer, of a row; UsageError where they do not fit."""
     context, choices, answer = rows.values[index][:3]
     where = rows.where(index)
     if not isinstance(choices, list | tuple) or len(choices) < 2:
-        raise UsageError(f"{where}: choices is {_said(choices)}, expected a list of at least two texts")
+        raise UsageError(f"{where}: choices is {_typed(choices)}, expected a list of at least two texts")
     for place, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice.strip():
-            found = "is empty" if choice is None or choice == "" else f"is {_said(choice)}"
-            raise UsageError(f"{where}: choice {place} {found}, expected a text")
+            fault = "is empty" if choice is None or choice == "" else f"is {_typed(choice)}"
+            raise UsageError(f"{where}: choice {place} {fault}, expected a text")
     context = context if context == "" else rows.text(index, rows.columns[0])
     return context, list(choices), _place_of(answer, choices, where)
 
@@ -133,19 +133,19 @@ def _place_of(answer: Any, choices: Sequence[str], where: str) -> int:
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return answer
     raise UsageError(
-        f"{where}: answer is {_said(answer)}, expected one of the {len(choices)} choices, or its index from "
-        f"0 to {len(choices) - 1}"
+        f"{where}: answer is {_typed(answer)}, expected one of the {len(choices)} choices, or its index "
+        f"from 0 to {len(choices) - 1}"
     )
 
 
-def answers_of(rows: Rows, index: int) -> list[str]:
+def answers_of(rows: DataRows, index: int) -> list[str]:
     """The right answers of a row, at least one; UsageError where there is none."""
     answer = rows.values[index][1]
     answers = [answer] if isinstance(answer, str) else answer
     if isinstance(answers, list | tuple) and answers and all(isinstance(each, str) for each in answers):
         return list(answers)
-    raise UsageError(f"{rows.where(index)}: answer is {_said(answer)}, expected a text or a list of texts")
+    raise UsageError(f"{rows.where(index)}: answer is {_typed(answer)}, expected a text or a list of texts")
 
 
-def _said(value: Any) -> str:
+def _typed(value: Any) -> str:
     return f"{value!a} ({type(value).__name__})"

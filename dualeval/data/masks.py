@@ -60,7 +60,7 @@ class LabelRule:
     @property
     def values_text(self) -> str:
         """The class of each label, as it is typed."""
-        return _typed(self.values)
+        return _pairs_text(self.values)
 
     def without_label(self) -> list[int]:
         """The classes that no label stands for, once their number is known: no pixel is of them."""
@@ -95,15 +95,15 @@ class LabelRule:
 
     def _without_class(self, pixels: npt.NDArray[Any], others: Iterable[int]) -> str:
         """What is said of labels that are no class, and what to type: also for those of other masks."""
-        found = np.unique(pixels).tolist()
-        every = {label: self.class_of(label) for label in sorted({*found, *others})}
+        numbers = np.unique(pixels).tolist()
+        every = {label: self.class_of(label) for label in sorted({*numbers, *others})}
         beyond = [label for label, number in every.items() if number == _NO_CLASS]
-        said = f"{counted(len(pixels), 'pixel')} with the label {_listed(found)}, expected "
+        begin = f"{counted(len(pixels), 'pixel')} with the label {_listed(numbers)}, expected "
         if self.values:
-            added = _typed({**self.values, **dict.fromkeys(beyond, NO_LABEL)})
-            return f"{said}those of --mask-values. Name all, none for what does not count: {added}"
+            added = _pairs_text({**self.values, **dict.fromkeys(beyond, NO_LABEL)})
+            return f"{begin}those of --mask-values. Name all, none for what does not count: {added}"
         if len(beyond) > _MOST_TYPED:
-            labels = f"{said}{self.classes} classes. It has {len(beyond)} such labels, as blurred masks have"
+            labels = f"{begin}{self.classes} classes. It has {len(beyond)} such labels, as blurred masks have"
             return f"{labels}: write masks anew without resizing or loss, or give --mask-values FILE.json"
         counting = [label for label, number in every.items() if number != NO_LABEL]
         pairs = {label: place if place < self.classes else NO_LABEL for place, label in enumerate(counting)}
@@ -111,35 +111,35 @@ class LabelRule:
         ignored = f"--ignore-index {','.join(map(str, [*self.ignore, *beyond]))}"
         or_ignored = f", or, if these pixels do not count, {ignored}" if beyond != counting else ""
         return (
-            f"{said}{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, or "
-            f"say which class each label is, as in --mask-values {_typed(pairs)}{or_ignored}"
+            f"{begin}{int(self.reduce)} to {self.classes - 1 + self.reduce}. Give a model of more classes, "
+            f"or say which class each label is, as in --mask-values {_pairs_text(pairs)}{or_ignored}"
         )
 
 
-def _typed(values: Mapping[int, int]) -> str:
+def _pairs_text(values: Mapping[int, int]) -> str:
     return ",".join(f"{label}={'none' if to == NO_LABEL else to}" for label, to in sorted(values.items()))
 
 
-def read_mask_values(given: str | Path | Mapping[Any, Any]) -> dict[int, int]:
+def read_mask_values(value: str | Path | Mapping[Any, Any]) -> dict[int, int]:
     """What ``--mask-values`` gives: the class of each label, ``NO_LABEL`` for one that does not count."""
     try:
-        if isinstance(given, Mapping):
-            pairs: Any = given.items()
-        elif "=" in str(given):
-            pairs = [part.split("=") for part in str(given).split(",")]
+        if isinstance(value, Mapping):
+            pairs: Any = value.items()
+        elif "=" in str(value):
+            pairs = [part.split("=") for part in str(value).split(",")]
         else:
-            pairs = json.loads(Path(given).read_text("utf-8-sig"), object_pairs_hook=list)
+            pairs = json.loads(Path(value).read_text("utf-8-sig"), object_pairs_hook=list)
         # By their texts: int() would take 1.5 and true, too.
         texts = [(str(label), str(to).strip()) for label, to in pairs]
-        found = {int(label): NO_LABEL if to.lower() == "none" else int(to) for label, to in texts}
-        if not 0 < len(found) == len(texts) or any(to.startswith("-") for _, to in texts):
+        classes = {int(label): NO_LABEL if to.lower() == "none" else int(to) for label, to in texts}
+        if not 0 < len(classes) == len(texts) or any(to.startswith("-") for _, to in texts):
             raise ValueError("a label is there twice, or a class is below 0")
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"--mask-values {given}: {text_of(error)}. Expected the class of each label, as 0=0,255=1,7=none "
+            f"--mask-values {value}: {text_of(error)}. Expected the class of each label, as 0=0,255=1,7=none "
             '(none: it does not count), or a JSON file: {"0": 0, "255": 1, "7": null}'
         ) from error
-    return found
+    return classes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,13 +180,13 @@ class MaskedPictures(WithColumns):
             picture, mask, turned = _as_shown(picture, mask)
             labels = mask.numbers()
             if mask.image.size != picture.image.size:
-                own, its = ("{} x {}".format(*each.image.size) for each in (mask, picture))
-                raise ValueError(f"it has {own} pixels, and its picture {its}")
+                size, its = ("{} x {}".format(*each.image.size) for each in (mask, picture))
+                raise ValueError(f"it has {size} pixels, and its picture {its}")
             classes = self.rule.of(labels, lambda: self.first_labels)
         except (OSError, ValueError) as error:
             row = f" ({self.table} {self.numbers[index]})" if self.table else ""
-            said = "there is no such file" if isinstance(error, FileNotFoundError) else text_of(error)
-            raise ValueError(f"its mask {self.masks.path(index)}{row}: {said}") from error
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else text_of(error)
+            raise ValueError(f"its mask {self.masks.path(index)}{row}: {reason}") from error
         return prepare(picture.eight_bits(), self.pictures.preprocessing), classes, turned
 
     def _mask(self, index: int) -> StoredPicture:
@@ -201,10 +201,10 @@ class MaskedPictures(WithColumns):
     def labels_of_first(self) -> Iterator[list[int]]:
         """Of each of the first masks that can be read its labels."""
         for index in range(min(_LOOKED_INTO, len(self))):
-            found: list[int] = []
+            labels: list[int] = []
             with suppress(OSError, ValueError):  # the loop names it
-                found = np.unique(self._mask(index).numbers()).tolist()
-            yield found
+                labels = np.unique(self._mask(index).numbers()).tolist()
+            yield labels
 
     def check_palettes(self) -> None:
         """Refuse first masks whose palettes say that colours are the classes, and not the numbers in them."""
@@ -237,29 +237,29 @@ class MaskedPictures(WithColumns):
         usual = [_usual_colour(index) for index in range(len(palette))]
         if palette != usual and sorted(palette) == sorted(usual):
             to = {index: usual.index(colour) for index, colour in enumerate(palette)}
-            own = self._typed_values({index: index for index in to})
+            same = self._typed_values({index: index for index in to})
             raise UsageError(
                 f"the palette of the masks, as {self.masks.path(0)}, has PASCAL VOC's colours in another "
                 f"order. If these are the classes, type --mask-values {self._typed_values(to)}; if the "
-                f"numbers are, --mask-values {own}"
+                f"numbers are, --mask-values {same}"
             )
 
     def _typed_values(self, to: Mapping[int, int]) -> str:
         """What is typed for the labels of the first masks, and for those that are others' classes."""
         labels = {*self.first_labels, *to, *self.rule.ignore}
-        return _typed({label: self.rule.class_of(to.get(label, label)) for label in labels})
+        return _pairs_text({label: self.rule.class_of(to.get(label, label)) for label in labels})
 
     def picture(self, index: int) -> tuple[Image.Image, Image.Image]:
         """The picture, and the picture with the mask over it, a colour for each class, for people."""
         with self.pictures.opened(index) as file:
             picture, mask, _ = _as_shown(read_picture(file), self._mask(index))
-        found, classes = picture.eight_bits().convert("RGB"), self.rule.of(mask.numbers()).numpy()
+        image, classes = picture.eight_bits().convert("RGB"), self.rule.of(mask.numbers()).numpy()
         # The golden angle apart: neighbours among the classes have colours that differ.
         hues = np.asarray(classes, np.float64) * 0.618034 % 1
         colours = np.stack([hues * 255, np.full(hues.shape, 200), np.full(hues.shape, 235)], axis=-1)
-        drawn = Image.fromarray(colours.astype(np.uint8), "HSV").convert("RGB").resize(found.size)
-        share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(found.size)
-        return found, Image.composite(drawn, found, share)
+        drawn = Image.fromarray(colours.astype(np.uint8), "HSV").convert("RGB").resize(image.size)
+        share = Image.fromarray(np.where(classes >= 0, _OVERLAY, 0).astype(np.uint8)).resize(image.size)
+        return image, Image.composite(drawn, image, share)
 
     def placeholder(self, index: int) -> tuple[Tensor, Tensor, bool]:
         """A black picture of the size that the one at ``index`` has, of which no pixel counts.
@@ -359,7 +359,7 @@ def open_masked(
     targets = np.zeros(len(pairs.pictures), np.int64)
     labels = indices_of_classes()
     common: dict[str, Any] = {"labels": labels, "preprocessing": preprocessing, "cache": cache}
-    found = MaskedPictures(
+    masked = MaskedPictures(
         pictures=ImageFiles(roots[0], FileNames(pairs.pictures), targets, whole_files=whole_files, **common),
         # All bytes: other pixels change neither the size nor the ends of a BMP or a TIFF.
         masks=ImageFiles(roots[1], FileNames(pairs.masks), targets, whole_files=True, **common),
@@ -376,15 +376,15 @@ def open_masked(
                 f"--data {data}: none of its {what}s exists; the first was looked for at {root / names[0]}. "
                 "Paths are relative to the manifest's folder; those of masks to --masks, if it is given."
             )
-    return found
+    return masked
 
 
 def _folder(flag: str, folder: Path | None) -> Path:
     if folder is None or not folder.is_dir():
         there = "is not a folder" if folder is not None and folder.exists() else "does not exist"
-        found = "is not given" if folder is None else f"{folder} {there}"
+        fault = "is not given" if folder is None else f"{folder} {there}"
         raise UsageError(
-            f"{flag} {found}. Give --data the folder of the pictures and --masks the folder of their masks, "
+            f"{flag} {fault}. Give --data the folder of the pictures and --masks the folder of their masks, "
             "which have the same names (a.jpg and a.png); or --data a manifest with both (.csv, .jsonl, "
             ".parquet)."
         )
@@ -394,21 +394,21 @@ def _folder(flag: str, folder: Path | None) -> Path:
 def _of_folders(root: Path, masks: Path) -> _Pairs:
     """Pictures and masks whose paths are the same but for the suffix."""
     pictures = _by_stem(root, EXTENSIONS)
-    found = _by_stem(masks, _SUFFIXES)
-    if not pictures.keys() & found.keys():
-        one, other = (_some(files.values()) for files in (pictures, found))
+    mask_files = _by_stem(masks, _SUFFIXES)
+    if not pictures.keys() & mask_files.keys():
+        one, other = (_some(files.values()) for files in (pictures, mask_files))
         raise UsageError(
             f"no mask in --masks {masks} has the name of a picture in --data {root}: found pictures {one}, "
             f"masks {other}; expected a.jpg ({' '.join(EXTENSIONS)}) and a.png ({' '.join(_SUFFIXES)}). "
             "Names that differ need a manifest: --data FILE.csv with the columns image and mask."
         )
-    without = [name for stem, name in pictures.items() if stem not in found]
-    alone = [name for stem, name in found.items() if stem not in pictures]
+    without = [name for stem, name in pictures.items() if stem not in mask_files]
+    alone = [name for stem, name in mask_files.items() if stem not in pictures]
     stems = sorted(pictures, key=lambda stem: pictures[stem])
     return _Pairs(
         pictures=[pictures[stem] for stem in stems],
         # One that is missing is a sample that cannot be read, as --on-error has it.
-        masks=[found.get(stem, f"{stem}.png") for stem in stems],
+        masks=[mask_files.get(stem, f"{stem}.png") for stem in stems],
         notes=(f"no picture for {_some(alone)}: left out.",) if alone else (),
         warnings=(f"no mask for {_some(without)}.",) if without else (),
     )
@@ -420,18 +420,18 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _by_stem(root: Path, suffixes: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for path in images_in(root, ".", PassedOver()):
         name = PurePosixPath(path)
         stem = str(name.with_suffix(""))
         if name.suffix.lower() not in suffixes:
             continue
-        if stem in found:
+        if stem in files:
             raise UsageError(
-                f"{root} has {found[stem]} and {name}, and each may be meant. Remove one of them."
+                f"{root} has {files[stem]} and {name}, and each may be meant. Remove one of them."
             )
-        found[stem] = str(name)
-    return found
+        files[stem] = str(name)
+    return files
 
 
 def _of_manifest(
@@ -440,10 +440,10 @@ def _of_manifest(
     if not path.is_file():
         raise UsageError(f"--data {path} does not exist: expected a manifest, or a folder of pictures.")
 
-    def choose(found: Sequence[str]) -> tuple[str, str]:
+    def choose(columns: Sequence[str]) -> tuple[str, str]:
         return (
-            column_of(path, found, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths"),
-            column_of(path, found, mask_column, MASK_COLUMNS, "--mask-column", "their masks' paths"),
+            column_of(path, columns, path_column, PATH_COLUMNS, "--path-column", "the pictures' paths"),
+            column_of(path, columns, mask_column, MASK_COLUMNS, "--mask-column", "their masks' paths"),
         )
 
     example = {"image": "a.jpg", "mask": "a.png"}

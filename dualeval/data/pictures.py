@@ -195,16 +195,16 @@ def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
     colours = _with_channels(image, 3)
     if not isinstance(wanted, OwnPreprocessing):
         return from_numpy(np.array(colours)).permute(2, 0, 1).contiguous()
-    found = wanted.function(colours)
-    if isinstance(found, Tensor) and found.dtype == torch.uint8:
+    value = wanted.function(colours)
+    if isinstance(value, Tensor) and value.dtype == torch.uint8:
         # In a data set of the user's nobody divides: the same transform would give another number.
         raise UsageError(
             f"--preprocessing: {wanted} returned uint8: return floats as the model takes them, e.g. "
             ".float() / 255"
         )
-    if isinstance(found, Tensor) and found.ndim == 3 and (found.shape[2] != 3 or found.shape[0] in CHANNELS):
-        return found
-    shape = f"tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if isinstance(value, Tensor) and value.ndim == 3 and (value.shape[2] != 3 or value.shape[0] in CHANNELS):
+        return value
+    shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise UsageError(
         f"--preprocessing: {wanted} returned a {shape}, expected a torch.Tensor of shape (channels, height, "
         "width)"
@@ -213,8 +213,8 @@ def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
 
 def picture_in(file: IO[bytes]) -> Image.Image:
     """A picture as it stands in its file, in grey or RGB of 8 bits."""
-    found = read_picture(file).eight_bits()
-    return found if found.mode == "L" else _with_channels(found, 3)
+    picture = read_picture(file).eight_bits()
+    return picture if picture.mode == "L" else _with_channels(picture, 3)
 
 
 def picture_of(pixels: Tensor) -> Image.Image:
@@ -232,18 +232,18 @@ def size_of(file: IO[bytes]) -> tuple[int, int]:
 def left_out_of(file: IO[bytes], wanted: Normalisation) -> list[str]:
     """What a file has and ``read_pixels`` leaves out: further pages; what a user's function could ask for."""
     with _opened(file) as image:
-        found = []
+        kinds = []
         if isinstance(wanted, OwnPreprocessing):
             is_clear = image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255
-            found = [_CLEAR] * bool(is_clear) + [_WIDE] * image.mode.startswith("I")
+            kinds = [_CLEAR] * bool(is_clear) + [_WIDE] * image.mode.startswith("I")
         # Phones put previews into JPEGs as further frames.
         pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
         for page in range(1, pages):
             image.seek(page)
             # Bit 0 of a TIFF's page says that it is smaller, bit 2 that it is a mask.
             if not getattr(image, "tag_v2", {}).get(_SUBFILE, 0) & 5:
-                return [*found, _PAGES]
-        return found
+                return [*kinds, _PAGES]
+        return kinds
 
 
 def _with_channels(image: Image.Image, channels: int) -> Image.Image:
@@ -282,10 +282,10 @@ class StoredPicture:
     def orientation(self) -> int:
         """EXIF's, 2 to 8, where it turns the picture, or 1; of a TIFF 1, as Pillow turns that."""
         try:
-            found = self.image.getexif().get(ExifTags.Base.Orientation)
+            value = self.image.getexif().get(ExifTags.Base.Orientation)
         except Exception:  # noqa: BLE001 - Pillow raises all kinds; a damaged EXIF turns nothing
             return 1
-        return found if isinstance(found, int) and found in range(2, 9) else 1
+        return value if isinstance(value, int) and value in range(2, 9) else 1
 
     def upright(self) -> StoredPicture:
         """The same, turned as programs show it."""
@@ -310,9 +310,9 @@ class StoredPicture:
         """What is stored of each pixel of a mask, (height, width): the number of a class, no brightness."""
         mode, values = self.image.mode, np.asarray(self.image)
         if not self.is_exact:
-            found = f"a {self.image.format}, whose pixels are approximate"
+            fault = f"a {self.image.format}, whose pixels are approximate"
         elif self.white_is_zero and self.bits > 1:
-            found = "a TIFF whose tags say that 0 is white: its numbers may be inverted"
+            fault = "a TIFF whose tags say that 0 is white: its numbers may be inverted"
         elif mode in ("LA", "RGB", "RGBA") and self.bits <= 8 and _is_grey(values, mode):
             return values[..., 0]
         elif mode in ("1", "L", "I", "I;16", "I;16B", "P"):
@@ -321,10 +321,10 @@ class StoredPicture:
                 return values // (255 // ((1 << self.bits) - 1))
             return values.astype({"1": np.uint8, "L": np.int8}[mode]) if mode == "1" or is_signed else values
         else:
-            found = (
+            fault = (
                 f"its pixels are colours (mode {mode})" if mode != "F" else "its pixels are floating-point"
             )
-        raise ValueError(f"{found}, expected {', '.join(_EXACT)} with one class number per pixel. {_ANEW}")
+        raise ValueError(f"{fault}, expected {', '.join(_EXACT)} with one class number per pixel. {_ANEW}")
 
 
 def _is_grey(values: npt.NDArray[Any], mode: str) -> bool:

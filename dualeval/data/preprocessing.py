@@ -134,8 +134,8 @@ class Uncropped(Normalisation):
 
     def of_size(self, height: int, width: int) -> Preprocessing:
         """The preprocessing that brings a whole picture to a size, and checks the fields."""
-        own = {**asdict(self), "resize_mode": "squash", "resize": height, "resize_width": width}
-        return Preprocessing(**own, crop=height, crop_width=width)
+        fields = {**asdict(self), "resize_mode": "squash", "resize": height, "resize_width": width}
+        return Preprocessing(**fields, crop=height, crop_width=width)
 
     def __str__(self) -> str:
         """In words for people."""

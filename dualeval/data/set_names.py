@@ -55,14 +55,14 @@ class NamedSet:
 
 def named_set(data: str, split: str | None = None) -> NamedSet | None:
     """The data set that a value of ``--data`` names; None for a path."""
-    if Path(data).exists() or (found := _NAME_BEFORE.fullmatch(data)) is None:
+    if Path(data).exists() or (match := _NAME_BEFORE.fullmatch(data)) is None:
         return None
-    name, folder = _NAMES.get(_simple(found[1])), found[2]
+    name, folder = _NAMES.get(_simple(match[1])), match[2]
     if name is None:
-        near = difflib.get_close_matches(_simple(found[1]), _NAMES, n=1)
+        near = difflib.get_close_matches(_simple(match[1]), _NAMES, n=1)
         hint = f" Did you mean {_NAMES[near[0]]}:{folder}?" if near else ""
         raise UsageError(
-            f"--data {data} does not exist, and there is no data set {found[1]!r}: expected a path, or "
+            f"--data {data} does not exist, and there is no data set {match[1]!r}: expected a path, or "
             f"NAME:DIR with one of {', '.join(SETS)}.{hint}"
         )
     if not folder:
@@ -77,9 +77,9 @@ def named_set(data: str, split: str | None = None) -> NamedSet | None:
 
 def data_beside(data: str, folder: Path) -> str:
     """A value of ``--data`` in a job file: its path counts from the file's folder."""
-    found = _NAME_BEFORE.fullmatch(data)
-    if found is not None and _simple(found[1]) in _NAMES:
-        return f"{found[1]}:{folder / found[2]}"
+    match = _NAME_BEFORE.fullmatch(data)
+    if match is not None and _simple(match[1]) in _NAMES:
+        return f"{match[1]}:{folder / match[2]}"
     return str(folder / data)
 
 

@@ -45,9 +45,9 @@ class SmallImages:
 
     def with_labels(self, labels: Labels) -> SmallImages:
         """The same images with other names of classes."""
-        found = copy.copy(self)
-        found.labels = replace(labels, largest_at=self.labels.largest_at)
-        return found
+        images = copy.copy(self)
+        images.labels = replace(labels, largest_at=self.labels.largest_at)
+        return images
 
     def prepared(self, preprocessing: Normalisation) -> SmallImages:
         """The same images, brought to another size where that is wanted, or through the user's function."""
@@ -194,8 +194,8 @@ class IdxImages(SmallImages):
         splits = _splits(folder)
         if split is None:
             split = _only_split(folder, splits)
-        images = torch.from_numpy(read_idx(_found(folder, _IMAGES.format(split))))
-        targets = torch.from_numpy(read_idx(_found(folder, _LABELS.format(split)))).long()
+        images = torch.from_numpy(read_idx(_idx_file(folder, _IMAGES.format(split))))
+        targets = torch.from_numpy(read_idx(_idx_file(folder, _LABELS.format(split)))).long()
         if images.ndim != 3 or targets.ndim != 1 or len(images) != len(targets):
             raise UsageError(
                 f"{folder}: images of shape {tuple(images.shape)} and labels of shape "
@@ -221,15 +221,15 @@ def _only_split(folder: Path, splits: Sequence[str]) -> str:
     """The test split; another one where it is alone."""
     tests = [split for split in splits if split == SPLITS["test"] or split.endswith("test")] or [*splits]
     if len(tests) > 1:
-        own = folder / tests[0]
+        inner = folder / tests[0]
         raise UsageError(
             f"{folder} holds {len(tests)} sets of idx files: {first_of(tests, 8)}. Move one into a folder of "
-            f"its own, such as: mkdir {own}; mv {own}-*ubyte* {own}; and type --data {own}"
+            f"its own, such as: mkdir {inner}; mv {inner}-*ubyte* {inner}; and type --data {inner}"
         )
     return tests[0] if tests else SPLITS["test"]
 
 
-def _found(folder: Path, name: str) -> Path:
+def _idx_file(folder: Path, name: str) -> Path:
     for suffix in _SUFFIXES:
         if (folder / f"{name}{suffix}").is_file():
             return folder / f"{name}{suffix}"

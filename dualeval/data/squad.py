@@ -178,7 +178,7 @@ def _title(entry: Any) -> str | None:
 
 
 def _question(entry: Any, context: str, article: str, where: str) -> Question:
-    own = {key: _get(entry, key, str, where) for key in ("id", "question")}
+    fields = {key: _get(entry, key, str, where) for key in ("id", "question")}
     texts, starts = [], []
     for place, answer in enumerate(_get(entry, "answers", list, where)):
         in_answer = f"{where}.answers[{place}]".removeprefix(".")
@@ -186,33 +186,33 @@ def _question(entry: Any, context: str, article: str, where: str) -> Question:
         starts.append(_get(answer, "answer_start", int, in_answer))
     if _get(entry, "is_impossible", bool, where, False) and texts:
         raise _Wrong(f"{where}.is_impossible is true, but there are answers")
-    return Question(**own, context=context, article=article, answers=tuple(texts), starts=tuple(starts))
+    return Question(**fields, context=context, article=article, answers=tuple(texts), starts=tuple(starts))
 
 
 def read_predictions(path: Path) -> dict[str, str]:
     """Read answers in the official format: one JSON object of question id to text, "" for no answer."""
-    found = _read_object(path, "--predictions", "question id to answer")
-    for key, value in found.items():
+    answers = _read_object(path, "--predictions", "question id to answer")
+    for key, value in answers.items():
         if not isinstance(value, str):
-            raise UsageError(f"{path}: the value of {key!r} is {_kind(value)}, expected a text")
-    return found
+            raise UsageError(f"{path}: the value of {key!r} is {_json_type(value)}, expected a text")
+    return answers
 
 
 def read_null_odds(path: Path) -> dict[str, float]:
     """Read how likely each question has no answer: one JSON object of question id to number."""
-    found = _read_object(path, "--null-odds", "question id to number")
-    for key, value in found.items():
+    odds = _read_object(path, "--null-odds", "question id to number")
+    for key, value in odds.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UsageError(f"{path}: the value of {key!r} is {_kind(value)}, expected a number")
+            raise UsageError(f"{path}: the value of {key!r} is {_json_type(value)}, expected a number")
         if not abs(value) <= sys.float_info.max:
             raise UsageError(f"{path}: the value of {key!r} is {value}, expected a finite number")
-    return {key: float(value) for key, value in found.items()}
+    return {key: float(value) for key, value in odds.items()}
 
 
 def _read_object(path: Path, flag: str, expected: str) -> dict[str, Any]:
     pairs = _read(path, f"a JSON object, {expected},", flag, object_pairs_hook=_Pairs)
     if not isinstance(pairs, _Pairs):
-        raise UsageError(f"{path} holds {_kind(pairs)}, expected one JSON object: {expected}")
+        raise UsageError(f"{path} holds {_json_type(pairs)}, expected one JSON object: {expected}")
     for pair in pairs:
         for text in pair:
             if isinstance(text, str) and not is_unicode(text):
@@ -238,7 +238,7 @@ def _read(path: Path, what: str, flag: str, **options: Any) -> Any:
 def _get(entry: Any, key: str, kind: type[_T], where: str, default: _T | None = None) -> _T:
     """The value of a key of the object at ``where``, checked."""
     if not isinstance(entry, dict):
-        raise _Wrong(f"{where or 'the file'} is {_kind(entry)}, expected an object")
+        raise _Wrong(f"{where or 'the file'} is {_json_type(entry)}, expected an object")
     if key not in entry:
         if default is not None:
             return default
@@ -248,13 +248,13 @@ def _get(entry: Any, key: str, kind: type[_T], where: str, default: _T | None = 
     name = f"{where}.{key}".removeprefix(".")
     # A bool is an int for Python.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise _Wrong(f"{name} is {_kind(value)}, expected {_EXPECTED[kind]}")
+        raise _Wrong(f"{name} is {_json_type(value)}, expected {_EXPECTED[kind]}")
     if isinstance(value, str) and not is_unicode(value):
         raise _Wrong(f"{name} is not Unicode text (half a surrogate pair)")
     return value
 
 
-def _kind(value: Any) -> str:
+def _json_type(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, _Pairs | Mapping):

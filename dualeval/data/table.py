@@ -73,7 +73,7 @@ def open_table(
 
 def column_of(
     path: Path | str,
-    found: Sequence[str],
+    columns: Sequence[str],
     asked: str | None,
     usual: Sequence[str],
     flag: str,
@@ -81,12 +81,12 @@ def column_of(
     hint: str = "",
 ) -> str:
     """The column that holds ``what``: the one that was asked for, or one of the usual names."""
-    there = first_of(found, _NAMED_AT_MOST)
+    there = first_of(columns, _NAMED_AT_MOST)
     if asked is not None:
-        if asked not in found:
+        if asked not in columns:
             raise UsageError(f"{flag} {asked}: {path} has the columns {there}. Give one of these.")
         return asked
-    spelt = [_spelt(found, name) for name in usual]
+    spelt = [_spelt(columns, name) for name in usual]
     present = [name for names in spelt for name in names]
     if not present:
         raise UsageError(
@@ -107,9 +107,9 @@ def check_once(path: Path, found: Sequence[str], columns: Sequence[str]) -> None
         raise UsageError(f"{path} has two columns {twice!r}: leave one out")
 
 
-def _spelt(found: Sequence[str], name: str) -> list[str]:
+def _spelt(columns: Sequence[str], name: str) -> list[str]:
     """The columns of a name in small or capital letters; in small ones alone if there is one."""
-    return [name] if name in found else [each for each in dict.fromkeys(found) if each.casefold() == name]
+    return [name] if name in columns else [each for each in dict.fromkeys(columns) if each.casefold() == name]
 
 
 def guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
@@ -132,7 +132,7 @@ PythonRows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class DataRows:
     """The chosen columns of all rows, at least one."""
 
     # What they are of, for messages and descriptions: the path as it was given, or "rows of a list".
@@ -171,8 +171,8 @@ class Rows:
             return value
         empty = value is None or (isinstance(value, str) and not value.strip())
         kind = "half a surrogate pair" if isinstance(value, str) else type(value).__name__
-        found = "is empty" if empty else f"is {value!a} ({kind})"
-        raise UsageError(f"{self.where(index)}: the column {column!r} {found}, expected a text")
+        fault = "is empty" if empty else f"is {value!a} ({kind})"
+        raise UsageError(f"{self.where(index)}: the column {column!r} {fault}, expected a text")
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over ids and contents of the first ``count`` rows."""
@@ -187,7 +187,7 @@ def read_rows(
     choose: Choose,
     example: Mapping[str, Any],
     options: TableOptions = AS_USUAL,
-) -> Rows:
+) -> DataRows:
     """Read the chosen columns of all rows of a table, or take them from Python."""
     if not isinstance(data, str | Path):
         options.refuse_quoting(f"a {type(data).__name__}")
@@ -198,12 +198,12 @@ def read_rows(
         raise UsageError(f"--data {data} {found}. Expected a file {', '.join(TABLES)}.")
     if (other := what_it_is(path)) is not None:
         raise UsageError(f"--data {data} {other}.")
-    table = open_table(path, lambda found: _with_id(found, choose), example, options=options)
+    table = open_table(path, lambda columns: _with_id(columns, choose), example, options=options)
     with doing(f"reading {data}"):
         return _rows(str(data), str(path.absolute()), table)
 
 
-def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> Rows:
+def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], keep: Sequence[str]) -> DataRows:
     kind = type(data).__name__
     if isinstance(data, Mapping):
         raise UsageError(
@@ -211,16 +211,16 @@ def _of_python(data: PythonRows, choose: Choose, example: Mapping[str, Any], kee
         )
     first = next(iter(data), None)
     if not isinstance(first, Mapping):
-        found = "empty" if first is None else f"{type(first).__name__}s"
+        fault = "empty" if first is None else f"{type(first).__name__}s"
         raise UsageError(
-            f"the rows of the {kind} are {found}: expected mappings of column to value, as {dict(example)}. "
+            f"the rows of the {kind} are {fault}: expected mappings of column to value, as {dict(example)}. "
             "A table of pandas gives them with to_dict('records')."
         )
     columns = _with_id(list(first), choose)
     features = getattr(data, "features", None) or {}
     names = {column: tuple(each.names) for column, each in features.items() if getattr(each, "names", None)}
     further = FurtherColumns(list(first), columns, keep)
-    rows = further.taken(_python_rows(data, columns, further.names, kind), len(columns))
+    rows = further.split_off(_python_rows(data, columns, further.names, kind), len(columns))
     table = Table(path=Path(kind), unit="row", columns=columns, rows=rows, class_names=names, further=further)
     return _rows(f"rows of a {kind}", kind, table)
 
@@ -235,13 +235,13 @@ def _python_rows(
             raise UsageError(f"row {number} of the {kind} has no {error.args[0]!r}") from error
 
 
-def _with_id(found: Sequence[str], choose: Choose) -> tuple[str, ...]:
+def _with_id(columns: Sequence[str], choose: Choose) -> tuple[str, ...]:
     """The chosen columns, and behind them that of the ids."""
-    chosen = choose(found)
-    return (*chosen, *[name for name in _IDS if name in found and name not in chosen][:1])
+    chosen = choose(columns)
+    return (*chosen, *[name for name in _IDS if name in columns and name not in chosen][:1])
 
 
-def _rows(of: str, source: str, table: Table) -> Rows:
+def _rows(of: str, source: str, table: Table) -> DataRows:
     numbers: list[int] = []
     values: list[tuple[Any, ...]] = []
     for number, *row in table.rows:
@@ -251,10 +251,10 @@ def _rows(of: str, source: str, table: Table) -> Rows:
         raise UsageError(f"{of} holds no row")
     ids = [str(place) for place in range(len(values))]
     if table.columns[-1] in _IDS:
-        own = [str(row[-1]) for row in values]
+        cells = [str(row[-1]) for row in values]
         # A value that rows share, such as a product's number, does not name a row.
-        ids = own if len({*own}) == len(own) and all(own) and all(map(is_unicode, own)) else ids
-    return Rows(
+        ids = cells if len({*cells}) == len(cells) and all(cells) and all(map(is_unicode, cells)) else ids
+    return DataRows(
         of=of,
         source=source,
         columns=table.columns,

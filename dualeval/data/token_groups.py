@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns.of_data import NO_COLUMNS, KeptColumns, WithColumns
-from dualeval.data.table import Rows
+from dualeval.data.table import DataRows
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ def grouped(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
     begins = np.zeros(len(sizes) + 1, dtype=np.int64)
     for stop in range(1, len(sizes) + 1):
         first = np.arange(max(0, stop - most), stop)
-        taken = least[first] + (stop - first) * sizes[first] + FORWARD_TOKENS
-        best = int(taken.argmin())
-        least[stop], begins[stop] = taken[best], first[best]
+        costs = least[first] + (stop - first) * sizes[first] + FORWARD_TOKENS
+        best = int(costs.argmin())
+        least[stop], begins[stop] = costs[best], first[best]
     groups = []
     stop = len(sizes)
     while stop:
@@ -150,17 +150,17 @@ class TextEncoder:
 
     def fingerprint(self) -> str:
         """sha256, in hex, over the tokenizer and its settings."""
-        said = f"{self._cut.to_str()}\n{self.facts} {self.facts.cuts_left}"
-        return hashlib.sha256(said.encode()).hexdigest()
+        text = f"{self._cut.to_str()}\n{self.facts} {self.facts.cuts_left}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> dict[str, Any]:
         """The tokens of one text, or of a pair."""
         text, pair = texts[0], texts[1] if len(texts) > 1 else None
-        found = self._whole.encode(text, pair)
-        truncated = len(found) > self.max_length
+        encoding = self._whole.encode(text, pair)
+        truncated = len(encoding) > self.max_length
         if truncated:
-            found = self._cut.encode(text, pair)
-        ids, types = (torch.tensor(each, dtype=torch.int32) for each in (found.ids, found.type_ids))
+            encoding = self._cut.encode(text, pair)
+        ids, types = (torch.tensor(each, dtype=torch.int32) for each in (encoding.ids, encoding.type_ids))
         return {"ids": ids, "types": types, "truncated": truncated}
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class TextEncoder:
 class EncodedTexts(WithColumns):
     """The texts of rows as tokens, and each row's place."""
 
-    def __init__(self, rows: Rows, columns: Sequence[str], encoder: TextEncoder) -> None:
+    def __init__(self, rows: DataRows, columns: Sequence[str], encoder: TextEncoder) -> None:
         self._rows = rows
         self.kept = rows.kept
         self._columns = columns
@@ -191,10 +191,10 @@ class EncodedTexts(WithColumns):
         return [self._encoded(index) for index in indices]
 
     def _encoded(self, index: int) -> dict[str, Any]:
-        found = self._encoder.encode([self._rows.text(index, column) for column in self._columns])
-        if not len(found["ids"]):
+        tokens = self._encoder.encode([self._rows.text(index, column) for column in self._columns])
+        if not len(tokens["ids"]):
             raise ValueError(f"{self._rows.where(index)}: the text holds no token")
-        return {**found, "row": index}
+        return {**tokens, "row": index}
 
     def placeholder(self, index: int) -> dict[str, Any]:
         """What takes the place of a row that cannot be read: no tokens, as such a row never has any."""
@@ -334,7 +334,7 @@ def _sizes(text: str, starts: Sequence[int]) -> list[tuple[int, int]]:
     # Some tokenizers say a place behind the next token's.
     begins = np.maximum.accumulate(np.array(starts, np.int64))
     ends = [*begins[1:].tolist(), len(text)]
-    blanks = np.array([found.start() for found in _BLANKS.finditer(text)], np.int64)
+    blanks = np.array([match.start() for match in _BLANKS.finditer(text)], np.int64)
     words = np.diff(np.searchsorted(blanks, [*begins.tolist(), len(text)]))
     words[0] += 1
     sizes = [len(text[begin:end].encode()) for begin, end in zip(begins.tolist(), ends, strict=True)]

@@ -141,18 +141,18 @@ class WindowEncoder:
 
     def _join(self, group: Sequence[tuple[EncodedQuestion, tuple[int, int, int, int]]]) -> dict[str, Any]:
         """Windows, the longest first, as one padded block."""
-        parts = [slice(first, first + length) for _, (_, _, first, length) in group]
+        ranges = [slice(first, first + length) for _, (_, _, first, length) in group]
         texts = [
-            (sample["ids"][part], sample["types"][part])
-            for (sample, _), part in zip(group, parts, strict=True)
+            (sample["ids"][span], sample["types"][span])
+            for (sample, _), span in zip(group, ranges, strict=True)
         ]
         inputs, places = fill_up(texts, self.facts)
         spans = torch.full((*inputs["input_ids"].shape, 2), _NOT_CONTEXT, dtype=torch.int32)
         null = torch.zeros(len(group), dtype=torch.int64)
-        for row, ((sample, (_, number, _, _)), part, place) in enumerate(
-            zip(group, parts, places, strict=True)
+        for row, ((sample, (_, number, _, _)), span, place) in enumerate(
+            zip(group, ranges, places, strict=True)
         ):
-            spans[row, place] = sample["spans"][part]
+            spans[row, place] = sample["spans"][span]
             null[row] = sample["null"][number] + place.start
         return {"inputs": inputs, "spans": spans, "null": null}
 

@@ -19,15 +19,15 @@ _NONFINITE, _TIES = ("nan_logits", "inf_logits"), ("ties", "rank")
 
 
 def chosen_metrics(
-    asked: Sequence[str], own: Sequence[Metric | RowMetric], columns: Collection[str] = ()
+    asked: Sequence[str], default: Sequence[Metric | RowMetric], columns: Collection[str] = ()
 ) -> list[Metric | RowMetric]:
     """The metrics of a task that were asked for; all of them where nobody asked.
 
     Logits that are not finite are warned of in any case.
     """
-    own = as_metrics(own)
-    every = [*columns, *(name for metric in own for name in metric.columns)]
-    chosen = by_names(asked, own, lambda text: named(text, own, columns), by_value=False) or own
+    default = as_metrics(default)
+    every = [*columns, *(name for metric in default for name in metric.columns)]
+    chosen = by_names(asked, default, lambda text: named(text, default, columns), by_value=False) or default
     return with_warning(chosen, every)
 
 
@@ -37,12 +37,12 @@ def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]
         return list(metrics)
     from dualeval.metrics.classification import NonfiniteLogits, NonfiniteWarning, TieWarning
 
-    found = list(metrics)
-    if not any(isinstance(metric, NonfiniteLogits) for metric in found):
-        found.append(NonfiniteWarning())
-    if {*_TIES} <= {*columns} and not any(isinstance(metric, TieWarning) for metric in found):
-        found.append(TieWarning())
-    return found
+    chosen = list(metrics)
+    if not any(isinstance(metric, NonfiniteLogits) for metric in chosen):
+        chosen.append(NonfiniteWarning())
+    if {*_TIES} <= {*columns} and not any(isinstance(metric, TieWarning) for metric in chosen):
+        chosen.append(TieWarning())
+    return chosen
 
 
 def as_metrics(metrics: Sequence[Any], *, with_names: bool = False) -> list[Any]:
@@ -77,22 +77,22 @@ def _of_columns(function: Callable[..., Any]) -> Rows:
 def _checked(metric: Any) -> Any:
     kind = type(metric)
     if isinstance(metric, type):
-        said = f"{metric.__name__}, which is the class of a metric: give an object, {metric.__name__}(...)"
+        fault = f"{metric.__name__}, which is the class of a metric: give an object, {metric.__name__}(...)"
     elif any(base.__module__ == "torchmetrics.metric" for base in kind.__mro__):
-        said = (
+        fault = (
             f"a {kind.__name__} of TorchMetrics: write dualeval.metrics.from_torchmetrics(metric, "
             "['prediction', 'target']), with the columns that its update reads (docs/torchmetrics.md)"
         )
     elif isinstance(metric, str):
-        said = (
+        fault = (
             f"the text {metric!r}: names are for dualeval.evaluate(model=...), and of a finished run for the "
             f"command line, dualeval score RUN --metric {metric}"
         )
     elif not all(hasattr(metric, name) for name in ("name", "columns", "compute")):
-        said = f"a {kind.__name__}, which is not a metric"
+        fault = f"a {kind.__name__}, which is not a metric"
     else:
         return metric
-    raise UsageError(f"metrics has {said}. Metrics are in docs/metrics.md.")
+    raise UsageError(f"metrics has {fault}. Metrics are in docs/metrics.md.")
 
 
 def of_no_task(asked: Sequence[str]) -> list[str]:
@@ -100,18 +100,18 @@ def of_no_task(asked: Sequence[str]) -> list[str]:
     return [text for text in asked if is_metric_of_no_task(text)]
 
 
-def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:
+def named(text: str, default: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:
     """A metric that is none of the task's."""
     if text.startswith("torchmetrics:"):
         from dualeval.metrics.torchmetrics.metric import from_text
 
-        return from_text(text, sorted({*columns, *(name for metric in own for name in metric.columns)}))
-    found: Metric | RowMetric | None = plugin_metric(text)
-    if found is not None:
-        return found
+        return from_text(text, sorted({*columns, *(name for each in default for name in each.columns)}))
+    metric: Metric | RowMetric | None = plugin_metric(text)
+    if metric is not None:
+        return metric
     if text in columns:
         from dualeval.metrics.means import Mean
 
         return Mean(text)
-    known = list(dict.fromkeys([*(metric.name for metric in own), *entry_points_of(METRIC_GROUP), *columns]))
+    known = list(dict.fromkeys([*(each.name for each in default), *entry_points_of(METRIC_GROUP), *columns]))
     raise UsageError(f"there is no metric {text!r} here.{nearest(text, known)} Metrics: {', '.join(known)}")

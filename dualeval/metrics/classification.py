@@ -81,31 +81,31 @@ def _names(read: Collection[str]) -> tuple[str, ...]:
 def _columns_of(logits: Tensor, target: Tensor, top: int, names: Collection[str]) -> dict[str, Tensor]:
     """The columns of these names."""
     wanted = {*names}
-    found = {name: scores(logits) for name, scores in SCORES.items() if name in wanted}
+    columns = {name: scores(logits) for name, scores in SCORES.items() if name in wanted}
     target_index = target.to(torch.int64).unsqueeze(1)
     values = _as_float32(logits) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
     if wanted & {"loss", "confidence"}:
-        found["loss"], found["confidence"] = _loss_and_confidence(values, target_index)
-    nan_logits = found["nan_logits"] = values.amax(dim=1).isnan()
+        columns["loss"], columns["confidence"] = _loss_and_confidence(values, target_index)
+    nan_logits = columns["nan_logits"] = values.amax(dim=1).isnan()
     if "inf_logits" in wanted:
         # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
         sums = torch.nansum(values, dim=1, dtype=torch.float64)
-        found["inf_logits"] = sums.mul_(_ZERO_DOUBLE).isnan()
+        columns["inf_logits"] = sums.mul_(_ZERO_DOUBLE).isnan()
     keys = order_keys_in_place(values) if wanted & {"rank", "prediction", "top", "ties"} else values
     if wanted & {"rank", "ties"}:
         of_target = keys.gather(1, target_index)
         rank = (keys > of_target).sum(dim=1, dtype=torch.int32)
-        found["rank"] = rank.masked_fill_(nan_logits, _NO_RANK)
+        columns["rank"] = rank.masked_fill_(nan_logits, _NO_RANK)
     if wanted & {"prediction", "top", "ties"}:
         largest, places = torch.topk(keys, min(top, logits.shape[1]), dim=1)
         if "ties" in wanted:  # the upper halves of the keys are the logits
             alike = largest >> _LOWER_HALF == of_target >> _LOWER_HALF
-            found["ties"] = (alike.sum(dim=1, dtype=torch.int32) * alike[:, 0]).masked_fill_(nan_logits, 0)
+            columns["ties"] = (alike.sum(dim=1, dtype=torch.int32) * alike[:, 0]).masked_fill_(nan_logits, 0)
         first = places.to(torch.int32)
-        found["top"] = first.masked_fill_(nan_logits.unsqueeze(1), NO_CLASS)
-        found["prediction"] = first[:, 0]
-    found["target"] = target.to(torch.int32)
-    return {name: found[name] for name in names if name in found}
+        columns["top"] = first.masked_fill_(nan_logits.unsqueeze(1), NO_CLASS)
+        columns["prediction"] = first[:, 0]
+    columns["target"] = target.to(torch.int32)
+    return {name: columns[name] for name in names if name in columns}
 
 
 def _as_float32(logits: Tensor) -> Tensor:
@@ -153,8 +153,8 @@ class LogitColumns(LateColumns, Mapping[str, Tensor]):
         batches = [self.given, *(batch.given for batch in others)]
         return self.of({name: torch.cat([batch[name] for batch in batches]) for name in self.given})
 
-    def of(self, given: Mapping[str, Any]) -> LogitColumns:
-        return LogitColumns(given["logits"], given["target"], self._top, self._read, self._any_label)
+    def of(self, inputs: Mapping[str, Any]) -> LogitColumns:
+        return LogitColumns(inputs["logits"], inputs["target"], self._top, self._read, self._any_label)
 
 
 def observed_logits(
@@ -419,13 +419,13 @@ class TieWarning:
         # Half precision has ties, too, whose classes are in no order: four standard deviations.
         if abs(right - by_chance) < max(0.01 * samples, 2 * tied**0.5) or not tied:
             return Measured(values={})
-        said = (
+        warning = (
             f"in {tied} of {samples} samples the target shares the largest logit with other classes, and the "
             f"first of these in the order of classes is predicted: {right} are right, {by_chance:.0f} would "
             "be by chance. Check first whether logits are rounded or saturated (float16, a sigmoid), and "
             "whether the right choice always has the same index"
         )
-        return Measured(values={}, warnings=(said,))
+        return Measured(values={}, warnings=(warning,))
 
 
 class MacroF1(PrecisionRecall):
@@ -468,11 +468,11 @@ class Auroc(Described):
             )
         areas = []
         for place in range(scores.shape[1]):
-            values, found, counts = np.unique(scores[:, place], return_inverse=True, return_counts=True)
+            values, inverse, counts = np.unique(scores[:, place], return_inverse=True, return_counts=True)
             if np.isnan(values[-1:]).any():
                 return self.measured(None, nonfinite={"nan": int(np.isnan(scores).any(axis=1).sum())})
             # Of the pairs of one inside and one of the others, those in order count twice, and ties once.
-            inside = np.bincount(found[target == place], minlength=len(values))
+            inside = np.bincount(inverse[target == place], minlength=len(values))
             others = counts - inside
             twice = int((inside * (2 * np.cumsum(others) - others)).sum())
             if pairs := int(inside.sum()) * int(others.sum()):

@@ -100,10 +100,10 @@ def cluster_intervals(
             continue
         ends = from_least(ends, score.least, sums.ratio)
         if score.transform is not None:
-            found = TRANSFORMS[score.transform].of_ends(ends)
-            if found is None:
+            transformed = TRANSFORMS[score.transform].of_ends(ends)
+            if transformed is None:
                 continue
-            ends = found
+            ends = transformed
         low, high = sorted((score.factor * ends[0], score.factor * ends[1]))
         if not (math.isfinite(low) and math.isfinite(high)):
             continue
@@ -143,9 +143,9 @@ class _Sums:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for piece, places in clusters.pieces():
                 y, x, _ = score.terms({name: rows[name][piece] for name in names})
-                parts = ratio * x
-                left = y - parts
-                left[np.abs(left) <= _NOISE * np.maximum(np.abs(y), np.abs(parts))] = 0.0
+                fitted = ratio * x
+                left = y - fitted
+                left[np.abs(left) <= _NOISE * np.maximum(np.abs(y), np.abs(fitted))] = 0.0
                 residuals += np.bincount(places, left, minlength=clusters.count)
                 weights += np.bincount(places, x, minlength=clusters.count)
             whole = rounded(Fraction(below, 1 << DOUBLE_UNIT_BITS))
@@ -207,9 +207,9 @@ class _Sums:
         )
 
 
-def _effective(parts: _Floats, whole: float) -> float:
+def _effective(shares: _Floats, whole: float) -> float:
     """How many equal parts of the same sum would have the same sum of squares (Kish); 0 of nothing."""
-    squares = _sum(parts * parts)
+    squares = _sum(shares * shares)
     return whole * whole / squares if squares > 0 else 0.0
 
 

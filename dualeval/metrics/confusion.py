@@ -18,7 +18,7 @@ from dualeval.options.choices import check_kind
 NO_CLASS = -1  # the predicted class of a sample with a NaN logit
 
 
-class _Labels(ABC):
+class _OfClasses(ABC):
     """A metric of two columns of classes, whose elements are counted."""
 
     kind_name: ClassVar[str]
@@ -50,7 +50,7 @@ class _Labels(ABC):
     def _slots(self) -> int:
         """How many slots of the ledger it owns."""
 
-    def _labels(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _classes_of(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Target and prediction of every element that counts, int64 of shape (elements,)."""
         target, prediction = (_elements(self.name, name, columns[name]) for name in self.columns)
         lengths = (_lengths(columns[name]) for name in self.columns)
@@ -69,10 +69,10 @@ class _Labels(ABC):
     def _check_classes(self, column: str, classes: Tensor, least: int) -> None:
         if not len(classes):
             return
-        found = [int(end) for end in torch.aminmax(classes)]
-        if found[0] < least or found[1] >= self.num_classes:
+        ends = [int(end) for end in torch.aminmax(classes)]
+        if ends[0] < least or ends[1] >= self.num_classes:
             raise UsageError(
-                f"metric {self.name!r}: the column {column!r} has classes from {found[0]} to {found[1]}, "
+                f"metric {self.name!r}: the column {column!r} has classes from {ends[0]} to {ends[1]}, "
                 f"expected {least} to {self.num_classes - 1}: give the right num_classes"
                 + (", or ignore=CLASS for targets that do not count" if least == 0 else "")
             )
@@ -101,7 +101,7 @@ def _lengths(column: Any) -> Tensor:
     return torch.full((len(column),), math.prod(column.shape[1:]))
 
 
-class Confusion(_Labels):
+class Confusion(_OfClasses):
     """How often each target was predicted as each class, as the non-zero entries of the matrix.
 
     Ledger: a row per target; in it a column for prediction -1, then one per class.
@@ -126,7 +126,7 @@ class Confusion(_Labels):
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the elements of the two columns; a UsageError where they are no classes or not as many."""
-        target, prediction = self._labels(columns)
+        target, prediction = self._classes_of(columns)
         index = target * (self.num_classes + 1) + (prediction - NO_CLASS)
         if len(index) > self.size:
             ledger += torch.bincount(index, minlength=self.size)
@@ -143,7 +143,7 @@ class Confusion(_Labels):
         return Measured(values={f"{self.name}_matrix": {"classes": self.num_classes, "entries": entries}})
 
 
-class _ClassCounts(_Labels):
+class _ClassCounts(_OfClasses):
     """Ledger: of each class the elements that are rightly predicted as it, its targets, its predictions."""
 
     def _slots(self) -> int:
@@ -151,7 +151,7 @@ class _ClassCounts(_Labels):
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the elements of the two columns; a UsageError where they are no classes or not as many."""
-        target, prediction = self._labels(columns)
+        target, prediction = self._classes_of(columns)
         counts = ledger.view(3, self.num_classes)
         counts[0] += torch.bincount(target[target == prediction], minlength=self.num_classes)
         counts[1] += torch.bincount(target, minlength=self.num_classes)
@@ -238,9 +238,9 @@ class Matthews(_ClassCounts):
             samples**2 - sum(count**2 for count in counts)
             for counts in (support, [*predicted, samples - sum(predicted)])
         ]
-        found = sum(right) * samples - products
+        dividend = sum(right) * samples - products
         divisor = math.sqrt(squares[0] * squares[1])
-        value = None if not samples else found / divisor if divisor else 0.0
+        value = None if not samples else dividend / divisor if divisor else 0.0
         return Measured(values={self.name: value}, directions={self.name: "higher"})
 
 

@@ -46,10 +46,10 @@ _COUNT_PLACE = 40
 
 _DOUBLE_FRACTION_BITS = 52
 _DOUBLE_EXPONENT_MASK = 0x7FF
-# A fraction of 53 bits lies in three parts. Up to three products of two of them stay below 2**38, and a
+# A fraction of 53 bits has three digits. Up to three products of two of them stay below 2**38, and a
 # piece of these below 2**62.
-_PART_BITS = 18
-_PART_MASK = (1 << _PART_BITS) - 1
+_DIGIT_BITS = 18
+_DIGIT_MASK = (1 << _DIGIT_BITS) - 1
 _DOUBLE_PIECE = 1 << 24
 _WHOLE_DOUBLES = 1 << 53  # integers up to here are float64 numbers
 
@@ -213,7 +213,7 @@ class _Doubles:
     # Int64 of shape (values,), 0 to 2045.
     shift: Tensor
     # The fractions' 18 bits from below, the next 18 and the rest, with the fraction's sign.
-    parts: tuple[Tensor, Tensor, Tensor]
+    digits: tuple[Tensor, Tensor, Tensor]
 
 
 class ExactColumn:
@@ -228,12 +228,12 @@ class ExactColumn:
 
     def total(self) -> int:
         """The sum, in units of 2**-1074."""
-        return sum(_collect(term.shift, term.parts) for term in self._terms)
+        return sum(_collect(term.shift, term.digits) for term in self._terms)
 
     def dot(self, other: ExactColumn) -> int:
         """The sum of the products with another column of the same samples, in units of 2**-2148."""
         return sum(
-            _collect(one.shift + two.shift, _products(one.parts, two.parts))
+            _collect(one.shift + two.shift, _products(one.digits, two.digits))
             for one in self._terms
             for two in other._terms
         )
@@ -243,7 +243,7 @@ class ExactColumn:
         return sum(
             _collect(
                 one.shift + two.shift + three.shift,
-                _products(_carried(_products(one.parts, two.parts)), three.parts),
+                _products(_carried(_products(one.digits, two.digits)), three.digits),
             )
             for one in self._terms
             for two in other._terms
@@ -266,54 +266,54 @@ def _split(values: Tensor) -> _Doubles:
     fraction = torch.where(bits < 0, -fraction, fraction)
     return _Doubles(
         shift=exponent.sub_(1).clamp_(min=0),
-        parts=(fraction & _PART_MASK, (fraction >> _PART_BITS) & _PART_MASK, fraction >> (2 * _PART_BITS)),
+        digits=(fraction & _DIGIT_MASK, (fraction >> _DIGIT_BITS) & _DIGIT_MASK, fraction >> 2 * _DIGIT_BITS),
     )
 
 
 def _products(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
-    """The products of numbers that are given in parts of 18 bits, in such parts before their carries."""
-    found: list[Tensor] = []
+    """The products of numbers that are given in digits of 18 bits, in such digits before their carries."""
+    products: list[Tensor] = []
     for place in range(len(one) + len(two) - 1):
         pairs = [(a, place - a) for a in range(len(one)) if 0 <= place - a < len(two)]
         [(a, b), *others] = pairs
-        part = one[a] * two[b]
+        digit = one[a] * two[b]
         for a, b in others:
-            part.addcmul_(one[a], two[b])
-        found.append(part)
-    return found
+            digit.addcmul_(one[a], two[b])
+        products.append(digit)
+    return products
 
 
-def _carried(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers with parts of 18 bits, and one part more, which has the sign.
+def _carried(digits: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers with digits of 18 bits, and one digit more, which has the sign.
 
-    Of a product of two fractions this last part has at most 16 bits: no part of a product of three is larger
+    Of a product of two fractions this last one has at most 16 bits: no digit of a product of three is larger
     than one of two.
     """
-    found = []
+    carried = []
     carry: Tensor | int = 0
-    for part in parts:
-        part = part + carry
-        found.append(part & _PART_MASK)
-        carry = part >> _PART_BITS
+    for digit in digits:
+        digit = digit + carry
+        carried.append(digit & _DIGIT_MASK)
+        carry = digit >> _DIGIT_BITS
     assert isinstance(carry, Tensor)
-    return [*found, carry]
+    return [*carried, carry]
 
 
-def _collect(shifts: Tensor, parts: Sequence[Tensor]) -> int:
-    """The sum of the numbers whose bits from 18 * place on are in ``parts[place]``, times 2**shift.
+def _collect(shifts: Tensor, digits: Sequence[Tensor]) -> int:
+    """The sum of the numbers whose bits from 18 * place on are in ``digits[place]``, times 2**shift.
 
-    Parts of equal shift are summed as int64 by one indexed addition; only these sums become Python integers.
+    Digits of equal shift are summed as int64 by one indexed addition; only these sums become Python integers.
     """
     total = 0
     for start in range(0, len(shifts), _DOUBLE_PIECE):
         piece = slice(start, start + _DOUBLE_PIECE)
         least, most = map(int, torch.aminmax(shifts[piece]))
         index = shifts[piece] - least
-        table = torch.zeros((len(parts), most - least + 1), dtype=torch.int64)
-        for row, part in zip(table, parts, strict=True):
-            row.index_add_(0, index, part[piece])
+        table = torch.zeros((len(digits), most - least + 1), dtype=torch.int64)
+        for row, digit in zip(table, digits, strict=True):
+            row.index_add_(0, index, digit[piece])
         occupied = table.any(dim=0).nonzero().squeeze(1)
         for place, sums in zip(occupied.tolist(), table[:, occupied].t().tolist(), strict=True):
-            number = sum(part << (_PART_BITS * at) for at, part in enumerate(sums))
+            number = sum(digit << (_DIGIT_BITS * at) for at, digit in enumerate(sums))
             total += number << (least + place)
     return total

@@ -62,8 +62,8 @@ class _Estimate(Described):
             if value is None:
                 of = rounded(mean)
                 shown = f"{of:.6g}" if math.isfinite(of) else "a number beyond what a float64 holds"
-                said = f"metric {self.name!r} has no finite value: it is {self.transform} of {shown}"
-                return self.measured(None, warnings=(said,))
+                warning = f"metric {self.name!r} has no finite value: it is {self.transform} of {shown}"
+                return self.measured(None, warnings=(warning,))
             ends = None if ends is None else function.of_ends(ends)
         elif value is None:
             value = rounded(mean)
@@ -84,10 +84,10 @@ class _Estimate(Described):
 
     def _without_interval(self, mean: Fraction, why: str, *, value: float | None = None) -> Measured:
         """As ``_estimated``, with a warning that says why there is no interval."""
-        found = self._estimated(mean, None, value=value, rough=None)
-        if found.values[self.name] is None:
-            return found
-        return replace(found, warnings=(f"{self.name} has no interval: {why}",))
+        measured = self._estimated(mean, None, value=value, rough=None)
+        if measured.values[self.name] is None:
+            return measured
+        return replace(measured, warnings=(f"{self.name} has no interval: {why}",))
 
 
 def _without_spread(samples: int) -> str:
@@ -161,8 +161,8 @@ class Mean(_Estimate):
         higher_is_better: bool | None = None,
         least: float | None = None,
     ) -> None:
-        own = column if transform is None else f"{transform}_{column}"
-        super().__init__(own if name is None else name, unit, higher_is_better, transform, least)
+        default = column if transform is None else f"{transform}_{column}"
+        super().__init__(default if name is None else name, unit, higher_is_better, transform, least)
         self.column = column
         self.weight = weight
         self.columns = (column,) if weight is None else (column, weight)
@@ -221,10 +221,10 @@ class Mean(_Estimate):
 
 def _weighted_sums(values: Tensor, weights: Tensor) -> Sums:
     """The exact sums for a weighted mean; those for its interval are of products that are rounded once."""
-    (own, weight), nonfinite = finite_of([values, weights])
-    products = own.to(torch.float64) * weight.to(torch.float64)
+    (value, weight), nonfinite = finite_of([values, weights])
+    products = value.to(torch.float64) * weight.to(torch.float64)
     held = products.isfinite()
-    x, w = exact.ExactColumn(own), exact.ExactColumn(weight)
+    x, w = exact.ExactColumn(value), exact.ExactColumn(weight)
     u = exact.ExactColumn(products.where(held, products.new_zeros(())))
     counts = len(values), int(held.logical_not().sum())
     return counts, nonfinite, (w.total(), x.dot(w), *_products(u, w))
@@ -270,9 +270,9 @@ class Ratio(_Estimate):
         higher_is_better: bool | None = None,
         least: float | None = None,
     ) -> None:
-        own = f"{numerator}_per_{denominator}"
-        own = own if transform is None else f"{transform}_{own}"
-        super().__init__(own if name is None else name, unit, higher_is_better, transform, least)
+        default = f"{numerator}_per_{denominator}"
+        default = default if transform is None else f"{transform}_{default}"
+        super().__init__(default if name is None else name, unit, higher_is_better, transform, least)
         self.numerator = numerator
         self.denominator = denominator
         self.columns = (numerator, denominator)
@@ -286,10 +286,10 @@ class Ratio(_Estimate):
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of the two columns; a UsageError where a column is not one number a sample."""
-        own = [numbers_of(self.name, name, columns[name]) for name in self.columns]
-        finite, nonfinite = finite_of(own)
+        numbers = [numbers_of(self.name, name, columns[name]) for name in self.columns]
+        finite, nonfinite = finite_of(numbers)
         y, x = map(exact.ExactColumn, finite)
-        self._moments.add(ledger, ([len(own[0])], nonfinite, (y.total(), x.total(), *_products(y, x))))
+        self._moments.add(ledger, ([len(numbers[0])], nonfinite, (y.total(), x.total(), *_products(y, x))))
 
     def compute(self, ledger: Tensor) -> Measured:
         """The ratio under the metric's name, and its interval; None without samples, or over 0."""
@@ -299,8 +299,8 @@ class Ratio(_Estimate):
         if samples == 0:
             return self.measured(None)
         if below == 0:
-            said = f"metric {self.name!r}: the column {self.denominator!r} adds up to 0"
-            return self.measured(None, warnings=(said,))
+            warning = f"metric {self.name!r}: the column {self.denominator!r} adds up to 0"
+            return self.measured(None, warnings=(warning,))
         ratio = Fraction(above, below)
         sums = PairSums(samples=samples, x=below, products=others[:3], cubes=others[3:])
         return self._of_spread(ratio, samples, spread_of_ratio(ratio, sums))
@@ -322,12 +322,12 @@ class BitsPerByte(Ratio):
 
     def compute(self, ledger: Tensor) -> Measured:
         """The ratio and its interval, in bits."""
-        found = super().compute(ledger)
-        value, ends = found.values[self.name], found.intervals.get(self.name)
+        nats = super().compute(ledger)
+        value, ends = nats.values[self.name], nats.intervals.get(self.name)
         interval = None if ends is None else (ends[0] / math.log(2), ends[1] / math.log(2))
         bits = value / math.log(2) if isinstance(value, float) else None
         intervals = {} if interval is None else {self.name: interval}
-        return replace(found, values={self.name: bits}, intervals=intervals)
+        return replace(nats, values={self.name: bits}, intervals=intervals)
 
 
 class Count(Described):

@@ -131,9 +131,9 @@ def is_of_rows(metric: Metric | RowMetric) -> TypeGuard[RowMetric]:
 
 def split_by_kind(metrics: Iterable[Metric | RowMetric]) -> tuple[tuple[Metric, ...], tuple[RowMetric, ...]]:
     """The metrics with a ledger, and those of all rows, each in their order."""
-    given = tuple(metrics)
-    of_rows = tuple(metric for metric in given if is_of_rows(metric))
-    return tuple(metric for metric in given if _has_ledger(metric)), of_rows
+    every = tuple(metrics)
+    of_rows = tuple(metric for metric in every if is_of_rows(metric))
+    return tuple(metric for metric in every if _has_ledger(metric)), of_rows
 
 
 def _has_ledger(metric: Metric | RowMetric) -> TypeGuard[Metric]:
@@ -179,15 +179,15 @@ def by_names(
     by_value: bool = True,
 ) -> list[Metric | RowMetric]:
     """What texts name, each metric once, and metrics as they are; ``made`` makes what is no default one."""
-    found, texts = list[Metric | RowMetric](), set[str]()
+    chosen, texts = list[Metric | RowMetric](), set[str]()
     for each in asked:
         if not isinstance(each, str):
-            found.append(each)
+            chosen.append(each)
             continue
         named = called(each, default, by_value=by_value) or [made(each)]
-        found += [metric for metric in named if metric.name not in texts]
+        chosen += [metric for metric in named if metric.name not in texts]
         texts.update(metric.name for metric in named)
-    return found
+    return chosen
 
 
 def _values_of(metric: Metric | RowMetric) -> Collection[str]:

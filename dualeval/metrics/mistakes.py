@@ -33,18 +33,18 @@ def pair_among(columns: Collection[str]) -> list[str]:
     return next(([name, "prediction"] for name in _NOUNS if {name, "prediction"} <= {*columns}), [])
 
 
-def of_counts(parts: Iterable[tuple[Any, Any]], samples: int) -> list[str] | None:
+def of_counts(ledgers: Iterable[tuple[Any, Any]], samples: int) -> list[str] | None:
     """What to check first, from the ledger's slots of metrics that count classes; None where none does."""
-    for metric, slots in parts:
+    for metric, slots in ledgers:
         if isinstance(metric, Confusion) and [*metric.columns] == pair_among(metric.columns):
             [places] = slots.numpy().nonzero()
             target, column = np.divmod(places, metric.num_classes + 1)
             return [*_of_classes(target, column + NO_CLASS, slots.numpy()[places], samples)]
         if hasattr(metric, "counts_overlap"):  # of what is wrong it has the sums alone
             right, targets, predictions = slots.view(3, -1).numpy()
-            own, none = np.arange(len(right)), np.full(len(right), NO_CLASS)
+            ids, none = np.arange(len(right)), np.full(len(right), NO_CLASS)
             count = np.concatenate([right, targets - right, predictions - right])
-            target, predicted = np.concatenate([own, own, none]), np.concatenate([own, none, own])
+            target, predicted = np.concatenate([ids, ids, none]), np.concatenate([ids, none, ids])
             return [*_of_classes(target, predicted, count, samples, least=1)]
     return None
 
@@ -57,10 +57,10 @@ def of_rows(columns: Mapping[str, Any], samples: int, *, reads: Collection[str] 
     [(name, target), (_, prediction)] = columns.items()
     if "f" in (target.dtype.kind, prediction.dtype.kind):
         return _of_numbers(target, prediction, is_regression=not {*_ERRORS}.isdisjoint(reads))
-    own, found = (each[target >= 0].astype(np.int64) for each in (target, prediction))
-    found = np.maximum(found, NO_CLASS) - NO_CLASS
-    width = 1 + int(found.max(initial=0))
-    keys, count = np.unique(own * width + found, return_counts=True)
+    targets, predictions = (each[target >= 0].astype(np.int64) for each in (target, prediction))
+    predictions = np.maximum(predictions, NO_CLASS) - NO_CLASS
+    width = 1 + int(predictions.max(initial=0))
+    keys, count = np.unique(targets * width + predictions, return_counts=True)
     return _of_classes(keys // width, keys % width + NO_CLASS, count, samples, _NOUNS[name])
 
 
@@ -80,7 +80,7 @@ def _of_classes(
         yield f"every prediction is {noun} {only[0]}, the target of {of_target[only[0]]:.1%}: {_PREPARED}"
         return
     known, numbers, fits = (target >= 0) & (predicted >= 0), np.arange(size), []
-    for order, said, check in (
+    for order, relation, check in (
         (numbers + 1, "the target plus 1", _COUNTED),
         (numbers - 1, "the target minus 1", _COUNTED),
         (_best_order(target[known], predicted[known], count[known], size), "", _ORDERED),
@@ -90,14 +90,14 @@ def _of_classes(
         by_chance = float(of_target[inside] @ of_prediction[order[inside]])
         # ln of how many such orders there are.
         seen, targets = np.count_nonzero(of_target + of_prediction), np.count_nonzero(of_target)
-        orders = 1.0 if said else math.lgamma(seen + 1) - math.lgamma(seen - targets + 1)
+        orders = 1.0 if relation else math.lgamma(seen + 1) - math.lgamma(seen - targets + 1)
         most = part >= max(0.5, 2 * right) and _evidence(part, by_chance, samples) > _EVIDENCE + orders
-        if most or (not said and _exchanges(order, target, predicted, count, samples / total)):
+        if most or (not relation and _exchanges(order, target, predicted, count, samples / total)):
             named = ", ".join(f"{each} as {order[each]}" for each in inside[order[inside] != inside][:3])
-            fits.append((part, said or f"the target in another order of classes ({named})", check))
+            fits.append((part, relation or f"the target in another order of classes ({named})", check))
     if fits:
-        part, said, check = max(fits, key=lambda each: each[0])
-        yield f"{part:.1%} of the predictions are {said}, {right:.1%} are right: {check}"
+        part, relation, check = max(fits, key=lambda each: each[0])
+        yield f"{part:.1%} of the predictions are {relation}, {right:.1%} are right: {check}"
     elif not guessed and len(only) and samples >= least:
         yield f"no prediction is a {noun} that any sample has: {_SAME.format(noun)}"
     elif right < 0.9 * guessed and _evidence(right, guessed, samples) > _EVIDENCE:
@@ -116,10 +116,10 @@ def _exchanges(order: Any, target: Any, predicted: Any, count: Any, weight: floa
     targets = np.unique(target[target >= 0]).size
     chosen = _EVIDENCE + math.lgamma(targets + 1) - math.lgamma(targets - len(moved) + 1)
     for each in moved:
-        other, own = (
+        other, same = (
             int(count[(target == each) & (predicted == named)].sum()) for named in (order[each], each)
         )
-        if other <= 2 * own or _evidence(other / (own + other), 0.5, weight * (own + other)) <= chosen:
+        if other <= 2 * same or _evidence(other / (same + other), 0.5, weight * (same + other)) <= chosen:
             return False
     return bool(moved)
 
@@ -145,7 +145,7 @@ def _best_order(target: Any, predicted: Any, count: Any, size: int) -> Any:
 
 def _of_numbers(target: Any, prediction: Any, *, is_regression: bool) -> Iterator[str]:
     known = np.isfinite(target) & np.isfinite(prediction)
-    wanted, found = (each[known].astype(np.float64) for each in (target, prediction))
+    wanted, outputs = (each[known].astype(np.float64) for each in (target, prediction))
     if len(wanted) < _LEAST or not np.ptp(wanted):
         return
     if np.isin(wanted, (0, 1)).all():
@@ -158,12 +158,12 @@ def _of_numbers(target: Any, prediction: Any, *, is_regression: bool) -> Iterato
         )
         return
     with np.errstate(all="ignore"):
-        share = float(np.corrcoef(wanted, found)[0, 1]) ** 2
-        error = float(np.square(wanted - found).mean() / wanted.var())
-    if not np.ptp(found):
-        yield f"every prediction is {found[0]:.6g}, and the targets differ: {_PREPARED}"
+        share = float(np.corrcoef(wanted, outputs)[0, 1]) ** 2
+        error = float(np.square(wanted - outputs).mean() / wanted.var())
+    if not np.ptp(outputs):
+        yield f"every prediction is {outputs[0]:.6g}, and the targets differ: {_PREPARED}"
     elif share >= 0.5 and error > 2 - share:  # R2 is less than -1 + what a line through the pairs gives
         yield (
             f"the predictions explain {share:.1%} of the targets' variance, on another scale (mean "
-            f"{found.mean():.4g} for {wanted.mean():.4g}): check first whether training normalised targets"
+            f"{outputs.mean():.4g} for {wanted.mean():.4g}): check first whether training normalised targets"
         )

@@ -66,8 +66,8 @@ class Rows:
 
     def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
         """What the function returns for all rows."""
-        found = self.function(*(columns[name] for name in self.columns))
-        values = dict(found) if isinstance(found, Mapping) else {self.name: _number(self.name, found)}
+        result = self.function(*(columns[name] for name in self.columns))
+        values = dict(result) if isinstance(result, Mapping) else {self.name: _number(self.name, result)}
         scalars = [key for key, value in values.items() if _is_number(value)]
         units = _by_key(self.unit, scalars)
         better = _by_key(self.higher_is_better, scalars)
@@ -85,10 +85,10 @@ class Rows:
         if not isinstance(target, np.ndarray) or target.dtype.kind != "i":
             return ()
         count = int((target == _IGNORED).sum())
-        said = (
+        warning = (
             f"{self.name} gets {count:,} targets of {_IGNORED}, which torch's losses ignore: leave them out"
         )
-        return (said,) if count else ()
+        return (warning,) if count else ()
 
 
 def _fits(option: object, kind: type) -> bool:
@@ -110,10 +110,10 @@ def _innermost(function: Callable[..., Any]) -> Any:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    found = getattr(_innermost(function), "__name__", "<")
-    if found.startswith("<"):
+    name = getattr(_innermost(function), "__name__", "<")
+    if name.startswith("<"):
         raise UsageError("the function has no name: give the metric one, as in Rows(..., name='auroc')")
-    return str(found)
+    return str(name)
 
 
 def _is_number(value: object) -> bool:

@@ -30,16 +30,16 @@ def counts_of(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
     predicted = torch.where((predicted < 0) | (labels == classes), classes, predicted)
     right = torch.where(predicted == labels, labels, classes)
     counts = torch.zeros(3, classes + 1, dtype=torch.int64, device=labels.device)
-    for own, numbers in zip(counts, (right, labels, predicted), strict=True):
+    for row, numbers in zip(counts, (right, labels, predicted), strict=True):
         flat = numbers.flatten()
         if flat.is_cuda:
             # A deterministic index_add_ adds one by one there: on an H100 512 x 512 pixels in 25 ms, not 0.8.
             ends = torch.arange(classes + 1, device=flat.device)
-            own.copy_(torch.searchsorted(flat.sort().values, ends, right=True))
-            own[1:] = own.diff()
+            row.copy_(torch.searchsorted(flat.sort().values, ends, right=True))
+            row[1:] = row.diff()
         else:
             # Integers: the order of additions does not show.
-            own.index_add_(0, flat, torch.ones_like(flat))
+            row.index_add_(0, flat, torch.ones_like(flat))
     return counts[:, :classes]
 
 
@@ -114,7 +114,7 @@ class PixelCheck:
         absent = [str(number) for number, pixels in enumerate(targets) if not pixels]
         labelled = sum(targets)
         pixels = ignored + labelled
-        said = []
+        warnings = []
         often = {
             name: share for name in absent if (share := predicted[int(name)] / max(labelled, 1)) > _OFTEN
         }
@@ -123,27 +123,27 @@ class PixelCheck:
             first, share = next(iter(often.items()))
             mend = "are other classes, type --mask-values LABEL=CLASS,..."
             mend = "begin at 1, type --reduce-labels yes" if first == "0" else mend
-            said.append(
+            warnings.append(
                 f"no mask has a pixel of class {first}, predicted for {100 * share:.1f} % of the pixels, and "
                 f"pixel accuracy is below guessing. If labels {mend}"
             )
         if 2 * ignored >= pixels > 0:
-            said.append(
+            warnings.append(
                 f"{100 * ignored / pixels:.1f} % of the pixels are ignored by all metrics: check first which "
                 "labels the masks hold, --ignore-index and --reduce-labels"
             )
         if absent and ignored:
-            said.append(
+            warnings.append(
                 f"no mask has a pixel of {listed(absent)} of {len(targets)} classes, and {ignored:,} of "
                 f"{pixels:,} pixels were ignored. If they are among these, say with "
                 "--mask-values or --ignore-index which labels count"
             )
         if turned:
-            said.append(
+            warnings.append(
                 f"EXIF turns {counted(turned, 'picture')} and not the mask, or the other way round: compared "
                 "as programs show them. If masks fit the pictures as stored, remove the tag Orientation"
             )
-        return Measured(values={}, warnings=tuple(said))
+        return Measured(values={}, warnings=tuple(warnings))
 
 
 def segmentation_metrics(num_classes: int) -> list[Metric]:

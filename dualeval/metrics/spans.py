@@ -22,7 +22,7 @@ class Spans:
     """The best answer of each window, or of each question; tensors of one value each."""
 
     # Bool, whether there is an answer.
-    found: Tensor
+    answered: Tensor
     # Int32, the character of the context at which it begins; -1 without an answer.
     start: Tensor
     # Int32, the character behind it; -1 likewise.
@@ -80,16 +80,16 @@ def best_spans(
     keys = order_keys_in_place(score.clone()) >> 32 << 32
     keys = keys - (pair_first * start.shape[1] + pair_last)
     place = keys.masked_fill_(~allowed, _WORST).argmax(dim=1, keepdim=True)
-    found = allowed.any(dim=1) & ~nan
+    answered = allowed.any(dim=1) & ~nan
 
-    def taken(values: Tensor, otherwise: float) -> Tensor:
-        return values.gather(1, place).squeeze(1).masked_fill(~found, otherwise)
+    def of_best(values: Tensor, otherwise: float) -> Tensor:
+        return values.gather(1, place).squeeze(1).masked_fill(~answered, otherwise)
 
     return Spans(
-        found=found,
-        start=taken(from_character, _NOWHERE),
-        end=taken(to_character, _NOWHERE),
-        score=taken(score, -torch.inf),
+        answered=answered,
+        start=of_best(from_character, _NOWHERE),
+        end=of_best(to_character, _NOWHERE),
+        score=of_best(score, -torch.inf),
         null_score=null_score,
         nan=nan,
         inf=inf,
@@ -111,21 +111,21 @@ def best_of_windows(windows: Sequence[Spans], places: Tensor) -> Spans:
         values: Tensor = torch.cat([getattr(group, name) for group in windows])
         return values[inside]
 
-    found = of_questions("found") & ~absent
+    answered = of_questions("answered") & ~absent
     # The keys fall with the place, so that of equal scores the first is the largest.
-    keys = order_keys_in_place(of_questions("score").clone()).masked_fill_(~found, _WORST)
+    keys = order_keys_in_place(of_questions("score").clone()).masked_fill_(~answered, _WORST)
     place = keys.argmax(dim=1, keepdim=True)
     nan = (of_questions("nan") & ~absent).any(dim=1)
-    none = ~found.any(dim=1) | nan
+    none = ~answered.any(dim=1) | nan
 
-    def taken(name: str, otherwise: float) -> Tensor:
+    def of_best(name: str, otherwise: float) -> Tensor:
         return of_questions(name).gather(1, place).squeeze(1).masked_fill(none, otherwise)
 
     return Spans(
-        found=~none,
-        start=taken("start", _NOWHERE),
-        end=taken("end", _NOWHERE),
-        score=taken("score", -torch.inf),
+        answered=~none,
+        start=of_best("start", _NOWHERE),
+        end=of_best("end", _NOWHERE),
+        score=of_best("score", -torch.inf),
         null_score=of_questions("null_score").masked_fill(absent, torch.inf).amin(dim=1),
         nan=nan,
         inf=(of_questions("inf") & ~absent).any(dim=1),

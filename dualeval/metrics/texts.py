@@ -32,11 +32,11 @@ class TextWork(WindowWork):
 
     def compute(self, ledger: Tensor) -> Measured:
         """No values; the three sums as work, and a warning where texts were cut."""
-        found = super().compute(ledger)
-        if not (cut := found.work["truncated"]):
-            return found
-        said = f"{counted(cut, 'text')} {'is' if cut == 1 else 'are'} longer than --max-length and cut there"
-        return replace(found, warnings=(said,))
+        measured = super().compute(ledger)
+        if not (cut := measured.work["truncated"]):
+            return measured
+        text = f"{counted(cut, 'text')} {'is' if cut == 1 else 'are'} longer than --max-length and cut there"
+        return replace(measured, warnings=(text,))
 
 
 class Pearson(Described):
@@ -53,11 +53,11 @@ class Pearson(Described):
 
     def compute(self, columns: Mapping[str, Any]) -> Measured:
         """The coefficient under the metric's name."""
-        found = [np.asarray(columns[name], np.float64) for name in self.columns]
-        counts = [int(np.logical_or(*map(of, found)).sum()) for of in (np.isnan, np.isposinf, np.isneginf)]
+        pair = [np.asarray(columns[name], np.float64) for name in self.columns]
+        counts = [int(np.logical_or(*map(of, pair)).sum()) for of in (np.isnan, np.isposinf, np.isneginf)]
         if any(counts):
             return self.measured(None, nonfinite=nonfinite_counts(counts))
-        return self.measured(self._of(*found))
+        return self.measured(self._of(*pair))
 
     @staticmethod
     def _of(prediction: _Numbers, target: _Numbers) -> float | None:

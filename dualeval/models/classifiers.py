@@ -32,13 +32,13 @@ def source_of(
 ) -> ModelSource:
     """The source of a model."""
     if isinstance(name, str):
-        return _kind_of(name)(name, arguments, trust=trust)
+        return _source_class(name)(name, arguments, trust=trust)
     from dualeval.models.sources.factory import ModuleModel
 
     return ModuleModel(name, arguments, trust=trust)
 
 
-def _kind_of(name: str) -> type[ModelSource]:
+def _source_class(name: str) -> type[ModelSource]:
     # Each source imports its library when it is asked for.
     if name == EMBEDDED:
         return EmbeddedModel
@@ -65,7 +65,7 @@ def _kind_of(name: str) -> type[ModelSource]:
 
 def arguments_of(words: Sequence[str]) -> dict[str, Any]:
     """Keyword arguments of several ``--model-arg NAME=VALUE``."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         name = name.strip()
@@ -73,13 +73,13 @@ def arguments_of(words: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"--model-arg {word}: expected NAME=VALUE, as in --model-arg depth=18")
         if name == "num_classes":
             raise UsageError(f"--model-arg {word}: the number of classes is given with --num-classes")
-        if name in found:
+        if name in arguments:
             raise UsageError(f"--model-arg {name} is given twice. Leave out one.")
         try:
-            found[name] = ast.literal_eval(text.strip())
+            arguments[name] = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError):
-            found[name] = text
-    return found
+            arguments[name] = text
+    return arguments
 
 
 def create(name: str, num_classes: int | None, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> nn.Module:
@@ -100,6 +100,6 @@ def build(
 ) -> nn.Module:
     """Make a classifier and give it its weights, on the CPU, in evaluation mode."""
     source = source_of(name, arguments, trust=trust)
-    found = weights if isinstance(weights, WeightsSource) else source.find_weights(weights)
+    weights_source = weights if isinstance(weights, WeightsSource) else source.find_weights(weights)
     loading = Loading(key=weights_key, prefix=weights_prefix, on_load=on_load)
-    return source.build(found, num_classes, loading)
+    return source.build(weights_source, num_classes, loading)

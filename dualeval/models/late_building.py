@@ -77,14 +77,14 @@ def late_model(
         model = make()
         if not isinstance(model, nn.Module):
             raise UsageError(f"late_model: make() returned a {type(model).__name__}, expected an nn.Module")
-        found = read_state_dict(Path(weights), key, trust=trust)
-        loaded = load_state_dict(model, found, prefix=prefix, source=f"the weights {weights}")
-        for said in warnings_of(loaded):
-            warnings.warn(said, stacklevel=2)
+        state = read_state_dict(Path(weights), key, trust=trust)
+        loaded = load_state_dict(model, state, prefix=prefix, source=f"the weights {weights}")
+        for warning in warnings_of(loaded):
+            warnings.warn(warning, stacklevel=2)
         model.eval()
         return model
 
-    return late_or_whole(build, lambda said: warnings.warn(said, stacklevel=3))
+    return late_or_whole(build, lambda warning: warnings.warn(warning, stacklevel=3))
 
 
 def late_or_whole(

@@ -16,22 +16,22 @@ from dualeval.torch_errors import TorchError
 def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
     """What does not fit between a model and what it was given."""
     calls = list(_calls(error))
-    said = text_of(error)
+    message = text_of(error)
     if isinstance(error, IndexError):
         return _index_of_embedding(calls, model) or _target_out_of_range(calls)
     if not isinstance(error, (RuntimeError, TypeError, ValueError)):
         return None
-    if TorchError.ON_DEVICE.search(said):
+    if TorchError.ON_DEVICE.search(message):
         return (
             "an index was out of range on the GPU: most often a label that the model has no class for, or a "
             "token that its embedding has no row for. Run with --device cpu, which says which one"
         )
-    if (kinds := _two_kinds(said, calls, model)) is not None:
+    if (kinds := _two_kinds(message, calls, model)) is not None:
         return kinds
     layer = next((call for call in reversed(calls) if _is_leaf(call)), None)
-    if layer is None or not TorchError.WRONG_SHAPE.search(said):
+    if layer is None or not TorchError.WRONG_SHAPE.search(message):
         return None
-    return f"{_layer(layer, model)} cannot take {_given(layer)}: {first_line(error)}"
+    return f"{_layer(layer, model)} cannot take {_inputs_of(layer)}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
@@ -45,11 +45,11 @@ def channels_of(error: BaseException) -> tuple[int, int] | None:
     for call in reversed(list(_calls(error))):
         layer = call.f_locals.get("self")
         # _ConvNd is the base of all of them.
-        own = getattr(layer, "in_channels", None)
+        channels = getattr(layer, "in_channels", None)
         inputs = call.f_locals.get("input", call.f_locals.get("x"))
-        if isinstance(layer, nn.Module) and isinstance(own, int):
-            if isinstance(inputs, Tensor) and inputs.ndim > 1 and inputs.shape[1] != own:
-                return own, int(inputs.shape[1])
+        if isinstance(layer, nn.Module) and isinstance(channels, int):
+            if isinstance(inputs, Tensor) and inputs.ndim > 1 and inputs.shape[1] != channels:
+                return channels, int(inputs.shape[1])
             return None
     return None
 
@@ -77,13 +77,13 @@ def _layer(call: FrameType, model: nn.Module) -> str:
     return f"the layer {name!r}, {short}," if name else f"the layer {short}"
 
 
-def _given(call: FrameType) -> str:
+def _inputs_of(call: FrameType) -> str:
     tensors = [value for name, value in call.f_locals.items() if isinstance(value, Tensor)]
-    shown = [f"a tensor of shape {tuple(each.shape)} and {_plain(each.dtype)}" for each in tensors[:2]]
+    shown = [f"a tensor of shape {tuple(each.shape)} and {_dtype(each.dtype)}" for each in tensors[:2]]
     return " and ".join(shown) or "what it was given"
 
 
-def _plain(dtype: torch.dtype) -> str:
+def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -127,21 +127,21 @@ def _target_out_of_range(calls: list[FrameType]) -> str | None:
     return None
 
 
-def _two_kinds(said: str, calls: list[FrameType], model: nn.Module) -> str | None:
+def _two_kinds(message: str, calls: list[FrameType], model: nn.Module) -> str | None:
     """Inputs of one dtype for parameters of another."""
     layer = next((call for call in reversed(calls) if isinstance(call.f_locals.get("self"), nn.Module)), None)
-    if layer is None or not TorchError.OTHER_DTYPE.search(said):
+    if layer is None or not TorchError.OTHER_DTYPE.search(message):
         return None
     module = layer.f_locals["self"]
-    own = floating_dtypes(module) or floating_dtypes(model)
-    given = next((value for value in layer.f_locals.values() if isinstance(value, Tensor)), None)
-    if not own or given is None or given.dtype in own:
+    dtypes = floating_dtypes(module) or floating_dtypes(model)
+    inputs = next((value for value in layer.f_locals.values() if isinstance(value, Tensor)), None)
+    if not dtypes or inputs is None or inputs.dtype in dtypes:
         return None
-    found = f"the model has {_plain(own[0])} parameters and was given {_plain(given.dtype)} inputs"
-    if own[0] == torch.float32:
+    cause = f"the model has {_dtype(dtypes[0])} parameters and was given {_dtype(inputs.dtype)} inputs"
+    if dtypes[0] == torch.float32:
         return (
-            f"{found}, expected float32. Make the samples float32 (tensor.float(), array.astype('float32')); "
+            f"{cause}, expected float32. Make the samples float32 (tensor.float(), array.astype('float32')); "
             "or, if the model takes another dtype, give forward="
         )
-    half = ", and --precision amp-bf16 for half precision" if own[0].itemsize < 4 else ""
-    return f"{found}, expected the same. Return model.float(){half}; or cast the inputs in forward="
+    half = ", and --precision amp-bf16 for half precision" if dtypes[0].itemsize < 4 else ""
+    return f"{cause}, expected the same. Return model.float(){half}; or cast the inputs in forward="

@@ -110,9 +110,9 @@ def recognise(model: str, path: Path) -> Any:
 
 
 def _published_hash(entry: Any) -> str:
-    found = _HASH_IN_NAME.search(file_name(entry))
-    assert found is not None, f"torchvision's {entry} has no hash in its file name"
-    return found[1]
+    match = _HASH_IN_NAME.search(file_name(entry))
+    assert match is not None, f"torchvision's {entry} has no hash in its file name"
+    return match[1]
 
 
 def _check_hash(path: Path, digest: str, entry: Any) -> None:

@@ -12,7 +12,7 @@ from dualeval.data.preprocessing import Uncropped
 from dualeval.errors import UsageError
 from dualeval.messages import nearest
 from dualeval.models import classifiers, published
-from dualeval.models.sources.processors import said_by_folder, uncropped_of
+from dualeval.models.sources.processors import processor_values, uncropped_of
 from dualeval.models.sources.program import is_path_of_program
 from dualeval.models.sources.source import NO_ARGUMENTS, ModelSource, WeightsSource
 from dualeval.models.sources.transformers_models import PREFIX, TransformersModel
@@ -37,19 +37,19 @@ class TransformersSegmenter(TransformersModel):
     kind, forms = "AutoModelForSemanticSegmentation", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING"
     noun, trained_for = "image segmentation network", "semantic segmentation"
 
-    def _said(self) -> tuple[dict[str, Any], str]:
+    def _processor_values(self) -> tuple[dict[str, Any], str]:
         with self._reading("image processor"):
-            return said_by_folder(self._folder, self.name)
+            return processor_values(self._folder, self.name)
 
     def uncropped(self) -> Uncropped:
         """What the folder's image processor does to a picture."""
-        return uncropped_of(*self._said())
+        return uncropped_of(*self._processor_values())
 
     def reduces_labels(self) -> bool:
         """Whether the processor takes label 0 for none, and 1 for class 0."""
-        said = self._said()[0]
+        values = self._processor_values()[0]
         # Older files have the second name, which newer versions of the library read and pass over.
-        return bool(said.get("do_reduce_labels") or said.get("reduce_labels"))
+        return bool(values.get("do_reduce_labels") or values.get("reduce_labels"))
 
 
 def segmenter_of(
@@ -71,10 +71,9 @@ def segmenter_of(
     if source is None or source.name == classifiers.EMBEDDED or str(name).startswith("timm:"):
         known = published.segmentation_names()
         raise UsageError(
-            f"--model {name} is not a network for "
-            f"segmentation.{nearest(str(name), known, most=5, cutoff=0.5)} Give one of torchvision "
-            f"({', '.join(known)}), hf:DIR, package.module:factory, or the path of a TorchScript archive or "
-            ".pt2 program."
+            f"--model {name} is not a network for segmentation."
+            f"{nearest(str(name), known, most=5, cutoff=0.5)} Give one of torchvision ({', '.join(known)}), "
+            "hf:DIR, package.module:factory, or the path of a TorchScript archive or .pt2 program."
         )
     return source
 
@@ -87,10 +86,10 @@ def published_uncropped(source: ModelSource, weights: WeightsSource) -> tuple[Un
     if entry is None:
         return None
     preset = entry.transforms()
-    found = Uncropped(
+    uncropped = Uncropped(
         resize=preset.resize_size[0],
         interpolation=preset.interpolation.value,
         mean=tuple(preset.mean),
         std=tuple(preset.std),
     )
-    return found, f"those of {entry}" if weights.entry is not None else "the model's defaults"
+    return uncropped, f"those of {entry}" if weights.entry is not None else "the model's defaults"

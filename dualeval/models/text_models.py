@@ -63,9 +63,9 @@ def check_folder(folder: Path, use: Use) -> None:
         plain = str(folder).removeprefix("hf:")
         if (Path(plain) / CONFIG).is_file():
             raise UsageError(f"--model {folder}: for {use.name} leave out hf: and type --model {plain}.")
-        found = "does not exist" if not folder.exists() else f"holds no {CONFIG}"
+        fault = "does not exist" if not folder.exists() else f"holds no {CONFIG}"
         raise UsageError(
-            f"--model {folder} {found}. Expected a local folder as save_pretrained writes it, with the model "
+            f"--model {folder} {fault}. Expected a local folder as save_pretrained writes it, with the model "
             "and its tokenizer; 'hf download NAME --local-dir DIR' fetches one."
         )
 
@@ -109,15 +109,15 @@ def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
 
 def known_tokens(folder: Path, model: nn.Module, tokenizer: Any) -> int:
     """How many tokens of its tokenizer a model knows: all, or all but added ones."""
-    own, count = (1 + max(tokenizer.get_vocab(added).values(), default=-1) for added in (False, True))
+    base, count = (1 + max(tokenizer.get_vocab(added).values(), default=-1) for added in (False, True))
     # A module of one's own need not say where they are.
     of_model = getattr(model, "get_input_embeddings", None)
     embedding = None if of_model is None else of_model()
     known = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else count
-    if own > known:
+    if base > known:
         raise UsageError(
-            f"the tokenizer in {folder} tells {own} tokens apart, its model only {known}. Give a model and a "
-            "tokenizer that belong together."
+            f"the tokenizer in {folder} tells {base} tokens apart, its model only {known}. Give a model and "
+            "a tokenizer that belong together."
         )
     return min(known, count)
 
@@ -178,8 +178,8 @@ class TextModel:
         """With its weights as float32."""
         folder, weights, use = self.folder, self._weights, self.use
         kind = getattr(transformers_for(use.name), use.kind)
-        said = f"{folder} holds no model for {use.name}"
-        with reading(folder, said), torch.random.fork_rng(devices=[]):
+        refusal = f"{folder} holds no model for {use.name}"
+        with reading(folder, refusal), torch.random.fork_rng(devices=[]):
             if weights is None:
                 made, self.loaded = load_pretrained(kind, folder, use.name)
                 return made.eval()
@@ -191,10 +191,10 @@ class TextModel:
             add_generation_config(model, folder)
         model = model.float()
         if seed is None:
-            found = read_state_dict(Path(weights), self._key, trust=self.trust)
+            state = read_state_dict(Path(weights), self._key, trust=self.trust)
             source = f"the weights {weights}"
             try:
-                self.loaded = load_state_dict(model, found, prefix=self._prefix, source=source)
+                self.loaded = load_state_dict(model, state, prefix=self._prefix, source=source)
             except OtherClasses as error:
                 raise UsageError(
                     f"{error.said} (num_labels or id2label in {folder}/config.json). Give weights and "
@@ -260,8 +260,8 @@ def _hash(config: Mapping[str, Any]) -> str:
 def shorter(model: nn.Module) -> str:
     """What to type for a model that takes fewer tokens."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    said = "" if positions is None else f", whose config says max_position_embeddings {positions}"
-    return f"It takes shorter ones: give --max-length of the model's size{said}."
+    detail = "" if positions is None else f", whose config says max_position_embeddings {positions}"
+    return f"It takes shorter ones: give --max-length of the model's size{detail}."
 
 
 def try_out(folder: Path, run: Callable[[], Any], tokens: int) -> Any:
@@ -320,38 +320,38 @@ def greedy(model: nn.Module, prompts: Tensor, ends: Tensor, most: int) -> tuple[
     tokens are int64 (rows, most), ``NONE`` behind the last of each; with them, which rows met a NaN.
     """
     options: dict[str, Any] = {"use_cache": True} if is_of_library(model) else {}
-    found = prompts.new_full((len(prompts), most), NONE)
+    tokens = prompts.new_full((len(prompts), most), NONE)
     is_open = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
     has_nan = ~is_open
-    given = prompts
+    inputs = prompts
     for place in range(most):
-        outputs = model(given, **options)
+        outputs = model(inputs, **options)
         cache = getattr(outputs, "past_key_values", None) if options.get("use_cache") else None
         if options:  # a recurrent model has no such cache: all tokens are computed again
             options = {"use_cache": cache is not None, "past_key_values": cache}
         last = logits_of(outputs)[:, -1].float()
         has_nan |= is_open & last.isnan().any(1)
         token = last.argmax(1)
-        found[:, place] = token.where(is_open, NONE)
+        tokens[:, place] = token.where(is_open, NONE)
         is_open &= ~ends[token]
         if not is_open.any():
             break
-        given = torch.cat([given, token[:, None]], 1) if cache is None else token[:, None]
-    return found, has_nan
+        inputs = torch.cat([inputs, token[:, None]], 1) if cache is None else token[:, None]
+    return tokens, has_nan
 
 
 def end_tokens(model: nn.Module, of_tokenizer: Sequence[int | None]) -> list[int]:
     """The tokens that end a text: the tokenizer's, and those that the model's own configuration names."""
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return sorted(
-        {each for each in (*of_tokenizer, *(own if isinstance(own, list) else [own])) if each is not None}
+        {each for each in (*of_tokenizer, *(ends if isinstance(ends, list) else [ends])) if each is not None}
     )
 
 
 def changes_of_search(model: nn.Module) -> list[str]:
     """What a model's own configuration changes in greedy search, as it is written there."""
-    own = getattr(model, "generation_config", None)
-    values = {name: getattr(own, name, None) for name in _CHANGES_OF_SEARCH}
+    config = getattr(model, "generation_config", None)
+    values = {name: getattr(config, name, None) for name in _CHANGES_OF_SEARCH}
     return [f"{n} {v!s:.40}" for n, v in values.items() if v not in (None, [], _CHANGES_OF_SEARCH[n])]
 
 
@@ -378,8 +378,8 @@ class CausalTokens:
 
     def fingerprint(self) -> str:
         """sha256, in hex, over the tokenizer and what stands before a text."""
-        said = f"{self.fast.to_str()}\n{self.prefix} {self._begins}"
-        return sha256(said.encode()).hexdigest()
+        text = f"{self.fast.to_str()}\n{self.prefix} {self._begins}"
+        return sha256(text.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that is not empty, as the tokenizer begins one."""

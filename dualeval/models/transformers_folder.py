@@ -103,8 +103,8 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> tuple[nn.Modul
     )
     missing = sorted(report["missing_keys"])
     mismatched = sorted(
-        f"{name} {tuple(found)}, the model has {tuple(own)}"
-        for name, found, own in report.get("mismatched_keys", ())
+        f"{name} {tuple(shape)}, the model has {tuple(expected)}"
+        for name, shape, expected in report.get("mismatched_keys", ())
     )
     if missing or mismatched:
         raise UsageError(
@@ -140,8 +140,8 @@ def add_generation_config(model: Any, folder: Path) -> None:
 
 def _load_by_name(kind: Any, folder: Path, saved: Path | None) -> tuple[nn.Module, list[str]]:
     """What ``load_pretrained`` gives, but each tensor is read from its file when it is used."""
-    found = config_of(folder)
-    if found.get("quantization_config") is not None:
+    values = config_of(folder)
+    if values.get("quantization_config") is not None:
         raise NotLate("it is quantized")
     if saved is None:
         raise NotLate(f"its folder holds none of {', '.join(_SAVED)} alone")
@@ -149,7 +149,7 @@ def _load_by_name(kind: Any, folder: Path, saved: Path | None) -> tuple[nn.Modul
         state = read_state_dict(saved)
     except UsageError as error:
         raise NotLate(f"its files are not read by their names ({error})") from error
-    dtype = _one_dtype(state.tensors, found)
+    dtype = _one_dtype(state.tensors, values)
     config = transformers_for("the model").AutoConfig.from_pretrained(folder, **LOCAL)
     model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     model.config.name_or_path = str(folder)
@@ -164,12 +164,12 @@ def _load_by_name(kind: Any, folder: Path, saved: Path | None) -> tuple[nn.Modul
     return model, left_out
 
 
-def _named_as_in(model: Any, found: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
+def _named_as_in(model: Any, tensors: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], list[str]]:
     """The tensors of a file that a model takes, by the names that the library gives them; names of others."""
-    own = model.state_dict()
+    state = model.state_dict()
     if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before transformers 5
-        left_out = [name for name in found if name not in own]
-        return OrderedDict((name, value) for name, value in found.items() if name in own), left_out
+        left_out = [name for name in tensors if name not in state]
+        return OrderedDict((name, value) for name, value in tensors.items() if name in state), left_out
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -184,14 +184,14 @@ def _named_as_in(model: Any, found: Mapping[str, Any]) -> tuple[OrderedDict[str,
     prefix = model.base_model_prefix
     renamed: OrderedDict[str, Any] = OrderedDict()
     left_out = []
-    for name in sorted(found, key=dot_natural_key):
-        new, converted = rename_source_key(name, renamings, converters, prefix, own)
-        if new not in own and name in own:
-            new, converted = rename_source_key(name, [], [], prefix, own)
-        if new in own and converted is not None:
+    for name in sorted(tensors, key=dot_natural_key):
+        new, converted = rename_source_key(name, renamings, converters, prefix, state)
+        if new not in state and name in state:
+            new, converted = rename_source_key(name, [], [], prefix, state)
+        if new in state and converted is not None:
             raise NotLate(f"the transformers library computes {new} from the tensors of its files")
-        if new in own:
-            renamed[new] = found[name]
+        if new in state:
+            renamed[new] = tensors[name]
         else:
             left_out.append(new)
     # What from_pretrained leaves in the model beside its tensors.
@@ -215,11 +215,11 @@ def _one_dtype(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> torch.d
 def config_of(folder: Path) -> dict[str, Any]:
     """The values in config.json."""
     try:
-        found = json.loads((folder / CONFIG).read_bytes())
+        values = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
-        said = other_file(folder) or f"{CONFIG}: {error}"
-        raise UsageError(f"{folder} holds no {CONFIG} that can be read: {said}") from error
-    return found if isinstance(found, dict) else {}
+        reason = other_file(folder) or f"{CONFIG}: {error}"
+        raise UsageError(f"{folder} holds no {CONFIG} that can be read: {reason}") from error
+    return values if isinstance(values, dict) else {}
 
 
 def refuse_foreign_kernels(config: Any, folder: Path) -> None:
@@ -240,11 +240,11 @@ def other_file(folder: Path) -> str | None:
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model") and path.is_file():
             try:
-                found = what_it_is(path)
+                fault = what_it_is(path)
             except OSError as error:
-                found = f"cannot be read: {error.strerror or error}"
-            if found is not None:
-                return f"{path.name} {found}"
+                fault = f"cannot be read: {error.strerror or error}"
+            if fault is not None:
+                return f"{path.name} {fault}"
     return None
 
 
@@ -259,8 +259,8 @@ def reading(folder: Path, begin: str, advice: str = "") -> Iterator[None]:
         except Exception as error:
             if is_building():
                 raise  # whatever it is: it comes again, or not, where the model is built whole
-            said = other_file(folder) or first_line(error)
-            raise UsageError(f"{begin} that can be read: {said}{advice}") from error
+            reason = other_file(folder) or first_line(error)
+            raise UsageError(f"{begin} that can be read: {reason}{advice}") from error
 
 
 @contextmanager

@@ -72,20 +72,20 @@ class LoadedWeights:
 class OtherClasses(UsageError):
     """Weights are for another number of classes than the model, and differ in nothing else."""
 
-    def __init__(self, those_are: str, found: int, wanted: int) -> None:
-        self.said = f"{those_are} for {found} classes, but {wanted} were expected"
-        super().__init__(f"{self.said}. Give --num-classes {found}, or weights and data of the same classes.")
+    def __init__(self, those_are: str, count: int, wanted: int) -> None:
+        self.said = f"{those_are} for {count} classes, but {wanted} were expected"
+        super().__init__(f"{self.said}. Give --num-classes {count}, or weights and data of the same classes.")
         # The number of classes that they are for.
-        self.found = found
+        self.found = count
 
 
 class OtherShapes(UsageError):
     """Weights have tensors of other shapes than the model's."""
 
-    def __init__(self, message: str, found: Mapping[int, int]) -> None:
+    def __init__(self, message: str, sizes: Mapping[int, int]) -> None:
         super().__init__(message)
         # The first dimensions of these, by those of the model's.
-        self.found = found
+        self.found = sizes
 
 
 def options_of(loaded: LoadedWeights | None) -> dict[str, str | None]:
@@ -118,41 +118,41 @@ def warnings_of(loaded: LoadedWeights | None) -> list[str]:
 
 def refuse_choice_without_file(weights: str | None, key: str | None, prefix: str | None, trust: bool) -> None:
     """Check that a choice among the tensors of a file goes with a file."""
-    given = [f"--weights-{name}" for name, value in (("key", key), ("prefix", prefix)) if value is not None]
-    given += ["--trust-checkpoint"] if trust else []
-    if given and (weights is None or is_published_name(weights) or weights.startswith(_RANDOM)):
+    options = [f"--weights-{name}" for name, value in (("key", key), ("prefix", prefix)) if value is not None]
+    options += ["--trust-checkpoint"] if trust else []
+    if options and (weights is None or is_published_name(weights) or weights.startswith(_RANDOM)):
         beside = "without --weights" if weights is None else f"with --weights {weights}"
         raise UsageError(
-            f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given {beside}, where there is no "
-            "file to choose from. Leave it out, or give --weights FILE."
+            f"{' and '.join(options)} {'was' if len(options) == 1 else 'were'} given {beside}, where there "
+            "is no file to choose from. Leave it out, or give --weights FILE."
         )
 
 
 def load_state_dict(
-    model: nn.Module, found: StateDict, *, prefix: str | None = None, source: str
+    model: nn.Module, state: StateDict, *, prefix: str | None = None, source: str
 ) -> LoadedWeights:
     """Copy a state_dict from a file into a model, without the prefixes of wrappers before its names."""
-    own = model.state_dict().keys()
-    tensors = found.tensors
-    taken = _unwrap_for(tensors, own) if prefix is None else _take_prefix(tensors, prefix, source)
-    taken, beside = _without_rest(_unwrap_within(taken, own), model) if prefix != "" else (taken, [])
-    fitting = _prefixes_that_fit(tensors, own) or _prefixes_that_fit(_renamed(tensors, _PLAIN), own)
+    expected = model.state_dict().keys()
+    tensors = state.tensors
+    stage = _unwrap_for(tensors, expected) if prefix is None else _take_prefix(tensors, prefix, source)
+    stage, beside = _without_rest(_unwrap_within(stage, expected), model) if prefix != "" else (stage, [])
+    fitting = _prefixes_that_fit(tensors, expected) or _prefixes_that_fit(_renamed(tensors, _PLAIN), expected)
     loaded = LoadedWeights(
-        file=str(found.path),
-        key=found.key,
-        prefix=taken.prefix,
-        left_out=taken.left_out,
-        unread=unread_beside(saved_in(found.path)) if found.path.is_dir() else (),
-        warning=_warning(source, beside, [each for each in fitting if each != taken.prefix]),
+        file=str(state.path),
+        key=state.key,
+        prefix=stage.prefix,
+        left_out=stage.left_out,
+        unread=unread_beside(saved_in(state.path)) if state.path.is_dir() else (),
+        warning=_warning(source, beside, [each for each in fitting if each != stage.prefix]),
     )
     chosen = [
         *([f"under {loaded.key!r}"] if loaded.key else []),
         *([f"without the prefix {loaded.prefix!r}"] if loaded.prefix else []),
     ]
     try:
-        load_into(model, taken.tensors, f"{source} ({', '.join(chosen)})" if chosen else source)
+        load_into(model, stage.tensors, f"{source} ({', '.join(chosen)})" if chosen else source)
     except UsageError as error:
-        if not fitting or taken.prefix in fitting:
+        if not fitting or stage.prefix in fitting:
             raise
         raise UsageError(f"{str(error).removesuffix(_OTHER_WEIGHTS)} {_advice(fitting)}") from error
     return loaded
@@ -187,22 +187,22 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     The model's own loading goes first: some modules convert an older layout of their tensors. It is left in
     training mode, for ``eval`` to merge what is loaded.
     """
-    own = model.state_dict()
+    expected = model.state_dict()
     state = _with_tied_names(model, state, source)
-    unread = [name for name, value in state.items() if name in own and not is_read(value)]
+    unread = [name for name, value in state.items() if name in expected and not is_read(value)]
     if unread:
         raise UsageError(
             f"{source} cannot be put into the model {type(model).__name__}: {len(unread)} not plain: "
             f"{listed(unread)}. Extra state of a module may be None, numbers, text, tensors, or lists and "
             "dicts of these. Save it so (get_extra_state)."
         )
-    kinds = _changed_kinds(own, state)
+    kinds = _changed_kinds(expected, state)
     if kinds:
-        raise _misfit(model, own, state, source, kinds)
-    if not hasattr(state, "_metadata") and state.keys() == own.keys():
+        raise _misfit(model, expected, state, source, kinds)
+    if not hasattr(state, "_metadata") and state.keys() == expected.keys():
         # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
         state = OrderedDict(state)
-        state._metadata = own._metadata  # type: ignore[attr-defined]
+        state._metadata = expected._metadata  # type: ignore[attr-defined]
     # In evaluation mode, some keep weights that were merged of the ones that are replaced: loralib's layers.
     model.train(True)
     kept = model.state_dict(keep_vars=True)
@@ -219,7 +219,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         unread_late = [value.failure for value in state.values() if isinstance(value, LateTensor)]
         for failure in filter(None, unread_late):
             raise failure from error
-        raise _misfit(model, own, state, source, [], error) from error
+        raise _misfit(model, expected, state, source, [], error) from error
     now = model.state_dict(keep_vars=True)
     left = [
         name
@@ -227,16 +227,16 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         if (now[name].is_meta if value.is_meta else value._version == version)
     ]
     if left or any(getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")):
-        raise _misfit(model, own, state, source, [])
+        raise _misfit(model, expected, state, source, [])
 
 
-def _changed_kinds(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _changed_kinds(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     """Tensors whose values would become others in the model's dtype, by more than rounding."""
     return [
-        f"{name} {value.dtype}, the model has {own[name].dtype}"
+        f"{name} {value.dtype}, the model has {expected[name].dtype}"
         for name, value in state.items()
-        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
-        if not _keeps_its_kind(value, own[name].dtype)
+        if isinstance(value, Tensor) and isinstance(expected.get(name), Tensor)
+        if not _keeps_its_kind(value, expected[name].dtype)
     ]
 
 
@@ -255,21 +255,21 @@ def _keeps_its_kind(value: Tensor, wanted: torch.dtype) -> bool:
 
 def _misfit(
     model: nn.Module,
-    own: Mapping[str, Any],
+    expected: Mapping[str, Any],
     state: Mapping[str, Any],
     source: str,
     kinds: list[str],
     error: Exception | None = None,
 ) -> UsageError:
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in own]
+    missing = [name for name in expected if name not in state]
+    unexpected = [name for name in state if name not in expected]
     shapes = {
-        name: (tuple(state[name].shape), tuple(own[name].shape))
-        for name in own
-        if isinstance(own[name], Tensor) and isinstance(state.get(name), Tensor)
-        if state[name].shape != own[name].shape
+        name: (tuple(state[name].shape), tuple(expected[name].shape))
+        for name in expected
+        if isinstance(expected[name], Tensor) and isinstance(state.get(name), Tensor)
+        if state[name].shape != expected[name].shape
     }
-    if not missing and not unexpected and not kinds and (counts := _class_counts(model, own, shapes)):
+    if not missing and not unexpected and not kinds and (counts := _class_counts(model, expected, shapes)):
         return OtherClasses(f"{source} are", *counts)
     differing = {
         "missing in the file": missing,
@@ -277,31 +277,31 @@ def _misfit(
         "of another shape": [f"{name} {a}, the model has {b}" for name, (a, b) in shapes.items()],
         "of another dtype": kinds,
     }
-    said = str(error).strip() or type(error).__name__
-    parts = [f"{len(names)} {what}: {listed(names)}" for what, names in differing.items() if names]
-    differs = "; ".join(parts) or said.splitlines()[-1].strip()
+    message = str(error).strip() or type(error).__name__
+    clauses = [f"{len(names)} {what}: {listed(names)}" for what, names in differing.items() if names]
+    differs = "; ".join(clauses) or message.splitlines()[-1].strip()
     advice = _LARGER if unexpected and not (missing or shapes or kinds) else _OTHER_WEIGHTS
     if kinds:
         advice = " Integers in place of weights are quantized ones: save them as floats."
     of_form = (mend for form, mend in _FORMS.items() if any(re.search(form, name) for name in unexpected))
     return OtherShapes(
         f"{source} do not fit the model {type(model).__name__}: {differs}.{next(of_form, advice)}",
-        {wanted[0]: found[0] for found, wanted in shapes.values() if found and wanted},
+        {wanted[0]: shape[0] for shape, wanted in shapes.values() if shape and wanted},
     )
 
 
 def _class_counts(
-    model: nn.Module, own: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    model: nn.Module, names: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> tuple[int, int] | None:
-    """(found, wanted) outputs, where layers differ in these alone: the first dimension of weight and bias."""
-    pairs = {(found[0], wanted[0]) for found, wanted in shapes.values() if found and wanted}
-    tails_equal = all(found[1:] == wanted[1:] for found, wanted in shapes.values())
+    """(saved, wanted) outputs, where layers differ in these alone: the first dimension of weight and bias."""
+    pairs = {(shape[0], wanted[0]) for shape, wanted in shapes.values() if shape and wanted}
+    tails_equal = all(shape[1:] == wanted[1:] for shape, wanted in shapes.values())
     if len(pairs) != 1 or not tails_equal:
         return None
     for name in shapes:
         last = name.rpartition(".")[2]
         pair = [name.removesuffix(last) + part for part in ("weight", "bias")]
-        if not last.startswith(_OF_OUTPUTS) or any(part in own and part not in shapes for part in pair):
+        if not last.startswith(_OF_OUTPUTS) or any(part in names and part not in shapes for part in pair):
             return None
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
             return None  # its rows are a vocabulary
@@ -333,13 +333,13 @@ class _Unwrapped:
     left_out: tuple[str, ...] = ()
 
 
-def _unwrap_for(tensors: OrderedDict[str, Tensor], own: Collection[str]) -> _Unwrapped:
+def _unwrap_for(tensors: OrderedDict[str, Tensor], expected: Collection[str]) -> _Unwrapped:
     """Remove as many wrappers' prefixes as give most of a model's names.
 
     So names that fit as they are stay as they are, also those of a model with an attribute ``module``; and
     those of an older layout, which a module converts by itself, are brought as near as can be.
     """
-    names = set(own)
+    names = set(expected)
     # Of equals the last one: what all names begin with is a wrapper's more often than a model's.
     return max(reversed(unwrapped(tensors)), key=lambda stage: len(names & stage.tensors.keys()))
 
@@ -385,13 +385,13 @@ def _take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) ->
     )
 
 
-def _prefixes_that_fit(tensors: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
+def _prefixes_that_fit(tensors: Mapping[str, Tensor], expected: Collection[str]) -> list[str]:
     """The prefixes with each of which all of a model's names are among the tensors' names."""
-    first = next(iter(own), None)
+    first = next(iter(expected), None)
     if first is None:
         return []
     prefixes = [name[: -len(first)] for name in tensors if name.endswith(f".{first}")]
-    return [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
+    return [prefix for prefix in prefixes if all(prefix + name in tensors for name in expected)]
 
 
 def _without(tensors: _Tensors, prefix: str) -> _Tensors:
@@ -418,13 +418,13 @@ def _renamed(tensors: _Tensors, rename: Callable[[str], str | None]) -> _Tensors
     return made
 
 
-def _unwrap_within(stage: _Unwrapped, own: Collection[str]) -> _Unwrapped:
+def _unwrap_within(stage: _Unwrapped, expected: Collection[str]) -> _Unwrapped:
     """Remove what wrappers of some modules put into names; ``module.`` where that makes all names fit."""
-    if any(_WITHIN.search(name) for name in own):
+    if any(_WITHIN.search(name) for name in expected):
         return stage
     tensors = _renamed(stage.tensors, _PLAIN)
     parallel = _renamed(tensors, _WITHOUT_PARALLEL)
-    fits = not {*own} <= tensors.keys() and {*own} <= parallel.keys()
+    fits = not {*expected} <= tensors.keys() and {*expected} <= parallel.keys()
     return replace(stage, tensors=parallel if fits else tensors)
 
 
@@ -434,12 +434,12 @@ def _without_rest(stage: _Unwrapped, model: nn.Module) -> tuple[_Unwrapped, list
     Not under one that differs from the model's in a number: a deeper network has layer5 beside layer4. Nor
     a tensor without a module, but for mmcv's averages: it can be a token that a model begins with.
     """
-    own = model.state_dict().keys()
+    expected = model.state_dict().keys()
     there = {name for names in _tied(model) if any(each in stage.tensors for each in names) for name in names}
-    if own - stage.tensors.keys() - there:
+    if expected - stage.tensors.keys() - there:
         return stage, []
-    tops = {numbered(name.partition(".")[0]) for name in own}
-    rest = [name for name in stage.tensors if name not in own]
+    tops = {numbered(name.partition(".")[0]) for name in expected}
+    rest = [name for name in stage.tensors if name not in expected]
     beside = [
         name
         for name in rest
@@ -486,11 +486,11 @@ def _with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) ->
 def _tied(model: nn.Module) -> list[list[str]]:
     """The names in the state_dict of each tensor that has more than one."""
     kept = model.state_dict(keep_vars=True)
-    found: dict[object, list[str]] = {}
+    by_place: dict[object, list[str]] = {}
     for name, value in kept.items():
         if isinstance(value, Tensor):
-            found.setdefault(_place(value), []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+            by_place.setdefault(_place(value), []).append(name)
+    return [names for names in by_place.values() if len(names) > 1]
 
 
 def _place(value: Tensor) -> object:

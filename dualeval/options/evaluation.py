@@ -113,13 +113,13 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         for field in fields_of(type(self)):
-            field.check(getattr(self, field.name), self._said(field.name))
+            field.check(getattr(self, field.name), self._option_name(field.name))
         self._check_part()
         check_groups(self.by, self.bins, sign=self._sign)
         self._check_preparation()
         self._check_sharding()
 
-    def _said(self, name: str) -> str:
+    def _option_name(self, name: str) -> str:
         return flag_of(name) if self._sign else name
 
     def _check_part(self) -> None:
@@ -137,7 +137,7 @@ class EvaluationOptions:
         """How the model is prepared."""
         if not self.keep_batchnorm_fp32:
             return
-        sign, flag = self._sign, self._said("keep_batchnorm_fp32")
+        sign, flag = self._sign, self._option_name("keep_batchnorm_fp32")
         casts = [name for name, each in PRECISIONS.items() if each.cast is not None]
         if self.precision not in casts:
             raise UsageError(

@@ -67,9 +67,9 @@ def option(
 ) -> Any:
     """A field of a dataclass of options; ``fits`` and ``also`` check what its type does not say."""
     # All arguments but the first.
-    said = dict(locals())
-    del said["default"]
-    metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
+    arguments = dict(locals())
+    del arguments["default"]
+    metadata = {name: value for name, value in arguments.items() if value not in (None, "", ())}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -128,10 +128,10 @@ class OptionField:
         """Whether its type has values that can be typed."""
         return all(map(_is_settable, _kinds(self.kind)))
 
-    def parse(self, text: str, said: str) -> Any:
+    def parse(self, text: str, flag: str) -> Any:
         """The value that a text stands for."""
         if self.choices:
-            check_choice(said, text, self.choices)
+            check_choice(flag, text, self.choices)
         if self.is_repeated:
             return (text,)
         kinds = _kinds(self.kind)
@@ -139,20 +139,20 @@ class OptionField:
         if _is_optional(self.kind) and str not in kinds and is_none:
             return None
         if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
-            check_choice(said, text, [str(value) for value in typing.get_args(kinds[0])])
+            check_choice(flag, text, [str(value) for value in typing.get_args(kinds[0])])
         if Path in kinds or (self.is_path is not None and self.is_path(text)):
-            refuse_url(said, text)
+            refuse_url(flag, text)
         # Whatever is a number is meant as one, and any text is a text.
         for kind in sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else -1):
             try:
                 return _parsed(text, kind)
             except ValueError:
                 continue
-        raise UsageError(f"{said} {text!r}: expected {' or '.join(map(_expected, kinds))}")
+        raise UsageError(f"{flag} {text!r}: expected {' or '.join(map(_expected, kinds))}")
 
     def of_toml(self, value: Any, where: str, folder: Path) -> Any:
         """The value that one of a job file stands for; paths count from ``folder``."""
-        return self.resolved(_typed(value, self.kind, where), folder)
+        return self.resolved(_as_kind(value, self.kind, where), folder)
 
     def resolved(self, value: Any, folder: Path) -> Any:
         """A value whose paths count from ``folder``."""
@@ -166,25 +166,25 @@ class OptionField:
             return str(folder / value)
         return value
 
-    def check(self, value: Any, said: str = "") -> None:
-        """Check a value for kind, bounds and choices; messages name the flag, or what ``said`` is."""
-        said = said or self.flag
+    def check(self, value: Any, flag: str = "") -> None:
+        """Check a value for kind, bounds and choices; messages name ``flag``, by default its own."""
+        flag = flag or self.flag
         if self.is_switch:
-            check_kind(said, value, isinstance(value, bool), "True or False")
+            check_kind(flag, value, isinstance(value, bool), "True or False")
         if self.fits is not None:
-            check_kind(said, value, self.fits(value), self.expected)
+            check_kind(flag, value, self.fits(value), self.expected)
         if self.also is not None:
-            self.also(said, value)
+            self.also(flag, value)
         if [*_kinds(self.kind)] == [Path] and not isinstance(value, str | os.PathLike | None):
-            raise UsageError(f"{said} {value!r}: expected a path")
+            raise UsageError(f"{flag} {value!r}: expected a path")
         if self.least is not None:
-            check_count(said, value, self.least)
+            check_count(flag, value, self.least)
         if self.choices and value is not None:
-            check_choice(said, value, self.choices)
+            check_choice(flag, value, self.choices)
 
 
 # What a field's metadata may say beside its help and metavar.
-_SAID = [field.name for field in dataclasses.fields(OptionField) if field.default is not MISSING]
+_IN_METADATA = [field.name for field in dataclasses.fields(OptionField) if field.default is not MISSING]
 
 
 def fields_of(options_class: type) -> tuple[OptionField, ...]:
@@ -192,25 +192,25 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
     declared = [field for field in dataclasses.fields(options_class) if field.init]
     hints = _hints(options_class, {field.name: field.type for field in declared})
     helps = _documented(options_class.__doc__)
-    found = []
+    options = []
     for field in declared:
-        said = field.metadata
+        metadata = field.metadata
         required = field.default is MISSING and field.default_factory is MISSING
         default = None if required else field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        found.append(
+        options.append(
             OptionField(
                 name=field.name,
                 kind=hints[field.name],
                 default=default,
                 is_required=required,
-                help=said.get("help") or helps.get(field.name, ""),
-                metavar=said.get("metavar") or _metavar(hints[field.name]),
-                **{name: said[name] for name in _SAID if name in said},
+                help=metadata.get("help") or helps.get(field.name, ""),
+                metavar=metadata.get("metavar") or _metavar(hints[field.name]),
+                **{name: metadata[name] for name in _IN_METADATA if name in metadata},
             )
         )
-    return tuple(found)
+    return tuple(options)
 
 
 def check_fields(options: Any) -> None:
@@ -238,7 +238,7 @@ def paths_in(options: Any) -> Iterator[tuple[str, Path]]:
 
 
 def of_python(
-    kind: Callable[..., _Options], options: Mapping[str, Any], metrics: Sequence[str], **own: Any
+    kind: Callable[..., _Options], options: Mapping[str, Any], metrics: Sequence[str], **arguments: Any
 ) -> _Options:
     """A dataclass of options, of the arguments of a task's class; a list stands for a tuple."""
     if isinstance(metrics, str):
@@ -250,8 +250,8 @@ def of_python(
     if unknown := next((name for name in options if name not in known), None):
         task = kind.__name__.removesuffix("Options")
         raise TypeError(f"{task} has no option {unknown!r}.{did_you_mean(unknown, known)}")
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return kind(**own, **given, metric=tuple(metrics))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return kind(**arguments, **values, metric=tuple(metrics))
 
 
 def with_keywords(
@@ -277,7 +277,7 @@ def with_keywords(
 
     def decorated(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        own = [each for each in signature.parameters.values() if "VAR_" not in each.kind.name]
+        parameters = [each for each in signature.parameters.values() if "VAR_" not in each.kind.name]
         more = [
             inspect.Parameter(
                 name,
@@ -288,12 +288,12 @@ def with_keywords(
             for name, hint in keywords.__annotations__.items()
             if name not in signature.parameters
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        said = _documented(function.__doc__)
+        function.__signature__ = signature.replace(parameters=[*parameters, *more])  # type: ignore[attr-defined]
+        documented = _documented(function.__doc__)
         lines = [
             f"    {each.name}: {helps[each.name].removesuffix('.')}; default: {each.default!r}"
             for each in more
-            if each.name in helps and each.name not in said
+            if each.name in helps and each.name not in documented
         ]
         function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
         return function
@@ -314,13 +314,13 @@ def options_of_call(function: Callable[..., Any]) -> type:
             f"{function.__name__} takes {unnamed[0]} only by position (before a '/'), but options are given "
             "by name. Leave the '/' out."
         )
-    given = {
+    annotations = {
         parameter.name: _kind_of_default(parameter.default)
         if parameter.annotation is parameter.empty
         else parameter.annotation
         for parameter in parameters
     }
-    hints = _hints(called, given)
+    hints = _hints(called, annotations)
     helps = {**_documented(function.__doc__), **_documented(called.__doc__)}
     declared = []
     for parameter in parameters:
@@ -336,15 +336,15 @@ def options_of_call(function: Callable[..., Any]) -> type:
 def as_json(options: Any) -> dict[str, Any]:
     """The values of a dataclass of options, as JSON has them; without those that cannot be typed."""
     return {
-        field.name: _plain(getattr(options, field.name))
+        field.name: _json_value(getattr(options, field.name))
         for field in fields_of(type(options))
         if field.is_settable
     }
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     is_no_json = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
     return str(value) if is_no_json else value
 
@@ -370,18 +370,18 @@ def _hints(owner: Any, annotations: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if isinstance(owner, type):
             # Inherited fields are looked up in the modules of their own classes.
-            found = typing.get_type_hints(owner)
-            return {name: found[name] for name in annotations}
+            hints = typing.get_type_hints(owner)
+            return {name: hints[name] for name in annotations}
     except (NameError, TypeError, KeyError):
         pass
-    found = {}
+    hints = {}
     for name, annotation in annotations.items():
         alone = types.SimpleNamespace(__annotations__={name: annotation})
         try:
-            found[name] = typing.get_type_hints(alone, vars(module) if module else {})[name]
+            hints[name] = typing.get_type_hints(alone, vars(module) if module else {})[name]
         except (NameError, TypeError):
-            found[name] = _Unknown
-    return found
+            hints[name] = _Unknown
+    return hints
 
 
 class _Unknown:
@@ -415,13 +415,13 @@ def _parsed(text: str, kind: Any) -> Any:
             raise ValueError(text)
         return words[text]
     if origin in (tuple, list):
-        parts = text.split(",") if text else []
+        texts = text.split(",") if text else []
         items = typing.get_args(kind) or (str, Ellipsis)
         if origin is list or items[-1] is Ellipsis:
-            items = (items[0],) * len(parts)
-        if len(items) != len(parts):
+            items = (items[0],) * len(texts)
+        if len(items) != len(texts):
             raise ValueError(text)
-        return origin(_parsed(part.strip(), item) for part, item in zip(parts, items, strict=True))
+        return origin(_parsed(each.strip(), item) for each, item in zip(texts, items, strict=True))
     if kind is bool:
         if text.lower() not in _BOOLS:
             raise ValueError(text)
@@ -450,7 +450,7 @@ def _metavar(hint: Any) -> str:
     return _METAVARS.get(kind, "VALUE")
 
 
-def _typed(value: Any, hint: Any, where: str) -> Any:
+def _as_kind(value: Any, hint: Any, where: str) -> Any:
     """A TOML value as the field's type."""
     kinds = _kinds(hint)
     for kind in kinds:
@@ -470,7 +470,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
                 items = (items[0],) * len(value)
             if len(items) != len(value):
                 raise UsageError(f"{where} = {value!r}: expected {len(items)} values, found {len(value)}")
-            return origin(_typed(entry, item, where) for entry, item in zip(value, items, strict=True))
+            return origin(_as_kind(entry, item, where) for entry, item in zip(value, items, strict=True))
         if origin is float and type(value) is int:
             return float(value)
         if origin is Path and value == "":
@@ -484,10 +484,10 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     wanted = []
     for kind in kinds:
         origin = typing.get_origin(kind) or kind
-        said = names.get(origin, f"a {getattr(origin, '__name__', origin)}")
-        wanted.append(" or ".join(map(repr, typing.get_args(kind))) if origin is Literal else said)
-    found = names.get(type(value), f"a {type(value).__name__}")
-    raise UsageError(f"{where} = {value!r}: expected {' or '.join(wanted)}, found {found}")
+        noun = names.get(origin, f"a {getattr(origin, '__name__', origin)}")
+        wanted.append(" or ".join(map(repr, typing.get_args(kind))) if origin is Literal else noun)
+    actual = names.get(type(value), f"a {type(value).__name__}")
+    raise UsageError(f"{where} = {value!r}: expected {' or '.join(wanted)}, found {actual}")
 
 
 # -- docstrings ----------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 
 def _documented(docstring: str | None, *, whole: bool = False) -> dict[str, str]:
     """What a docstring in Google's style says of each argument; its first line, or the whole."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     depth = None
     inside = False
     for line in inspect.cleandoc(docstring or "").splitlines():
@@ -506,7 +506,7 @@ def _documented(docstring: str | None, *, whole: bool = False) -> dict[str, str]
         elif inside and (entry := _ENTRY.match(line)) and len(entry[1]) == (depth or len(entry[1])):
             depth = len(entry[1])
             name = entry[2]
-            found[name] = entry[3].strip()
+            texts[name] = entry[3].strip()
         elif inside and whole and depth and line:
-            found[name] += f" {line.strip()}"
-    return {name: text[:1].upper() + text[1:] for name, text in found.items()}
+            texts[name] += f" {line.strip()}"
+    return {name: text[:1].upper() + text[1:] for name, text in texts.items()}

@@ -59,8 +59,8 @@ class Job(EvaluationOptions):
     @property
     def metric_of_run(self) -> tuple[str, ...]:
         """Those chosen of what the task has and of others; empty where the task has chosen itself."""
-        own = "metric" in {field.name for field in self.kind.fields}
-        return () if own and len(_of_task(self.metric)) == len(self.metric) else self.metric
+        has_metric = "metric" in {field.name for field in self.kind.fields}
+        return () if has_metric and len(_of_task(self.metric)) == len(self.metric) else self.metric
 
     @property
     def run_options(self) -> dict[str, Any]:
@@ -79,31 +79,31 @@ class Job(EvaluationOptions):
 
     @classmethod
     def _made(cls, kind: TaskKind, values: Mapping[str, Any]) -> Job:
-        own = {field.name: field for field in kind.fields}
+        fields = {field.name: field for field in kind.fields}
         shared = {name: value for name, value in values.items() if name in COMMON}
-        given = {name: value for name, value in values.items() if name not in COMMON}
-        for name in given:
-            if name not in own:
+        options = {name: value for name, value in values.items() if name not in COMMON}
+        for name in options:
+            if name not in fields:
                 raise _unknown(name, kind)
-        for name in own.keys() & COMMON.keys():
+        for name in fields.keys() & COMMON.keys():
             if name in _TASKS_OWN_TOO and name not in shared:
                 continue
-            _check_kinds(kind, own[name])
-            given[name] = shared.get(name, COMMON[name].default)
-        if given.get("keep") and kind.origin == BUILT_IN:
+            _check_kinds(kind, fields[name])
+            options[name] = shared.get(name, COMMON[name].default)
+        if options.get("keep") and kind.origin == BUILT_IN:
             # What else names a column of the data.
             others = (*columns_of_groups(shared.get("by", ())), shared.get("cluster"))
-            given["keep"] = tuple(dict.fromkeys((*given["keep"], *filter(None, others))))
-        if "metric" in own:
-            given["metric"] = _of_task(given["metric"])
-        if missing := [field for name, field in own.items() if field.is_required and name not in given]:
-            needs = " and ".join(_described(field) for field in missing)
+            options["keep"] = tuple(dict.fromkeys((*options["keep"], *filter(None, others))))
+        if "metric" in fields:
+            options["metric"] = _of_task(options["metric"])
+        if missing := [field for name, field in fields.items() if field.is_required and name not in options]:
+            needs = " and ".join(_flag_and_help(field) for field in missing)
             raise UsageError(f"--task {kind.name} needs {needs}.")
-        if "seed" in own and shared.get("sample") is None:
+        if "seed" in fields and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
         # What every run has is checked first.
         job = cls(kind=kind, options=None, **shared)
-        return replace(job, options=_options(kind, given))
+        return replace(job, options=_options(kind, options))
 
     @classmethod
     def read(cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Job:
@@ -128,32 +128,32 @@ class Job(EvaluationOptions):
         stands above the tables. A flag counts for all models, so that no table may have what a flag gives.
         Without such tables there is one job, whose name is None; a model without a name has "".
         """
-        given = {
+        typed = {
             name: value.value if isinstance(value, Given) else value
             for name, value in flags.items()
             if value is not None and value != ()
         }
         content = _content(path)
-        kind = task_kind(asked_task(path, given.pop("task", None), content))
-        of_texts = _of_texts(texts or {}, kind, given)
+        kind = task_kind(asked_task(path, typed.pop("task", None), content))
+        of_texts = _of_texts(texts or {}, kind, typed)
         tables = None if path is None else _tables_of(path, content, kind)
         values = {} if path is None else _from_file(f"--config {path}", path, content, kind)
-        given = {**given, **of_texts}
+        typed = {**typed, **of_texts}
         if path is None or tables is None:
-            return [(None, cls._made(kind, {**values, **given}))]
-        found = []
+            return [(None, cls._made(kind, {**values, **typed}))]
+        jobs = []
         for number, table in enumerate(tables, 1):
-            said = f"--config {path}: model {number} of [[{MODELS_KEY}]]"
-            own = _of_table(said, path, table, kind)
-            name = own.pop(_NAME, "")
-            if twice := own.keys() & given.keys():
+            where = f"--config {path}: model {number} of [[{MODELS_KEY}]]"
+            options = _of_table(where, path, table, kind)
+            name = options.pop(_NAME, "")
+            if twice := options.keys() & typed.keys():
                 flag = flag_of(min(twice))
-                raise UsageError(f"{said} has {min(twice)}, and so does the command: leave out {flag}.")
+                raise UsageError(f"{where} has {min(twice)}, and so does the command: leave out {flag}.")
             try:
-                found.append((name, cls._made(kind, {**values, **own, **given})))
+                jobs.append((name, cls._made(kind, {**values, **options, **typed})))
             except UsageError as error:
-                raise UsageError(f"{said}: {error}") from error
-        return found
+                raise UsageError(f"{where}: {error}") from error
+        return jobs
 
     def make_task(self, cache: DataCache | None = None) -> Task:
         """The task that is evaluated; models of one run share what is read in the ``cache``."""
@@ -176,10 +176,10 @@ class Job(EvaluationOptions):
 
     def to_json(self) -> dict[str, Any]:
         """The job as plain JSON values, the task's options among them."""
-        common = {name: getattr(self, name) for name in COMMON}
-        own = as_json(self.options)
-        of_task = {name: own[name] for name in _TASKS_OWN_TOO if name in own and common[name] in (None, ())}
-        return {"task": self.task, **own, **common, **of_task, "metric": list(self.metric)}
+        common = {key: getattr(self, key) for key in COMMON}
+        values = as_json(self.options)
+        of_task = {key: values[key] for key in _TASKS_OWN_TOO if key in values and common[key] in (None, ())}
+        return {"task": self.task, **values, **common, **of_task, "metric": list(self.metric)}
 
 
 def command_of(used: Mapping[str, Any]) -> str | None:
@@ -242,11 +242,11 @@ def start_of(path: Path | None) -> dict[str, Any]:
     Paths count from its folder.
     """
     content = _content(path)
-    found = {}
+    start = {}
     for name in _START.keys() & content.keys():
-        found[name] = _START[name].of_toml(content[name], f"--config {path}: {name}", Path(path or "").parent)
-        _START[name].check(found[name])
-    return found
+        start[name] = _START[name].of_toml(content[name], f"--config {path}: {name}", Path(path or "").parent)
+        _START[name].check(start[name])
+    return start
 
 
 def asked_task(path: Path | None, flag: str | None, content: Mapping[str, Any] | None = None) -> str:
@@ -286,18 +286,18 @@ def _unknown(name: str, kind: TaskKind) -> UsageError:
 
 def _nearest(name: str, kind: TaskKind) -> str:
     """The options of a task that are nearest to a name, and all of them."""
-    own = [field.name for field in kind.fields if field.is_settable]
-    return f"{nearest(name, own)} Its options: {', '.join(own) or 'none'}."
+    names = [field.name for field in kind.fields if field.is_settable]
+    return f"{nearest(name, names)} Its options: {', '.join(names) or 'none'}."
 
 
-def _described(field: OptionField) -> str:
-    said = field.help.rstrip(".")
-    return f"{field.flag} {field.metavar}" + (f" ({said[:1].lower()}{said[1:]})" if said else "")
+def _flag_and_help(field: OptionField) -> str:
+    text = field.help.rstrip(".")
+    return f"{field.flag} {field.metavar}" + (f" ({text[:1].lower()}{text[1:]})" if text else "")
 
 
-def _options(kind: TaskKind, given: Mapping[str, Any]) -> Any:
+def _options(kind: TaskKind, values: Mapping[str, Any]) -> Any:
     try:
-        options = kind.options_class(**given)
+        options = kind.options_class(**values)
     except (TypeError, ValueError) as error:
         # What the options' own __post_init__ refuses.
         raise UsageError(f"the options of --task {kind.name}: {error}") from error
@@ -308,9 +308,9 @@ def _options(kind: TaskKind, given: Mapping[str, Any]) -> Any:
 def _check_kinds(kind: TaskKind, field: OptionField) -> None:
     """Refuse an option of a task that has a run's option's name and another type."""
     expected = set(typing.get_args(COMMON[field.name].kind) or (COMMON[field.name].kind,)) - {type(None)}
-    found = set(typing.get_args(field.kind) or (field.kind,)) - {type(None)}
-    if field.kind is not Any and not expected & found and typing.get_origin(field.kind) not in (tuple, list):
-        names = "/".join(getattr(each, "__name__", str(each)) for each in found)
+    kinds = set(typing.get_args(field.kind) or (field.kind,)) - {type(None)}
+    if field.kind is not Any and not expected & kinds and typing.get_origin(field.kind) not in (tuple, list):
+        names = "/".join(getattr(each, "__name__", str(each)) for each in kinds)
         raise UsageError(
             f"--task {kind.name}: its option {field.name} is a {names}, but {field.flag} is an option of "
             "every run, whose value the task gets. Give its own another name."
@@ -336,21 +336,21 @@ def _has_path(value: Any) -> bool:
 
 def texts_of(words: tuple[str, ...]) -> dict[str, str]:
     """The ``name=text`` of several -T, by the field's name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for word in words:
         key, equals, text = word.partition("=")
         name = key.strip().replace("-", "_")
         if not equals or not name:
             raise UsageError(f"-T {word}: expected NAME=VALUE, as in -T threshold=0.5")
-        if name in found:
-            raise UsageError(f"-T {name} is given twice: {name}={found[name]} and {name}={text}")
-        found[name] = text
-    return found
+        if name in texts:
+            raise UsageError(f"-T {name} is given twice: {name}={texts[name]} and {name}={text}")
+        texts[name] = text
+    return texts
 
 
-def _of_texts(texts: Mapping[str, str], kind: TaskKind, given: Mapping[str, Any]) -> dict[str, Any]:
+def _of_texts(texts: Mapping[str, str], kind: TaskKind, typed: Mapping[str, Any]) -> dict[str, Any]:
     fields_by_name = {field.name: field for field in kind.fields}
-    found = {}
+    values = {}
     for name, text in texts.items():
         if name in COMMON or name == "task":
             raise UsageError(
@@ -360,15 +360,15 @@ def _of_texts(texts: Mapping[str, str], kind: TaskKind, given: Mapping[str, Any]
             raise UsageError(
                 f"-T {name}={text}: --task {kind.name} has no such option.{_nearest(name, kind)}"
             )
-        if name in given:
+        if name in typed:
             raise UsageError(f"-T {name}={text} and {flag_of(name)} give the same option. Leave out one.")
         field = fields_by_name[name]
         if not field.is_settable:
             raise UsageError(
                 f"-T {name}={text}: its type, {field.kind_name}, cannot be typed. Set it in Python."
             )
-        found[name] = field.parse(text, f"-T {name}")
-    return found
+        values[name] = field.parse(text, f"-T {name}")
+    return values
 
 
 def _content(path: Path | None) -> dict[str, Any]:
@@ -403,29 +403,29 @@ def _tables_of(path: Path, content: dict[str, Any], kind: TaskKind) -> list[dict
     return tables
 
 
-def _of_table(said: str, path: Path, table: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
+def _of_table(where: str, path: Path, table: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
     """The options of one model, and its name where it has one."""
     options = {key: value for key, value in table.items() if key != _NAME}
     for key in options:
         if key.replace("-", "_") in (*_OF_NO_MODEL, *_START):
-            raise UsageError(f"{said}: {key} is the same for all models: put it above the tables.")
-    found = _from_file(said, path, options, kind)
+            raise UsageError(f"{where}: {key} is the same for all models: put it above the tables.")
+    values = _from_file(where, path, options, kind)
     if _NAME in table:
         if not isinstance(table[_NAME], str) or not table[_NAME]:
-            raise UsageError(f"{said}: name = {table[_NAME]!r}: expected a text")
-        found[_NAME] = table[_NAME]
-    return found
+            raise UsageError(f"{where}: name = {table[_NAME]!r}: expected a text")
+        values[_NAME] = table[_NAME]
+    return values
 
 
-def _from_file(said: str, path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
-    own = {field.name: field for field in kind.fields if field.is_settable}
-    known = {**own, **COMMON}
+def _from_file(where: str, path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
+    fields = {field.name: field for field in kind.fields if field.is_settable}
+    known = {**fields, **COMMON}
     values: dict[str, Any] = {}
     seen = set()
     for key, value in content.items():
         name = key.replace("-", "_")
         if name in seen:
-            raise UsageError(f"{said}: {key!r} is there twice, with - and with _. Remove one.")
+            raise UsageError(f"{where}: {key!r} is there twice, with - and with _. Remove one.")
         seen.add(name)
         if name == "task" or name in _START:
             continue
@@ -433,8 +433,8 @@ def _from_file(said: str, path: Path, content: Mapping[str, Any], kind: TaskKind
             refuse_foreign(name, kind.name)
             names = ["task", *known, *_START]
             hint = nearest(name, names)
-            raise UsageError(f"{said}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
-        values[name] = known[name].of_toml(value, f"{said}: {key}", path.parent)
+            raise UsageError(f"{where}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
+        values[name] = known[name].of_toml(value, f"{where}: {key}", path.parent)
     return values
 
 

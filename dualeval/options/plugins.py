@@ -66,13 +66,13 @@ class TaskKind:
 def task_kind(reference: str) -> TaskKind:
     """The kind of task that ``--task`` names."""
     if reference in TASKS:
-        return _kind_of(TASKS[reference], reference, BUILT_IN)
+        return _task_kind_of(TASKS[reference], reference, BUILT_IN)
     if ":" in reference:
         source, origin = _load(reference)
-        return _kind_of(source, reference, origin)
+        return _task_kind_of(source, reference, origin)
     offered = entry_points_of(TASK_GROUP)
     if reference in offered:
-        return _kind_of(load_plugin(offered[reference]), reference, origin_of(offered[reference]))
+        return _task_kind_of(load_plugin(offered[reference]), reference, origin_of(offered[reference]))
     if reference.endswith(".py"):
         raise UsageError(
             f"--task {reference}: expected a class after the file, as in --task {reference}:Class"
@@ -89,13 +89,13 @@ def task_kind(reference: str) -> TaskKind:
 
 def scored_kind(name: str) -> TaskKind:
     """The kind of task that scores the answers in a file, by its name in ``SCORED``."""
-    return _kind_of(SCORED[name], name, BUILT_IN)
+    return _task_kind_of(SCORED[name], name, BUILT_IN)
 
 
-def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
+def _task_kind_of(source: Any, name: str, origin: str) -> TaskKind:
     from dualeval.tasks import Task
 
-    said = f"--task {name}"
+    flag = f"--task {name}"
     summary = summary_of(source)
     options_class: type
     make: Callable[[Any], Any]
@@ -107,41 +107,41 @@ def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
     elif isinstance(source, type) and not issubclass(source, Task):
         bases = ", ".join(base.__name__ for base in source.__bases__)
         raise UsageError(
-            f"{said}: {source.__name__} is not a task: expected a class derived from dualeval.Task, and it "
+            f"{flag}: {source.__name__} is not a task: expected a class derived from dualeval.Task, and it "
             f"is derived from {bases}"
         )
     elif not callable(source):
         raise UsageError(
-            f"{said}: a {type(source).__name__} is not a task: expected a class derived from dualeval.Task, "
+            f"{flag}: a {type(source).__name__} is not a task: expected a class derived from dualeval.Task, "
             "a function that returns a task, or a task"
         )
     elif missing := sorted(getattr(source, "__abstractmethods__", ())):
         raise UsageError(
-            f"{said}: {source.__name__} does not say {', '.join(missing)}: a task has to define "
+            f"{flag}: {source.__name__} does not say {', '.join(missing)}: a task has to define "
             f"{'it' if len(missing) == 1 else 'them'}"
         )
     else:
-        options_class, make = _options_of(source, said)
+        options_class, make = _options_of(source, flag)
     kind = TaskKind(
         name=name, origin=origin, summary=summary, options_class=options_class, make=make, source=source
     )
     for field in kind.fields:
         if field.is_required and not field.is_settable:
             raise UsageError(
-                f"{said}: its option {field.name} has the type {field.kind_name}, "
+                f"{flag}: its option {field.name} has the type {field.kind_name}, "
                 "which cannot be typed. Give it a default, or one of the types int, float, bool, str, Path, "
                 "Literal, tuple and list of them."
             )
     return kind
 
 
-def _options_of(source: Any, said: str) -> tuple[type, Callable[[Any], Any]]:
+def _options_of(source: Any, flag: str) -> tuple[type, Callable[[Any], Any]]:
     """The options of a class or function: a dataclass that it names, or its keyword arguments."""
-    own = getattr(source, "options_class", None)
-    if own is not None:
-        if not (isinstance(own, type) and is_dataclass(own)):
-            raise UsageError(f"{said}: its options_class is {own!r}, expected a dataclass")
-        return own, source
+    options_class = getattr(source, "options_class", None)
+    if options_class is not None:
+        if not (isinstance(options_class, type) and is_dataclass(options_class)):
+            raise UsageError(f"{flag}: its options_class is {options_class!r}, expected a dataclass")
+        return options_class, source
     made = options_of_call(source)
     names = fields_of(made)
     if len(names) == 1 and isinstance(names[0].kind, type) and is_dataclass(names[0].kind):
@@ -164,10 +164,10 @@ def made_task(kind: TaskKind, options: Any, cache: DataCache | None = None) -> T
 
 def summary_of(source: Any) -> str:
     """The first sentence of what a class says of itself, not of what it is derived from."""
-    own = vars(source).get("__doc__") if isinstance(source, type) else getattr(source, "__doc__", None)
-    said = (own or "").strip().split("\n\n")[0]
+    docstring = vars(source).get("__doc__") if isinstance(source, type) else getattr(source, "__doc__", None)
+    summary = (docstring or "").strip().split("\n\n")[0]
     # What a dataclass writes itself.
-    return "" if said.startswith(f"{getattr(source, '__name__', '')}(") else " ".join(said.split())
+    return "" if summary.startswith(f"{getattr(source, '__name__', '')}(") else " ".join(summary.split())
 
 
 # -- modules and files ---------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ def _load(reference: str) -> tuple[Any, str]:
     module = own_module(place, f"--task {reference}")
     origin = f"{'file' if place.endswith('.py') else 'module'} {place}"
     if not hasattr(module, attribute):
-        found = _tasks_in(module)
-        hint = nearest(attribute, [*found, *(name for name in vars(module) if not name.startswith("_"))])
-        tasks = f" Tasks there: {', '.join(found)}." if found else " It has no task class."
+        names = _tasks_in(module)
+        hint = nearest(attribute, [*names, *(name for name in vars(module) if not name.startswith("_"))])
+        tasks = f" Tasks there: {', '.join(names)}." if names else " It has no task class."
         raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
     return getattr(module, attribute), origin
 
@@ -212,10 +212,10 @@ def entry_points_of(group: str) -> Mapping[str, EntryPoint]:
     """What the installed packages offer in a group, by name; of one name the first that is found."""
     from importlib.metadata import entry_points  # with the parser of mails, which takes long
 
-    found: dict[str, EntryPoint] = {}
+    by_name: dict[str, EntryPoint] = {}
     for entry in entry_points(group=group):
-        found.setdefault(entry.name, entry)
-    return found
+        by_name.setdefault(entry.name, entry)
+    return by_name
 
 
 def origin_of(entry: EntryPoint) -> str:
@@ -240,8 +240,8 @@ def plugin_metric(name: str) -> Any:
     entry = entry_points_of(METRIC_GROUP).get(name)
     if entry is None:
         return None
-    found = load_plugin(entry)
-    return found() if isinstance(found, type) or inspect.isroutine(found) else found
+    metric = load_plugin(entry)
+    return metric() if isinstance(metric, type) or inspect.isroutine(metric) else metric
 
 
 def is_metric_of_no_task(text: str) -> bool:

@@ -23,10 +23,10 @@ _ODD = re.compile(r"[^\w.+=@-]+")
 # The table in its forms; it lies beside the models' folders, with what keeps other runs out.
 TABLES = (MODELS, "models.csv", "models.md")
 # Names that no model's folder may have: these, and the files that a run of one model would have there.
-_TAKEN = (*TABLES, "lease.json", RESULT, JOB, STATUS)
+_RESERVED = (*TABLES, "lease.json", RESULT, JOB, STATUS)
 _LISTED = 5
 # Of a model: its name, the number of its job, and its file where a pattern has found that. Plain values.
-Found: TypeAlias = "tuple[str, int, str | None]"
+ModelFile: TypeAlias = "tuple[str, int, str | None]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +38,31 @@ class Candidate:
     job: Job
 
 
-def found_models(jobs: Sequence[tuple[str | None, Job]]) -> list[Found]:
+def found_models(jobs: Sequence[tuple[str | None, Job]]) -> list[ModelFile]:
     """Find the files of all patterns, and name every model; one rank does, as files may come meanwhile."""
-    found: list[Found] = []
+    models: list[ModelFile] = []
     for number, (name, job) in enumerate(jobs):
         pattern = pattern_of(job)
         if pattern is None:
-            found.append((_checked(name) if name else _name_of(job), number, None))
+            models.append((_checked_name(name) if name else _name_of(job), number, None))
             continue
         paths = expanded(pattern)
-        front = f"{_checked(name)}-" if name else ""
-        for path, own in zip(paths, names_of(pattern, paths), strict=True):
-            found.append((front + own, number, path))
-    counts = Counter(name for name, _, _ in found)
+        front = f"{_checked_name(name)}-" if name else ""
+        for path, short in zip(paths, names_of(pattern, paths), strict=True):
+            models.append((front + short, number, path))
+    counts = Counter(name for name, _, _ in models)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise UsageError(
             f"{counts[twice[0]]} of the models are called {twice[0]}: give each a name of its own in its "
             f'table [[{MODELS_KEY}]], as in name = "{twice[0]}-a"'
         )
-    return found
+    return models
 
 
-def candidates_of(jobs: Sequence[tuple[str | None, Job]], found: Sequence[Found]) -> list[Candidate]:
+def candidates_of(jobs: Sequence[tuple[str | None, Job]], models: Sequence[ModelFile]) -> list[Candidate]:
     """The models with their jobs, of what a rank has found."""
     made = []
-    for name, number, path in found:
+    for name, number, path in models:
         job = jobs[number][1]
         if path is not None:
             job = replace(job, options=replace(job.options, weights=path))
@@ -73,11 +73,11 @@ def candidates_of(jobs: Sequence[tuple[str | None, Job]], found: Sequence[Found]
 def expanded(pattern: str, *, refuses: bool = True) -> list[str]:
     """The files and folders that a pattern fits, in natural order: epoch2 before epoch10."""
     # A Path's own glob takes no absolute pattern.
-    found = glob(pattern, recursive=True)  # noqa: PTH207
-    if not found and refuses:
+    paths = glob(pattern, recursive=True)  # noqa: PTH207
+    if not paths and refuses:
         folder = _fixed_part(pattern)
         raise UsageError(f"--weights {pattern}: no file or folder matches. {_there(folder)}")
-    return sorted(found, key=lambda path: ([*map(_natural, _NUMBER.split(path))], path))
+    return sorted(paths, key=lambda path: ([*map(_natural, _NUMBER.split(path))], path))
 
 
 def _natural(piece: str) -> tuple[int, int, str]:
@@ -134,10 +134,10 @@ def _short(value: Any) -> str:
 
 def _safe(text: str) -> str:
     name = _ODD.sub("-", text.encode("utf-8", "backslashreplace").decode()).strip("-.") or "model"
-    return f"{name}-model" if name in _TAKEN else name
+    return f"{name}-model" if name in _RESERVED else name
 
 
-def _checked(name: str) -> str:
+def _checked_name(name: str) -> str:
     if _safe(name) != name:
         raise UsageError(
             f"[[{MODELS_KEY}]]: name = {name!r}: expected letters, digits and . _ - + = @, such as "

@@ -20,7 +20,7 @@ from dualeval.models.checkpoints.checkpoint import read_class_names
 from dualeval.options.choices import CLASS_ORDERS, check_choice
 
 if TYPE_CHECKING:
-    from dualeval.data.table import Rows
+    from dualeval.data.table import DataRows
 
 
 class FolderLabels:
@@ -188,7 +188,7 @@ def names_of_classes(model: nn.Module, count: int) -> tuple[str, ...]:
     return () if unknown else names
 
 
-def number_targets(rows: Rows, column: str) -> Tensor:
+def number_targets(rows: DataRows, column: str) -> Tensor:
     """The number of each row, float64 (rows,)."""
     found = []
     for place, value in enumerate(rows.column(column)):

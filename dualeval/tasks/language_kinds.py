@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dualeval.columns.of_data import KeptColumns, WithColumns
 from dualeval.columns.ragged import Column, Ragged, Text
 from dualeval.data.language_rows import ANSWERS, CHOICES, DOCUMENTS, answers_of, choices_of
-from dualeval.data.table import Rows
+from dualeval.data.table import DataRows
 from dualeval.data.token_groups import DocumentWindows, collate_prompts, collate_sequences
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric
@@ -73,7 +73,7 @@ class Documents(Kind):
 class RowKind(WithColumns, Kind, ABC):
     """Samples that are rows, each encoded when it is read; also their data set."""
 
-    of: Rows
+    of: DataRows
     tokens: CausalTokens
     max_length: int
     # What takes the place of a row that cannot be read.

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from dualeval.columns.ragged import Column
 from dualeval.data.cache import DataCache
 from dualeval.data.labels import LEFT_OUT, KnownClasses, Labels, TableLabels, refuse_other_names
-from dualeval.data.table import Choose, PythonRows, Rows, TableOptions, column_of, read_rows
+from dualeval.data.table import Choose, DataRows, PythonRows, TableOptions, column_of, read_rows
 from dualeval.data.token_groups import EncodedTexts, TextEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -107,11 +107,11 @@ class TextClassification(TextTask):
         asked = (given.text, given.text_pair, given.label)
         of_table = TableOptions(given.keep, given.quoting)
 
-        def read() -> Rows:
+        def read() -> DataRows:
             return read_rows(data, _choose(data, *asked), _EXAMPLE, of_table)
 
         key = ("texts", Path(data).absolute(), *asked, of_table) if isinstance(data, str | Path) else None
-        self._rows: Rows = read() if key is None else (cache or DataCache()).once(key, read)
+        self._rows: DataRows = read() if key is None else (cache or DataCache()).once(key, read)
         pairs = 2 if given.text_pair or (given.text is None and _pair_in(self._rows.columns)) else 1
         self._columns = self._rows.columns[:pairs]
         self._label = self._rows.columns[pairs]

@@ -23,7 +23,7 @@ from dualeval.data.labels import indices_of_classes
 from dualeval.data.language_rows import read_language_data
 from dualeval.data.masks import LabelRule, open_masked
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.table import Rows, TableOptions, column_of, open_table, read_rows
+from dualeval.data.table import DataRows, TableOptions, column_of, open_table, read_rows
 from dualeval.data.token_groups import DocumentWindows, EncodedTexts
 from dualeval.errors import UsageError
 from tests.data.test_image_folder import save
@@ -136,7 +136,7 @@ def test_columns_of_many_rows_are_arrays_and_codes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(further_columns, "_ROWS_AT_ONCE", 7)
     further = FurtherColumns(["age", "scanner", "late"], cells=True)
     rows = [(at, "p", str(at), "AB"[at % 2], "x" if at == 99 else str(at)) for at in range(100)]
-    assert list(further.taken(iter(rows), 1)) == [(at, "p") for at in range(100)]
+    assert list(further.split_off(iter(rows), 1)) == [(at, "p") for at in range(100)]
     kept = further.kept()
     scanner, age = kept.values["scanner"], kept.values["age"]
     assert isinstance(scanner, Texts) and isinstance(age, np.ndarray)
@@ -262,7 +262,7 @@ def written(folder: Path, kind: str, rows: Sequence[dict[str, Any]] = ROWS) -> P
     return path
 
 
-def contents(rows: Rows) -> tuple[Any, ...]:
+def contents(rows: DataRows) -> tuple[Any, ...]:
     return list(rows.ids), rows.column("text"), [rows.text(place, "text") for place in range(len(rows))]
 
 

@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 class Answer(NamedTuple):
     """What ``Spans`` holds of a window or a question."""
 
-    found: bool
+    answered: bool
     start: int
     end: int
     score: float
@@ -182,7 +182,7 @@ def best_of_windows_by_hand(windows: Sequence[Answer]) -> Answer:
     null_score = math.nan if any(map(math.isnan, nulls)) else min(nulls, default=math.inf)
     nan = any(window.nan for window in windows)
     inf = any(window.inf for window in windows)
-    found = [window for window in windows if window.found]
+    found = [window for window in windows if window.answered]
     if nan or not found:
         return Answer(False, -1, -1, -math.inf, null_score, nan, inf)
     best = max(found, key=lambda window: window.score)  # the first of equal ones
@@ -253,7 +253,7 @@ def assert_columns(spans: Spans) -> None:
     for answer, value in zip(answers_of(spans), odds, strict=True):
         assert math.isfinite(value)
         exact = sum_of(answer.null_score, -answer.score)
-        if not answer.found:
+        if not answer.answered:
             assert value == LARGEST
         elif not math.isnan(exact):
             assert value == min(max(exact, -LARGEST), LARGEST)

@@ -34,7 +34,7 @@ def open_table(
     check_once(path, names, columns)
     further = FurtherColumns(names, columns, options.keep, cells=True)
     places = [names.index(name) for name in (*columns, *further.names)]
-    rows = further.taken(_csv_rows(path, lines, len(names), places), len(columns))
+    rows = further.split_off(_csv_rows(path, lines, len(names), places), len(columns))
     return Table(path=path, unit="line", columns=columns, rows=rows, further=further)
 
 

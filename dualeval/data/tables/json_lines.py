@@ -26,7 +26,7 @@ def open_table(
     further = FurtherColumns(list(first[1]), columns, options.keep)
     rows = _json_rows(path, itertools.chain([first], objects), columns, further.names)
     return Table(
-        path=path, unit="line", columns=columns, rows=further.taken(rows, len(columns)), further=further
+        path=path, unit="line", columns=columns, rows=further.split_off(rows, len(columns)), further=further
     )
 
 

@@ -43,7 +43,7 @@ def open_table(
         path=path,
         unit="row",
         columns=columns,
-        rows=further.taken(rows, len(columns)),
+        rows=further.split_off(rows, len(columns)),
         class_names=_class_names(schema.metadata or {}),
         further=further,
     )

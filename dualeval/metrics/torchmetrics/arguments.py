@@ -48,7 +48,7 @@ class Arguments:
     def __init__(self, columns: Columns, update: Any, name: str) -> None:
         self.positional, self.named = _by_argument(columns, update, name)
         shapes = [*self.positional, *self.named.values()]
-        self.columns = tuple(dict.fromkeys(found for shape in shapes for found in _read_by(shape, name)))
+        self.columns = tuple(dict.fromkeys(column for shape in shapes for column in _read_by(shape, name)))
 
     def of(self, columns: Mapping[str, Any], samples: range, double: bool) -> tuple[list[Any], Any]:
         """The arguments for some consecutive samples, with ``double`` their floats as float64."""
@@ -56,12 +56,12 @@ class Arguments:
         named = {argument: _whole(shape, read, len(samples)) for argument, shape in self.named.items()}
         return [_whole(shape, read, len(samples)) for shape in self.positional], named
 
-    def described(self, columns: Mapping[str, Any]) -> str:
+    def column_forms(self, columns: Mapping[str, Any]) -> str:
         """The columns that are read, with their dtypes and shapes, for messages."""
-        return "; ".join(f"{name}: {_kind_of(columns[name])}" for name in self.columns)
+        return "; ".join(f"{name}: {_form_of(columns[name])}" for name in self.columns)
 
 
-def _kind_of(column: Any) -> str:
+def _form_of(column: Any) -> str:
     if isinstance(column, (Tensor, np.ndarray)):
         dtype = str(column.dtype).removeprefix("torch.")
         return f"{dtype} {tuple(column.shape)}"
@@ -70,25 +70,25 @@ def _kind_of(column: Any) -> str:
 
 def _by_argument(columns: Columns, update: Any, name: str) -> tuple[list[Shape], dict[str, Shape]]:
     signature = inspect.signature(update)
-    given: Any = [columns] if isinstance(columns, (str, Parsed)) else columns
-    if not isinstance(given, (Sequence, Mapping)):
+    arguments: Any = [columns] if isinstance(columns, (str, Parsed)) else columns
+    if not isinstance(arguments, (Sequence, Mapping)):
         raise UsageError(
             f"{name}: columns is a {type(columns).__name__}, expected names of columns in the order of "
             f"update{signature}, or a dict of argument to column"
         )
     try:
-        bound = signature.bind(**given) if isinstance(given, Mapping) else signature.bind(*given)
+        bound = signature.bind(**arguments) if isinstance(arguments, Mapping) else signature.bind(*arguments)
         if not bound.arguments:
             raise TypeError("there is none")
     except TypeError as error:
         raise UsageError(
-            f"{name}: the columns {given!r} do not fit update{signature}: {error}. Give one for each "
+            f"{name}: the columns {arguments!r} do not fit update{signature}: {error}. Give one for each "
             "argument, or a dict of argument to column"
         ) from error
-    if isinstance(given, Mapping):
-        return [], dict(given)
+    if isinstance(arguments, Mapping):
+        return [], dict(arguments)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
-        return list(given), {}  # of a wrapper, which passes them on
+        return list(arguments), {}  # of a wrapper, which passes them on
     return [], dict(bound.arguments)
 
 

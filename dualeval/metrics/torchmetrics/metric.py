@@ -57,10 +57,10 @@ def from_torchmetrics(
     """
     version = str(torchmetrics().__version__)
     if isinstance(metric, str):
-        metric, of_text, own = read(metric)
+        metric, of_text, text_name = read(metric)
         if of_text is not None:
             raise UsageError("the columns are given in the text of the metric and beside it: give them once")
-        name = name or own
+        name = name or text_name
     _check(metric)
     own_name = name is not None
     name = name or type(metric).__name__.lstrip("_")
@@ -203,29 +203,29 @@ def torchmetrics() -> ModuleType:
 def classes() -> dict[str, type]:
     """TorchMetrics' public classes by name, those of its wrappers and collections too."""
     torchmetrics()
-    found: dict[str, type] = {}
+    kinds: dict[str, type] = {}
     for room in _ROOMS:
         module = importlib.import_module(f"torchmetrics.{room}" if room else "torchmetrics")
         names = getattr(module, "__all__", None) or [name for name in vars(module) if name.endswith("Metric")]
         for name in names:
             kind = getattr(module, name, None)
             if isinstance(kind, type) and not name.startswith("_") and name != "Metric":
-                found.setdefault(name, kind)
-    return found
+                kinds.setdefault(name, kind)
+    return kinds
 
 
 def find_class(name: str) -> type:
     """A class by its name, such as ``MulticlassAUROC`` or ``classification.MulticlassAUROC``."""
-    room, _, own = name.rpartition(".")
+    room, _, short = name.rpartition(".")
     room = room.removeprefix("torchmetrics").removeprefix(".")
-    if why := _REFUSED.get(own):
-        raise UsageError(f"TorchMetrics' {own} {why}.")
+    if why := _REFUSED.get(short):
+        raise UsageError(f"TorchMetrics' {short} {why}.")
     known = classes()
-    if own in known and room in ("", *_ROOMS):
-        return known[own]
+    if short in known and room in ("", *_ROOMS):
+        return known[short]
     raise UsageError(
         f"TorchMetrics {torchmetrics().__version__} has no class {name!r}, or a package that the class needs "
-        f"is not installed.{nearest(own, known)} See docs/torchmetrics.md"
+        f"is not installed.{nearest(short, known)} See docs/torchmetrics.md"
     )
 
 
@@ -247,10 +247,10 @@ def _why_refused(metric: Any) -> str | None:
 
 def read(text: str) -> tuple[Any, dict[str, Shape] | None, str | None]:
     """The metric that a text spells, its columns where it has any, and its name likewise."""
-    found = _FORM.fullmatch(text.removeprefix("torchmetrics:"))
-    if found is None:
+    match = _FORM.fullmatch(text.removeprefix("torchmetrics:"))
+    if match is None:
         raise UsageError(f"{text!r} cannot be read, expected {_SYNTAX}")
-    call, columns, name = found.groups()
+    call, columns, name = match.groups()
     metric = _built(_parsed(call, text), text)
     return metric, None if columns is None else _columns(columns, text), name and name.strip()
 
@@ -261,7 +261,7 @@ def _usual_columns(metric: Any, available: Collection[str] | None, text: str) ->
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    found: dict[str, Shape] = {}
+    columns: dict[str, Shape] = {}
     for argument in needed:
         candidates = (argument, *_USUAL.get(argument, ()))
         column = next((name for name in candidates if available is None or name in available), None)
@@ -271,10 +271,10 @@ def _usual_columns(metric: Any, available: Collection[str] | None, text: str) ->
                 f"{', '.join(sorted(available or ())) or 'none'}. Name one: {text.partition('@')[0]}@"
                 + ",".join(f"{name}=COLUMN" for name in needed)
             )
-        found[argument] = column
-    if not found:
+        columns[argument] = column
+    if not columns:
         raise UsageError(f"{text}: name its columns, as in {_SYNTAX}")
-    return found
+    return columns
 
 
 def _parsed(source: str, text: str) -> ast.expr:
@@ -309,10 +309,10 @@ def _value(node: ast.expr, text: str) -> Any:
 
 def _columns(source: str, text: str) -> dict[str, Shape]:
     pairs = re.findall(_COLUMN, source)
-    found: dict[str, Shape] = {argument: column.strip("'\"") for argument, column in pairs}
-    if not re.fullmatch(f"{_COLUMN}(,{_COLUMN})*", source) or len(found) < len(pairs):
+    columns: dict[str, Shape] = {argument: column.strip("'\"") for argument, column in pairs}
+    if not re.fullmatch(f"{_COLUMN}(,{_COLUMN})*", source) or len(columns) < len(pairs):
         raise UsageError(
             f"{text!r}: after @ expected argument=column, separated by commas, as in {_SYNTAX}. Lists and "
             "dicts of columns are for dualeval.metrics.from_torchmetrics"
         )
-    return found
+    return columns

@@ -101,11 +101,11 @@ class _Wrapped:
                     named["preds"] = scores.sigmoid() if self._normaliser == "sigmoid" else scores.softmax(1)
             metric.update(*positional, **named)
         except _REFUSALS as error:
-            found = self._arguments.described(columns)
+            kinds = self._arguments.column_forms(columns)
             index = getattr(metric, "input_format", "index") == "index"
             advice = "Change the metric's arguments" if index else "Of classes, give it input_format='index'"
             raise UsageError(
-                f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} refuses its columns ({found}): "
+                f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} refuses its columns ({kinds}): "
                 f"{_sentence(error)} {advice} or its columns (docs/torchmetrics.md)."
             ) from error
         return outside
@@ -127,7 +127,7 @@ class _Wrapped:
     def _measured(self, metric: Any) -> Measured:
         """What a metric computes; likewise. What it warns of is a warning of the result."""
         try:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 computed = metric.compute()
         except _REFUSALS as error:
@@ -137,9 +137,9 @@ class _Wrapped:
             ) from error
         prefix = f"{self.name}_" if self._own_name else ""
         better = self.metric.higher_is_better
-        found = measured_of(self.name, computed, prefix=prefix, higher_is_better=better)
-        by_metric = dict.fromkeys(f"{self.name}: TorchMetrics warns: {each.message}" for each in said)
-        return replace(found, warnings=(*found.warnings, *by_metric))
+        measured = measured_of(self.name, computed, prefix=prefix, higher_is_better=better)
+        by_metric = dict.fromkeys(f"{self.name}: TorchMetrics warns: {each.message}" for each in caught)
+        return replace(measured, warnings=(*measured.warnings, *by_metric))
 
 
 class InLedger(_Wrapped):
@@ -166,7 +166,7 @@ class InLedger(_Wrapped):
         with _same_everywhere():
             if not self._checked and samples > 1:
                 check_additive(
-                    self.metric, self._states, lambda own, part: self._update(own, columns, part), samples
+                    self.metric, self._states, lambda each, half: self._update(each, columns, half), samples
                 )
                 self._checked = True
             values = []
@@ -177,12 +177,12 @@ class InLedger(_Wrapped):
                 check_attributes(self.metric, metric)
                 values += [checked(metric, state).reshape(-1) for state in self._states]
         ledger[:2] += torch.tensor([1, outside])
-        for state, part, value in zip(self._states * 2, self._parts(ledger), values, strict=False):
+        for state, sums, value in zip(self._states * 2, self._slots_by_state(ledger), values, strict=False):
             if state.kind is StateKind.INTEGER:
-                part += value.to(torch.int64)
+                sums += value.to(torch.int64)
             elif state.kind is StateKind.FLOAT:
-                part[0] += value.dtype == torch.float64
-                add_each(part[1:].view(-1, SUM_SLOTS), value)
+                sums[0] += value.dtype == torch.float64
+                add_each(sums[1:].view(-1, SUM_SLOTS), value)
 
     def compute(self, ledger: Tensor) -> Measured:
         """Put the sums into a copy of the metric, and let it compute; without samples a None."""
@@ -190,28 +190,28 @@ class InLedger(_Wrapped):
         if not updates:
             return Measured(values={self.name: None})
         metric = fresh(self.metric)
-        parts = self._parts(ledger)[-len(self._states) if outside else 0 :]
-        for state, part in zip(self._states, parts, strict=False):
-            own = metric._defaults[state.name].dtype
+        slots = self._slots_by_state(ledger)[-len(self._states) if outside else 0 :]
+        for state, sums in zip(self._states, slots, strict=False):
+            dtype = metric._defaults[state.name].dtype
             if state.kind is StateKind.INTEGER:
                 # In the state's own dtype where that can hold the totals.
-                fits = torch.equal(part.to(own).to(torch.int64), part)
-                setattr(metric, state.name, (part.to(own) if fits else part.clone()).view(state.shape))
+                fits = torch.equal(sums.to(dtype).to(torch.int64), sums)
+                setattr(metric, state.name, (sums.to(dtype) if fits else sums.clone()).view(state.shape))
             elif state.kind is StateKind.FLOAT:
-                total = each_rounded(part[1:].view(-1, SUM_SLOTS))
-                setattr(metric, state.name, total.to(torch.float64 if part[0] else own).view(state.shape))
+                total = each_rounded(sums[1:].view(-1, SUM_SLOTS))
+                setattr(metric, state.name, total.to(torch.float64 if sums[0] else dtype).view(state.shape))
         metric._update_count = updates
         with _same_everywhere():
             return self._measured(metric)
 
-    def _parts(self, ledger: Tensor) -> list[Tensor]:
+    def _slots_by_state(self, ledger: Tensor) -> list[Tensor]:
         return list(torch.split(ledger, self._sizes))[2:]
 
 
 def _sentence(error: BaseException) -> str:
     """An error's text in one line, with a full stop."""
-    said = " ".join(text_of(error).split()) or type(error).__name__
-    return said if said.endswith((".", "!", "?")) else f"{said}."
+    text = " ".join(text_of(error).split()) or type(error).__name__
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 class FromRows(_Wrapped):
@@ -231,13 +231,13 @@ class FromRows(_Wrapped):
             torch.manual_seed(_SEED)
             for start, stop in pairwise([*starts, rows]):
                 self._update(metric, columns, range(start, stop))
-            found = self._measured(metric)
+            measured = self._measured(metric)
         if self._normaliser != "softmax" or hasattr(metric, "n_bins") or "probabilities" not in columns:
-            return found
+            return measured
         if (ones := int((np.asarray(columns["probabilities"]) == 1).any(axis=-1).sum())) < 2:
-            return found
-        said = f"{self.name}: {ones} samples have a probability that is rounded to 1, which it cannot rank"
-        return replace(found, warnings=(*found.warnings, f"{said}; auroc ranks log-odds"))
+            return measured
+        warning = f"{self.name}: {ones} samples have a probability that is rounded to 1, which it cannot rank"
+        return replace(measured, warnings=(*measured.warnings, f"{warning}; auroc ranks log-odds"))
 
 
 def measured_of(
@@ -257,18 +257,18 @@ def measured_of(
     warned: list[str] = []
     for key, value in by_key.items():
         counts = dict.fromkeys(NONFINITE_KINDS, 0)
-        values[key] = _plain(name, value, counts)
+        values[key] = _plain_value(name, value, counts)
         if any(counts.values()):
             nonfinite[key] = {kind: count for kind, count in counts.items() if count}
-            found = ", ".join(f"{count} {kind}" for kind, count in nonfinite[key].items())
-            own = f"TorchMetrics' own {name} gives this for these samples"
-            warned.append(f"{key} is not finite ({found}): {own}")
+            kinds = ", ".join(f"{count} {kind}" for kind, count in nonfinite[key].items())
+            cause = f"TorchMetrics' own {name} gives this for these samples"
+            warned.append(f"{key} is not finite ({kinds}): {cause}")
         if higher_is_better is not None and not isinstance(values[key], (list, dict, str)):
             directions[key] = direction(higher_is_better)
     return Measured(values=values, nonfinite=nonfinite, directions=directions, warnings=tuple(warned))
 
 
-def _plain(name: str, value: Any, counts: dict[str, int]) -> Value:
+def _plain_value(name: str, value: Any, counts: dict[str, int]) -> Value:
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -277,9 +277,9 @@ def _plain(name: str, value: Any, counts: dict[str, int]) -> Value:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(name, part, counts) for key, part in value.items()}
+        return {str(key): _plain_value(name, part, counts) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(name, part, counts) for part in value]
+        return [_plain_value(name, part, counts) for part in value]
     raise UsageError(
         f"{name} computes a {type(value).__name__}, expected numbers, texts, and lists and dicts of them"
     )

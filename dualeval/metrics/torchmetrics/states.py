@@ -58,20 +58,20 @@ def isolated(metric: Any) -> Any:
     In a process that has a torch process group TorchMetrics' own ``compute`` would merge the ranks' states a
     second time, and wait for ranks that do not compute.
     """
-    own = copy.deepcopy(metric).to("cpu")
-    for part in filter(is_metric, own.modules() if _takes_double(own) else ()):
+    clone = copy.deepcopy(metric).to("cpu")
+    for part in filter(is_metric, clone.modules() if _takes_double(clone) else ()):
         part._dtype = torch.float64
         for name, default in part._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():
                 part._defaults[name] = default.double()
-    for part in own.modules():
+    for part in clone.modules():
         if hasattr(part, "distributed_available_fn"):
             part.distributed_available_fn = _never
         if hasattr(part, "validate_args"):
             # TorchMetrics 1.9 forgets it in AUROC and its kin: BinaryAUROC takes ten classes for scores.
             part.validate_args = True
-    own.reset()
-    return own
+    clone.reset()
+    return clone
 
 
 def _takes_double(metric: Any) -> bool:
@@ -90,9 +90,9 @@ def _never() -> bool:
 
 def fresh(pristine: Any) -> Any:
     """A copy of a metric without metrics inside it, in microseconds; its states are its own."""
-    own = copy.copy(pristine)
-    own.reset()
-    return own
+    clone = copy.copy(pristine)
+    clone.reset()
+    return clone
 
 
 def networks_in(metric: Any) -> list[str]:
@@ -111,7 +111,7 @@ def is_metric(value: Any) -> bool:
 
 def states_of(metric: Any) -> list[State] | None:
     """The states of a metric that become sums in the ledger; None where one cannot, or there is none."""
-    found: list[State] = []
+    states: list[State] = []
     inner = [part for part in metric.modules() if part is not metric]
     if type(metric).__name__ == "MultilabelRankingLoss":
         return None  # an update none of whose samples counts is counted as one sample
@@ -128,9 +128,9 @@ def states_of(metric: Any) -> list[State] | None:
             return None
         else:
             kind = StateKind.FLOAT if default.is_floating_point() else StateKind.INTEGER
-        found.append(State(name=name, kind=kind, shape=default.shape))
-    floats = sum(state.shape.numel() for state in found if state.kind is StateKind.FLOAT)
-    return found if any(state.size for state in found) and floats <= _MOST_FLOATS else None
+        states.append(State(name=name, kind=kind, shape=default.shape))
+    floats = sum(state.shape.numel() for state in states if state.kind is StateKind.FLOAT)
+    return states if any(state.size for state in states) and floats <= _MOST_FLOATS else None
 
 
 def check_additive(
@@ -142,8 +142,8 @@ def check_additive(
     alone = [copy.deepcopy(metric) for _ in halves]
     both, whole, differs = copy.deepcopy(metric), copy.deepcopy(metric), False
     before = _others(both, states)
-    for own, half in zip(alone, halves, strict=True):
-        update(own, half)
+    for one, half in zip(alone, halves, strict=True):
+        update(one, half)
         update(both, half)
     update(whole, range(samples))
     name = type(metric).__name__
@@ -153,8 +153,8 @@ def check_additive(
     for state in states:
         if state.kind is StateKind.CONSTANT:
             continue
-        parts = [checked(own, state) for own in alone]
-        together, added = checked(both, state).to(torch.float64), parts[0].to(torch.float64) + parts[1]
+        values = [checked(one, state) for one in alone]
+        together, added = checked(both, state).to(torch.float64), values[0].to(torch.float64) + values[1]
         once, least = checked(whole, state).to(torch.float64), 1e-6 * _largest(added)
         differs |= not torch.allclose(together, once, rtol=2e-5, atol=least, equal_nan=True)
         # Floats are rounded within an update; the sums of one batch differ by no more than that.
@@ -173,10 +173,10 @@ def is_own(metric: Any) -> bool:
     return not type(metric).__module__.startswith("torchmetrics.")
 
 
-def _refuse_batches(name: str, parts: Any, whole: Any) -> None:
+def _refuse_batches(name: str, halves: Any, whole: Any) -> None:
     """Refuse a metric that computes another value where the same samples come in two parts."""
     try:
-        of_parts, of_whole = (_numbers(each.compute()) for each in (parts, whole))
+        of_parts, of_whole = (_numbers(each.compute()) for each in (halves, whole))
         agrees = torch.allclose(of_parts, of_whole, rtol=2e-5, atol=1e-8, equal_nan=True)
     except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError):
         return  # too few samples for it, or no numbers
@@ -189,10 +189,10 @@ def _refuse_batches(name: str, parts: Any, whole: Any) -> None:
 
 
 def _numbers(value: Any) -> Tensor:
-    parts = [*value.values()] if isinstance(value, Mapping) else value
-    if isinstance(parts, (list, tuple)):
-        return torch.cat([_numbers(part) for part in parts])
-    return torch.as_tensor(parts).to(torch.float64).reshape(-1)
+    entries = [*value.values()] if isinstance(value, Mapping) else value
+    if isinstance(entries, (list, tuple)):
+        return torch.cat([_numbers(entry) for entry in entries])
+    return torch.as_tensor(entries).to(torch.float64).reshape(-1)
 
 
 def check_attributes(before: Any, metric: Any) -> None:
@@ -202,7 +202,7 @@ def check_attributes(before: Any, metric: Any) -> None:
         old = others.get(name)
         if value is old or name in _LEFT_OUT or name in metric._defaults:
             continue
-        if _plain(value) != _plain(old):
+        if _comparable(value) != _comparable(old):
             raise _changed(type(metric).__name__, name)
 
 
@@ -221,19 +221,19 @@ def checked(metric: Any, state: State) -> Tensor:
     value = getattr(metric, state.name)
     wanted = f"a tensor of shape {tuple(state.shape)}"
     if not isinstance(value, Tensor):
-        found = f"a {type(value).__name__}"
+        fault = f"a {type(value).__name__}"
     elif value.shape != state.shape:
-        found = f"of shape {tuple(value.shape)}"
+        fault = f"of shape {tuple(value.shape)}"
     elif state.kind is StateKind.INTEGER and (value.is_floating_point() or value.is_complex()):
-        found, wanted = f"of {value.dtype}", "integers"
+        fault, wanted = f"of {value.dtype}", "integers"
     elif state.kind is StateKind.CONSTANT and not torch.equal(
         value, metric._defaults[state.name].to(value.dtype)
     ):
-        found, wanted = f"{value.tolist()}", f"{metric._defaults[state.name].tolist()}, as before the update"
+        fault, wanted = f"{value.tolist()}", f"{metric._defaults[state.name].tolist()}, as before the update"
     else:
         return value
     raise UsageError(
-        f"the state {state.name!r} of {type(metric).__name__} is {found} after an update, expected {wanted}. "
+        f"the state {state.name!r} of {type(metric).__name__} is {fault} after an update, expected {wanted}. "
         f"Where the metric has an argument that fixes it, such as num_classes, give that. {HOW_BY_ROWS}"
     )
 
@@ -246,13 +246,13 @@ def _largest(values: Tensor) -> float:
 def _others(metric: Any, states: list[State]) -> dict[str, Any]:
     """What a metric's attributes besides its states hold."""
     left_out = _LEFT_OUT.union(state.name for state in states)
-    return {name: _plain(value) for name, value in vars(metric).items() if name not in left_out}
+    return {name: _comparable(value) for name, value in vars(metric).items() if name not in left_out}
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """A copy of tensors and containers that can be compared."""
     if isinstance(value, (Tensor, np.ndarray)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
+        return [_comparable(part) for part in value]
+    return {key: _comparable(part) for key, part in value.items()} if isinstance(value, Mapping) else value

@@ -42,8 +42,8 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
             from dualeval.models.checkpoints.distributed import DistributedFolder
 
             distributed = DistributedFolder(path)
-            found, tensors = choose(path, distributed.tree, key)
-            return StateDict(path=path, key=found, tensors=distributed.late_state_dict(tensors))
+            place, tensors = choose(path, distributed.tree, key)
+            return StateDict(path=path, key=place, tensors=distributed.late_state_dict(tensors))
     _check_file(saved)
     if _is_index(saved) or saved.suffix == ".safetensors":
         content = _read_shards(saved, trust=trust) if _is_index(saved) else _read_safetensors(saved)
@@ -52,9 +52,9 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
     from dualeval.models.checkpoints.torch_files import TorchFile
 
     file = TorchFile(saved, trust=trust)
-    found, tensors = choose(path, file.tree, key)
+    place, tensors = choose(path, file.tree, key)
     beside = arguments_in(file.tree)
-    return StateDict(path=path, key=found, tensors=file.late_state_dict(found, tensors), arguments=beside)
+    return StateDict(path=path, key=place, tensors=file.late_state_dict(place, tensors), arguments=beside)
 
 
 def read_class_names(path: Path) -> tuple[str, tuple[str, ...]]:
@@ -121,26 +121,26 @@ def _refuse_part_of_folder(path: Path) -> None:
 
 def saved_in(folder: Path) -> Path:
     """The file to begin with in a folder: the index of several, ``METADATA``, or the only file of weights."""
-    found = [folder / METADATA] if (folder / METADATA).is_file() else []
+    paths = [folder / METADATA] if (folder / METADATA).is_file() else []
     if (states := _model_states(folder)) is not None:
-        found.append(states)
+        paths.append(states)
     indices = [path for path in sorted(folder.glob("*.index.json")) if _is_index(path)]
-    found += indices
-    parts = {name for index in indices for name in _named_in(index)}
-    found += [path for path in _single_files(folder) if path.name not in parts]
-    if not found:
+    paths += indices
+    named = {name for index in indices for name in _named_in(index)}
+    paths += [path for path in _single_files(folder) if path.name not in named]
+    if not paths:
         # Of a training script, under a name of its own.
         files = [path for path in sorted(folder.iterdir()) if path.suffix in _OF_TORCH and path.is_file()]
-        found = [path for path in files if not _OF_TRAINING.search(path.name) and not _is_part(path)]
-    if not found:
+        paths = [path for path in files if not _OF_TRAINING.search(path.name) and not _is_part(path)]
+    if not paths:
         raise _no_checkpoint(folder)
-    if len(found) > 1:
-        files = [path for path in found if path.name != METADATA]
+    if len(paths) > 1:
+        files = [path for path in paths if path.name != METADATA]
         raise UsageError(
-            f"{folder} holds {len(found)} checkpoints: {listed(map(str, found))}. They can give different "
+            f"{folder} holds {len(paths)} checkpoints: {listed(map(str, paths))}. They can give different "
             f"results. Say which is meant, such as --weights {files[0]}"
         )
-    return found[0]
+    return paths[0]
 
 
 def unread_beside(saved: Path) -> tuple[str, ...]:
@@ -170,9 +170,9 @@ def _is_part(path: Path) -> bool:
 
 
 def _no_checkpoint(folder: Path) -> UsageError:
-    found = listed((path.name for path in sorted(folder.iterdir())), 5) or "nothing"
+    names = listed((path.name for path in sorted(folder.iterdir())), 5) or "nothing"
     return UsageError(
-        f"the folder {folder} holds no checkpoint (found: {found}). Expected one of "
+        f"the folder {folder} holds no checkpoint (found: {names}). Expected one of "
         f"torch.distributed.checkpoint ({METADATA}, which is written last, and *.distcp), of DeepSpeed "
         "(latest), a *.safetensors file, one file of torch.save, or an index with its files "
         "(*.safetensors.index.json, *.bin.index.json). Copy the whole folder, hidden files too; for one "
@@ -222,22 +222,22 @@ def _model_states(folder: Path) -> Path | None:
 def _read_shards(index: Path, *, trust: bool) -> OrderedDict[str, Any]:
     """The tensors that an index names, by name; their values are not read."""
     places = _weight_map(index)
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name in dict.fromkeys(places.values()):
         path = index.parent / name
         if not path.is_file():
             raise UsageError(
                 f"{index} names the file {name}, which is not beside it. Fetch or copy all files."
             )
-        tensors = _tensors_of(path, trust)
+        of_file = _tensors_of(path, trust)
         wanted = {tensor for tensor, file in places.items() if file == name}
-        if others := sorted(wanted ^ tensors.keys()):
+        if others := sorted(wanted ^ of_file.keys()):
             raise UsageError(
                 f"{path} does not belong to {index.name}: only one of them has {listed(others)}. Copy "
                 "all files of one checkpoint."
             )
-        found |= tensors
-    return OrderedDict((name, found[name]) for name in places)
+        tensors |= of_file
+    return OrderedDict((name, tensors[name]) for name in places)
 
 
 def _tensors_of(path: Path, trust: bool) -> OrderedDict[str, Any]:

@@ -28,12 +28,12 @@ from dualeval.models.checkpoints.torch_files import NotInPlace, part_of, records
 from dualeval.models.model_errors import first_line
 
 
-class _Record:
+class _MetadataObject:
     """Stands for an object of the metadata: it keeps what the file says of it, and does nothing."""
 
     __slots__ = ("state",)
 
-    def __new__(cls, *_: object) -> _Record:
+    def __new__(cls, *_: object) -> _MetadataObject:
         made = object.__new__(cls)
         made.state = {}
         return made
@@ -48,7 +48,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         plain = {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict}
-        return plain.get((module, name)) or type(name, (_Record,), {"__slots__": ()})
+        return plain.get((module, name)) or type(name, (_MetadataObject,), {"__slots__": ()})
 
 
 class DistributedFolder:
@@ -86,8 +86,8 @@ class DistributedFolder:
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
-            said = f"{path} is damaged: {first_line(error)}. Copy or save the checkpoint again."
-            raise UsageError(said) from error
+            message = f"{path} is damaged: {first_line(error)}. Copy or save the checkpoint again."
+            raise UsageError(message) from error
 
     def _nest(self, content: Mapping[str, Any]) -> None:
         keys = content.get("planner_data")  # from torch 2.0 on

@@ -105,22 +105,22 @@ def choose(path: Path, content: object, key: str | None) -> tuple[str, StateDict
 
 def _only_one(path: Path, content: object, above: str = "") -> tuple[str, StateDict]:
     """The one state_dict under known keys, where nothing else in the file could be meant in its place."""
-    found = _state_dicts(content, above, known_only=True)
-    if not found:
+    states = _state_dicts(content, above, known_only=True)
+    if not states:
         raise _none_there(path, content, above)
-    own = {id(inner) for _, inner in found}
+    ids = {id(inner) for _, inner in states}
     rivals = [
         (key, inner)
         for key, inner in _mappings(content, above)
-        if id(inner) not in own and any(_last_names(state) <= _last_names(inner) for _, state in found)
+        if id(inner) not in ids and any(_last_names(state) <= _last_names(inner) for _, state in states)
     ]
-    every = [*found, *rivals]
+    every = [*states, *rivals]
     if len(every) > 1:
         raise UsageError(
-            f"{path} holds {len(every)} state_dicts: {_listed(every)}. They can give different results. Say "
+            f"{path} holds {len(every)} state_dicts: {_summary(every)}. They can give different results. Say "
             f"which is meant: --weights-key KEY, such as --weights-key {every[0][0]}."
         )
-    return found[0]
+    return states[0]
 
 
 def _last_names(content: Mapping[Any, Any]) -> Counter[str]:
@@ -134,19 +134,19 @@ def _last_names(content: Mapping[Any, Any]) -> Counter[str]:
 
 def _under(path: Path, content: object, key: str) -> tuple[str, StateDict]:
     """The state_dict that a key leads to, or the only one below it."""
-    found = list(_values_under(content, key))
-    if len(found) != 1:
+    values = list(_values_under(content, key))
+    if len(values) != 1:
         others = _state_dicts(content)
-        hint = f" State_dicts lie under {_listed(others)}." if others else ""
-        many = f"{len(found)} things under this key" if found else "no such key"
+        hint = f" State_dicts lie under {_summary(others)}." if others else ""
+        many = f"{len(values)} things under this key" if values else "no such key"
         raise UsageError(f"--weights-key {key}: {path} holds {many} ({_keys_of(content)}).{hint}")
-    inner = found[0]
+    inner = values[0]
     return (key, inner) if is_state_dict(inner) else _only_one(path, inner, key)
 
 
 def _none_there(path: Path, content: object, above: str) -> UsageError:
     others = _state_dicts(content, above)
-    hint = f" State_dicts lie under {_listed(others)}; --weights-key KEY takes one." if others else ""
+    hint = f" State_dicts lie under {_summary(others)}; --weights-key KEY takes one." if others else ""
     place = f" under the key {above}" if above else ""
     inside = [value for _, inner in _mappings(content, above) for value in inner.values()]
     if any(isinstance(value, ArrayInFile) for value in inside):
@@ -169,9 +169,9 @@ def _keys_of(content: object) -> str:
     return f"found: {', '.join(map(str, content))[:200]}{only}"
 
 
-def _listed(found: list[tuple[str, StateDict]]) -> str:
+def _summary(states: list[tuple[str, StateDict]]) -> str:
     """Keys and numbers of tensors."""
-    return listed(f"{key or 'the file itself'} ({_counted(content)})" for key, content in found)
+    return listed(f"{key or 'the file itself'} ({_counted(content)})" for key, content in states)
 
 
 def _counted(content: Mapping[Any, Any]) -> str:
@@ -200,16 +200,16 @@ def class_names_in(content: object) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def _by_index(given: object) -> tuple[str, ...]:
+def _by_index(table: object) -> tuple[str, ...]:
     """Names in the order of their indices; none where these are not 0 to n - 1, or 1 to n, and differ."""
-    pairs = _items(given)
+    pairs = _items(table)
     if all(type(value) is int for _, value in pairs):
         pairs = [(value, name) for name, value in pairs]
     names = {str(index): name for index, name in pairs}
     first = int("0" not in names)
-    found = tuple(names.get(str(first + index)) for index in range(len(pairs)))
-    are_names = all(isinstance(name, str) for name in found) and len({*found}) == len(found)
-    return tuple(map(str, found)) if are_names else ()
+    ordered = tuple(names.get(str(first + index)) for index in range(len(pairs)))
+    are_names = all(isinstance(name, str) for name in ordered) and len({*ordered}) == len(ordered)
+    return tuple(map(str, ordered)) if are_names else ()
 
 
 # -- arguments of what makes the model -------------------------------------------------------------------
@@ -271,8 +271,8 @@ def _state_dicts(
     content: object, above: str = "", *, known_only: bool = False
 ) -> list[tuple[str, StateDict]]:
     """Nested state_dicts with their keys, each once, the outer ones first."""
-    found = _mappings(content, above, known_only=known_only)
-    return [(key, inner) for key, inner in found if is_state_dict(inner)]
+    mappings = _mappings(content, above, known_only=known_only)
+    return [(key, inner) for key, inner in mappings if is_state_dict(inner)]
 
 
 def _mappings(

@@ -82,7 +82,7 @@ def _stamp(descriptor: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class ZipRecord:
     """A record of a zip file: where its bytes lie in the file, and their CRC32; 0 where none was computed."""
 
     name: str
@@ -103,7 +103,7 @@ class FilePart:
     strides: tuple[int, ...]
     dtype: torch.dtype
     # Of the zip file that they are in; None in another file.
-    record: Record | None = None
+    record: ZipRecord | None = None
 
     @property
     def extent(self) -> int:

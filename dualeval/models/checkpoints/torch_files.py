@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from dualeval.data.contents import names_in_zip
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.finding import ArrayInFile, NamespaceInFile, PassedOver, choose
-from dualeval.models.checkpoints.late import FilePart, LateTensor, Record, StampedFile
+from dualeval.models.checkpoints.late import FilePart, LateTensor, StampedFile, ZipRecord
 from dualeval.torch_errors import TorchError
 from dualeval.user_code.importing import importable
 
@@ -40,26 +40,26 @@ class NotInPlace(Exception):
     """A tensor's values are not plainly in the file: it is sparse or quantized, or in a foreign layout."""
 
 
-def records_of(stream: BinaryIO) -> dict[int, Record]:
+def records_of(stream: BinaryIO) -> dict[int, ZipRecord]:
     """The records of a zip stream, by the byte at which they begin."""
-    found = {}
+    records = {}
     try:
         with zipfile.ZipFile(stream) as archive:
-            for entry in archive.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED:
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED:
                     return {}
-                inside = entry.filename.rpartition("/")[2]
-                if inside == _BYTE_ORDER and archive.read(entry) != sys.byteorder.encode():
+                inside = info.filename.rpartition("/")[2]
+                if inside == _BYTE_ORDER and archive.read(info) != sys.byteorder.encode():
                     return {}
-                if inside == _PICKLE and entry.CRC:
-                    archive.read(entry)  # torch does not compare its CRC32
-                stream.seek(entry.header_offset)
+                if inside == _PICKLE and info.CRC:
+                    archive.read(info)  # torch does not compare its CRC32
+                stream.seek(info.header_offset)
                 name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
-                begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
-                found[begin] = Record(name=entry.filename, begin=begin, size=entry.file_size, crc=entry.CRC)
+                begin = info.header_offset + _LOCAL_HEADER.size + name + extra
+                records[begin] = ZipRecord(name=info.filename, begin=begin, size=info.file_size, crc=info.CRC)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
         return {}
-    return found
+    return records
 
 
 def check_records(path: Path) -> None:
@@ -70,7 +70,7 @@ def check_records(path: Path) -> None:
             raise ValueError(f"its record {name} does not fit its CRC32. Fetch or save it again.")
 
 
-def part_of(value: Tensor, file: StampedFile, records: Mapping[int, Record], begin: int = 0) -> FilePart:
+def part_of(value: Tensor, file: StampedFile, records: Mapping[int, ZipRecord], begin: int = 0) -> FilePart:
     """Where the values of a tensor lie that was loaded to the device "meta"."""
     is_plain = value.layout == torch.strided and not (value.is_quantized or value.is_conj() or value.is_neg())
     offset = getattr(value.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
@@ -156,7 +156,7 @@ class TorchFile:
         except pickle.UnpicklingError as error:
             if self._trust:
                 return self._with_code()
-            detail = _refusal(str(error))
+            detail = _torch_reason(str(error))
             raise UsageError(
                 f"{self._path} cannot be read as plain tensors ({detail}). It is damaged, or holds pickled "
                 "Python objects, which could run code. Save it again with torch.save(model.state_dict(), "
@@ -189,17 +189,17 @@ class TorchFile:
                 f"{self._path} is cut short: it begins as a file of torch.save, and its end is missing "
                 f"({self._file.size:,} bytes are there). Fetch or save it again."
             )
-        said = str(error) or type(error).__name__
-        return UsageError(f"{self._path} is not a readable torch file: {said.splitlines()[0]}")
+        message = str(error) or type(error).__name__
+        return UsageError(f"{self._path} is not a readable torch file: {message.splitlines()[0]}")
 
 
-def _refusal(said: str) -> str:
+def _torch_reason(message: str) -> str:
     """What torch refuses, without its advice to switch the protection off."""
-    name = TorchError.REFUSED_CLASS.search(said)
+    name = TorchError.REFUSED_CLASS.search(message)
     if name is not None:
         return f"Unsupported global: GLOBAL {name[1]}"
-    detail = TorchError.REFUSED_PICKLE.search(said)
-    return (detail[1] if detail else said).splitlines()[0].split(". ")[0]
+    detail = TorchError.REFUSED_PICKLE.search(message)
+    return (detail[1] if detail else message).splitlines()[0].split(". ")[0]
 
 
 def _like(tensors: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -71,50 +71,50 @@ class FactoryModel(ModelSource):
         signature = inspect.signature(factory)
         takes = signature.parameters
         accepts = "num_classes" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        given = dict(self.arguments)
+        kwargs = dict(self.arguments)
         if num_classes is not None and accepts:
-            given["num_classes"] = num_classes
+            kwargs["num_classes"] = num_classes
         try:
-            signature.bind(**given)
+            signature.bind(**kwargs)
         except TypeError as error:
             raise UsageError(
                 f"--model {self.name}: {factory.__name__}{signature} is called with "
-                f"{', '.join(given) or 'no arguments'}: {error}. Give --num-classes N where the data does "
+                f"{', '.join(kwargs) or 'no arguments'}: {error}. Give --num-classes N where the data does "
                 "not say it, other arguments with --model-arg NAME=VALUE, or a function that needs none, as "
                 "def make(num_classes=10): return Net(...)."
             ) from error
-        model = factory(**given)
+        model = factory(**kwargs)
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"--model {self.name} returned a {type(model).__name__}, expected a torch.nn.Module"
             )
         return model
 
-    def compare(self, model: nn.Module, found: StateDict) -> str | None:
+    def compare(self, model: nn.Module, state: StateDict) -> str | None:
         takes = inspect.signature(_import_factory(self.name)).parameters
         other = {
             name: (value, takes[name].default)
-            for name, value in found.arguments.items()
+            for name, value in state.arguments.items()
             if name in takes and is_plain(takes[name].default) and not _OF_TRAINING.fullmatch(name)
             if name not in self.arguments and value not in (None, "")  # as argparse has what nobody gave
             if not _alike(value, takes[name].default)
         }
         if other:
             pairs = [f"{name} is {file!r}, called with {call!r}" for name, (file, call) in other.items()]
-            of_file = " ".join(_typed(name, file) for name, (file, _) in other.items())
-            of_call = " ".join(_typed(name, call) for name, (_, call) in other.items())
+            of_file = " ".join(_flag_for(name, file) for name, (file, _) in other.items())
+            of_call = " ".join(_flag_for(name, call) for name, (_, call) in other.items())
             raise UsageError(
-                f"--model {self.name}: {found.path} was saved with other arguments: {'; '.join(pairs)}. Type "
+                f"--model {self.name}: {state.path} was saved with other arguments: {'; '.join(pairs)}. Type "
                 f"{of_file} to take those of the file, or {of_call} to keep these."
             )
         hook = getattr(type(model), "on_load_checkpoint", None)
-        if "pytorch-lightning_version" not in found.arguments or hook is None:
+        if "pytorch-lightning_version" not in state.arguments or hook is None:
             return None
         if hook.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
             return None
         kind = type(model).__name__
         return (
-            f"{kind}.on_load_checkpoint is not called: what it takes from {found.path} beside the state_dict "
+            f"{kind}.on_load_checkpoint is not called: what it takes from {state.path} beside the state_dict "
             f"is missing. If that decides the outputs, evaluate in Python what {kind}.load_from_checkpoint "
             "returns: dualeval.evaluate(model=...)"
         )
@@ -142,8 +142,8 @@ class FactoryModel(ModelSource):
 
     def carried_preprocessing(self, weights: WeightsSource, num_classes: int | None) -> tuple[Any, str]:
         factory = _import_factory(self.name)
-        if (own := getattr(factory, "preprocessing", None)) is not None:
-            return own, f"{self.name}.preprocessing"
+        if (preprocessing := getattr(factory, "preprocessing", None)) is not None:
+            return preprocessing, f"{self.name}.preprocessing"
         with torch.random.fork_rng(devices=[]):
             model = self.create(num_classes)
         return _carried_by(model, self.name) or preprocessing_beside(weights.path, self.name)
@@ -159,7 +159,7 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(one == other or str(one) == str(other))
 
 
-def _typed(name: str, value: Any) -> str:
+def _flag_for(name: str, value: Any) -> str:
     """An argument as a shell takes it: a text as it is where that is no Python literal."""
     is_word = isinstance(value, str) and value.isidentifier() and value not in ("None", "True", "False")
     return "--model-arg " + shlex.quote(f"{name}={value if is_word else repr(value)}")
@@ -168,33 +168,33 @@ def _typed(name: str, value: Any) -> str:
 def _in_no_checkpoint(model: nn.Module) -> dict[str, list[Tensor]]:
     """Tensors that a model holds beside its state_dict, by attribute; no copies of what is in there."""
     state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, Tensor)]
-    known, found = {*map(id, state)}, dict[str, list[Tensor]]()
+    known, unsaved = {*map(id, state)}, dict[str, list[Tensor]]()
     for place, module in model.named_modules():
         for name, value in vars(module).items():
             leaves = [] if name in _OF_TORCH else tree_leaves(value)
-            parts = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
-            held = [*leaves, *(each for part in parts for each in [*part.parameters(), *part.buffers()])]
+            modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+            held = [*leaves, *(each for part in modules for each in [*part.parameters(), *part.buffers()])]
             dense = [each for each in held if isinstance(each, Tensor) and each.layout is torch.strided]
-            own = [each for each in dense if id(each) not in known]
-            if own := [each for each in own if not any(_same([each], [value]) for value in state)]:
-                found[f"{place}.{name}".lstrip(".")] = own
-    return found
+            missing = [each for each in dense if id(each) not in known]
+            if missing := [each for each in missing if not any(_same([each], [value]) for value in state)]:
+                unsaved[f"{place}.{name}".lstrip(".")] = missing
+    return unsaved
 
 
 def _same(one: Sequence[Tensor], other: Sequence[Tensor] | None) -> bool:
-    if other is None or [*map(_kind, one)] != [*map(_kind, other)]:
+    if other is None or [*map(_storage_of, one)] != [*map(_storage_of, other)]:
         return False
     return all(map(torch.equal, one, other))
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
+def _storage_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.layout
 
 
 def _carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
     """The preprocessing that a model has as an attribute, and which one; None where it has none."""
-    if (own := getattr(model, "preprocessing", None)) is not None:
-        return own, "model.preprocessing"
+    if (preprocessing := getattr(model, "preprocessing", None)) is not None:
+        return preprocessing, "model.preprocessing"
     from dualeval.models.sources.timm_models import DATA_CONFIG, preprocessing_of
 
     for name in ("pretrained_cfg", "default_cfg"):
@@ -216,11 +216,11 @@ def refuse_file_of_code(name: str) -> None:
             f"--model {name}: there is no file {path}.{hint} Expected FILE.py:FUNCTION, a function or class "
             "that returns the model."
         )
-    found = re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text("utf-8", "replace"), re.MULTILINE)
-    inside = f" It has {listed(found)}." if found else ""
+    names = re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text("utf-8", "replace"), re.MULTILINE)
+    inside = f" It has {listed(names)}." if names else ""
     raise UsageError(
         f"--model {name} is a file of code: expected {file}:FUNCTION, a function or class that returns the "
-        f"model. Type: --model {file}:{next(iter(found), 'FUNCTION')}.{inside}"
+        f"model. Type: --model {file}:{next(iter(names), 'FUNCTION')}.{inside}"
     )
 
 
@@ -236,9 +236,9 @@ def _import_factory(name: str) -> Any:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         made = vars(module).items()
-        own = [key for key, value in made if getattr(value, "__module__", "") == module.__name__]
+        names = [key for key, value in made if getattr(value, "__module__", "") == module.__name__]
         callables = [key for key in dir(module) if callable(getattr(module, key))]
-        hint = nearest(attribute, callables, most=5) or (f" It has {listed(own)}." if own else "")
+        hint = nearest(attribute, callables, most=5) or (f" It has {listed(names)}." if names else "")
         raise UsageError(f"--model {name}: {place} has no callable {attribute!r}.{hint}")
     return factory
 

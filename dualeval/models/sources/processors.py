@@ -27,15 +27,15 @@ _SCALES = 1 / 255
 
 def preprocessing_of_folder(folder: Path, model: str) -> Preprocessing:
     """The preprocessing that a folder's image processor stands for."""
-    return preprocessing_of(*said_by_folder(folder, model))
+    return preprocessing_of(*processor_values(folder, model))
 
 
-def said_by_folder(folder: Path, model: str) -> tuple[dict[str, Any], str]:
+def processor_values(folder: Path, model: str) -> tuple[dict[str, Any], str]:
     """The values of a folder's image processor, and how a message on it begins."""
     processor = transformers_for("--model hf:DIR").AutoImageProcessor.from_pretrained(folder, **LOCAL)
     kind = type(processor).__name__.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
-    said = {**processor.to_dict(), "kind": kind}
-    return said, f"--model {model}: its image processor, {kind}ImageProcessor,"
+    values = {**processor.to_dict(), "kind": kind}
+    return values, f"--model {model}: its image processor, {kind}ImageProcessor,"
 
 
 def preprocessing_beside(path: Path | None, model: str) -> tuple[Any, str]:
@@ -50,85 +50,86 @@ def preprocessing_beside(path: Path | None, model: str) -> tuple[Any, str]:
         raise UsageError(f"{folder / PROCESSOR} cannot be read: {first_line(error)}") from error
 
 
-def preprocessing_of(said: Mapping[str, Any], begin: str) -> Preprocessing:
+def preprocessing_of(values: Mapping[str, Any], begin: str) -> Preprocessing:
     """The preprocessing of a processor's values."""
-    return _with_sizes(_without_sizes(said, begin), said, begin)
+    return _with_sizes(_without_sizes(values, begin), values, begin)
 
 
-def uncropped_of(said: Mapping[str, Any], begin: str) -> Uncropped:
+def uncropped_of(values: Mapping[str, Any], begin: str) -> Uncropped:
     """As ``preprocessing_of``, of a processor that cuts nothing off."""
-    found, size = _without_sizes(said, begin), said.get("size") or {}
-    given = {name: getattr(found, name) for name in ("mean", "std", "interpolation", "channel_order")}
-    if said.get("do_center_crop"):
+    base, size = _without_sizes(values, begin), values.get("size") or {}
+    fields = {name: getattr(base, name) for name in ("mean", "std", "interpolation", "channel_order")}
+    if values.get("do_center_crop"):
         raise _refusal(begin, "cuts off parts of pictures (do_center_crop)")
-    if said.get("do_resize") is False:
-        return Uncropped(**given)
+    if values.get("do_resize") is False:
+        return Uncropped(**fields)
     if size.get("shortest_edge"):
-        return Uncropped(resize=int(size["shortest_edge"]), **given)
+        return Uncropped(resize=int(size["shortest_edge"]), **fields)
     height, width = int(size["height"]), int(size["width"])
-    return Uncropped(resize=height, resize_width=_other(width, height), resize_mode="squash", **given)
+    return Uncropped(resize=height, resize_width=_other(width, height), resize_mode="squash", **fields)
 
 
-def _without_sizes(said: Mapping[str, Any], begin: str) -> Preprocessing:
-    scales, scale = said.get("do_rescale"), said.get("rescale_factor") or _SCALES
+def _without_sizes(values: Mapping[str, Any], begin: str) -> Preprocessing:
+    scales, scale = values.get("do_rescale"), values.get("rescale_factor") or _SCALES
     not_so = {
-        f"is not one of {', '.join(_PLAIN)}": said["kind"] not in _PLAIN,
+        f"is not one of {', '.join(_PLAIN)}": values["kind"] not in _PLAIN,
         f"has do_rescale {scales} and rescale_factor {scale}, expected 1/255": scales is False
         or not math.isclose(scale, _SCALES),
-        "normalises twice (include_top)": said["kind"] == "EfficientNet" and said.get("include_top", True),
-        "subtracts 1 from scaled pixels (rescale_offset)": said.get("rescale_offset"),
-        "adds borders (do_pad)": said.get("do_pad"),
+        "normalises twice (include_top)": values["kind"] == "EfficientNet"
+        and values.get("include_top", True),
+        "subtracts 1 from scaled pixels (rescale_offset)": values.get("rescale_offset"),
+        "adds borders (do_pad)": values.get("do_pad"),
     }
-    for what in [what for what, found in not_so.items() if found]:
+    for what in [what for what, applies in not_so.items() if applies]:
         raise _refusal(begin, what)
-    normalised = said.get("do_normalize")
+    normalised = values.get("do_normalize")
     return Preprocessing(
-        mean=_three(said["image_mean"]) if normalised else (0.0,) * 3,
-        std=_three(said["image_std"]) if normalised else (1.0,) * 3,
-        interpolation=_interpolation(said, begin),
+        mean=_three(values["image_mean"]) if normalised else (0.0,) * 3,
+        std=_three(values["image_std"]) if normalised else (1.0,) * 3,
+        interpolation=_interpolation(values, begin),
         crop_rounding="down",
-        channel_order="bgr" if said.get("do_flip_channel_order") else "rgb",
+        channel_order="bgr" if values.get("do_flip_channel_order") else "rgb",
     )
 
 
-def _with_sizes(found: Preprocessing, said: Mapping[str, Any], begin: str) -> Preprocessing:
-    if said.get("do_resize") is False:
+def _with_sizes(base: Preprocessing, values: Mapping[str, Any], begin: str) -> Preprocessing:
+    if values.get("do_resize") is False:
         raise _refusal(begin, "does not resize (do_resize)")
-    size = {name: value for name, value in (said.get("size") or {}).items() if value is not None}
+    size = {name: value for name, value in (values.get("size") or {}).items() if value is not None}
     shortest = size.get("shortest_edge")
-    if said["kind"] == "ConvNext" and shortest is not None:
-        return _of_convnext(found, said, int(shortest), begin)
-    if said["kind"] == "Levit" and shortest is not None:
+    if values["kind"] == "ConvNext" and shortest is not None:
+        return _of_convnext(base, values, int(shortest), begin)
+    if values["kind"] == "Levit" and shortest is not None:
         shortest = int((256 / 224) * shortest)
-    crop = _cropped_to(said)
+    crop = _cropped_to(values)
     if set(size) == {"height", "width"}:
         height, width = int(size["height"]), int(size["width"])
         crop = crop or (height, width)
-        found = replace(found, resize=height, resize_width=_other(width, height), resize_mode="squash")
+        base = replace(base, resize=height, resize_width=_other(width, height), resize_mode="squash")
         # Nothing is cut off: there is nothing to round.
         rounding = "nearest" if crop == (height, width) else "down"
-        return replace(found, crop=crop[0], crop_width=_other(crop[1], crop[0]), crop_rounding=rounding)
+        return replace(base, crop=crop[0], crop_width=_other(crop[1], crop[0]), crop_rounding=rounding)
     if set(size) == {"shortest_edge"}:
         if crop is None:
             raise _refusal(begin, "gives pictures of several sizes (no do_center_crop)")
         assert shortest is not None
-        return replace(found, resize=int(shortest), crop=crop[0], crop_width=_other(crop[1], crop[0]))
+        return replace(base, resize=int(shortest), crop=crop[0], crop_width=_other(crop[1], crop[0]))
     raise _refusal(begin, f"has size {size}, expected height and width, or shortest_edge")
 
 
-def _of_convnext(found: Preprocessing, said: Mapping[str, Any], side: int, begin: str) -> Preprocessing:
+def _of_convnext(base: Preprocessing, values: Mapping[str, Any], side: int, begin: str) -> Preprocessing:
     """One that cuts a small picture out of a larger one, and brings it to a large size whole."""
-    if said.get("do_center_crop"):
+    if values.get("do_center_crop"):
         raise _refusal(begin, "cuts out twice (do_center_crop)")
     if side < _CONVNEXT_SQUASHES_FROM:
-        return replace(found, resize=int(side / (said.get("crop_pct") or 224 / 256)), crop=side)
-    return replace(found, resize=side, crop=side, resize_mode="squash", crop_rounding="nearest")
+        return replace(base, resize=int(side / (values.get("crop_pct") or 224 / 256)), crop=side)
+    return replace(base, resize=side, crop=side, resize_mode="squash", crop_rounding="nearest")
 
 
-def _cropped_to(said: Mapping[str, Any]) -> tuple[int, int] | None:
-    if not said.get("do_center_crop"):
+def _cropped_to(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    if not values.get("do_center_crop"):
         return None
-    crop = said["crop_size"]
+    crop = values["crop_size"]
     if not isinstance(crop, Mapping):
         return int(crop), int(crop)
     return int(crop["height"]), int(crop["width"])
@@ -142,9 +143,9 @@ def _three(values: Any) -> tuple[float, ...]:
     return (float(values),) * 3 if isinstance(values, int | float) else tuple(map(float, values))
 
 
-def _interpolation(said: Mapping[str, Any], begin: str) -> str:
+def _interpolation(values: Mapping[str, Any], begin: str) -> str:
     # Without one the library takes 2.
-    resample = said.get("resample", 2)
+    resample = values.get("resample", 2)
     number = 2 if resample is None else int(resample)
     if number not in _INTERPOLATIONS:
         raise _refusal(begin, f"has resample {number}, expected one of {_INTERPOLATIONS}")

@@ -42,7 +42,7 @@ class ProgramModel(ModelSource):
     def check(self) -> None:
         refuse_arguments(self.name, self.arguments, "because its model was built when the file was written")
         self._path = Path(self.name)
-        self._kind = _kind_of(self._path)
+        self._kind = _format_of(self._path)
         if not self.trust:
             raise UsageError(
                 f"--model {self.name} is {self._kind}: such a file is a program, and opening it can run any "
@@ -76,8 +76,8 @@ class ProgramModel(ModelSource):
                 program = torch.export.load(self._path)
                 model = program.module()
         except (RuntimeError, ValueError, KeyError, OSError, EOFError, AssertionError) as error:
-            said = first_line(error)
-            raise UsageError(f"--model {self.name} cannot be read as {self._kind}: {said}") from error
+            reason = first_line(error)
+            raise UsageError(f"--model {self.name} cannot be read as {self._kind}: {reason}") from error
         self._batches = _batches_of(program)
         if trained := sorted(set(_trained_in(program))):
             raise UsageError(
@@ -120,9 +120,9 @@ class ProgramModel(ModelSource):
             size = max(least, min(batch_size, largest or batch_size))
             rest = samples % size
             limit = f" and --limit {samples - rest}" if size <= samples and 0 < rest < least else ""
-            taken = least if least == largest else f"{least} to {largest or 'any number of'}"
+            accepted = least if least == largest else f"{least} to {largest or 'any number of'}"
             raise UsageError(
-                f"--model {self.name} was exported for batches of {taken} images, and this run has one of "
+                f"--model {self.name} was exported for batches of {accepted} images, and this run has one of "
                 f"{wrong[0]}. Give --batch-size {size}{limit}; or export it with a dynamic batch dimension "
                 "(torch.export.Dim)."
             )
@@ -155,12 +155,12 @@ class _Program(nn.Module):
             return _Program(copy.deepcopy(self.graph, memo))
 
 
-def _kind_of(path: Path) -> str:
+def _format_of(path: Path) -> str:
     """Which of the two a file is."""
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+        fault = "is a folder" if path.is_dir() else "does not exist"
         raise UsageError(
-            f"--model {path} {found}. Expected a TorchScript archive or a torch.export program (.pt2)."
+            f"--model {path} {fault}. Expected a TorchScript archive or a torch.export program (.pt2)."
         )
     if (kind := program_in(path)) is not None:
         return kind

@@ -97,14 +97,14 @@ class ModelSource(ABC):
     @property
     def shown(self) -> str:
         """The model as it is described to people, arguments among it."""
-        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        return f"{self.name} ({given})" if given else self.name
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        return f"{self.name} ({arguments})" if arguments else self.name
 
     def rename(self, tensors: dict[str, Any], model: nn.Module) -> None:
         """Give tensors of a file that has older names the present ones, in place; here none has."""
         return
 
-    def compare(self, model: nn.Module, found: StateDict) -> str | None:
+    def compare(self, model: nn.Module, state: StateDict) -> str | None:
         """Refuse a file that says that its model was made otherwise; else a warning of what is beside."""
         return None
 
@@ -123,11 +123,11 @@ class ModelSource(ABC):
     def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
         """Make the model with weights that are in a file."""
         assert weights.path is not None, "weights are in a file or drawn"
-        found = read_state_dict(weights.path, loading.key, trust=self.trust)
+        state = read_state_dict(weights.path, loading.key, trust=self.trust)
         model = self.create(num_classes, entry=weights.entry)
-        warning = self.compare(model, found)
-        self.rename(found.tensors, model)
-        loaded = load_state_dict(model, found, prefix=loading.prefix, source=f"the weights {weights.text}")
+        warning = self.compare(model, state)
+        self.rename(state.tensors, model)
+        loaded = load_state_dict(model, state, prefix=loading.prefix, source=f"the weights {weights.text}")
         if warning is not None:
             loaded = replace(loaded, warning=". ".join(filter(None, [loaded.warning, warning])))
         if not is_published_name(weights.text):

@@ -27,7 +27,7 @@ _DEFAULT = "DEFAULT"
 # Of a repository of the hub.
 _FILE = "model.safetensors"
 # What is said elsewhere than in --model-arg.
-_TAKEN = {
+_SET_BY = {
     "pretrained": "--weights",
     "checkpoint_path": "--weights",
     **dict.fromkeys(("pretrained_cfg", "pretrained_cfg_overlay"), "--weights, --resize, --mean and so on"),
@@ -44,8 +44,8 @@ class TimmModel(ModelSource):
     publishes_weights = True
 
     def check(self) -> None:
-        for taken in [argument for argument in self.arguments if argument in _TAKEN]:
-            raise UsageError(f"--model-arg {taken}: this is set by {_TAKEN[taken]}. Leave it out.")
+        for name in [argument for argument in self.arguments if argument in _SET_BY]:
+            raise UsageError(f"--model-arg {name}: this is set by {_SET_BY[name]}. Leave it out.")
         self._name = self.name.removeprefix(PREFIX)
         timm = _timm()
         architecture, _, tag = self._name.partition(".")
@@ -56,13 +56,13 @@ class TimmModel(ModelSource):
                 "lists them: timm.list_models('*resnet*')."
             )
         try:
-            found = timm.get_pretrained_cfg(self._name)
+            config = timm.get_pretrained_cfg(self._name)
         except RuntimeError as error:  # what it raises for a tag that it does not know
             raise UsageError(
                 f"--model {self.name}: timm {timm.__version__} has no weights {tag!r} for {architecture}, "
                 f"but {', '.join(timm.list_pretrained(f'{architecture}.*')) or 'none at all'}."
             ) from error
-        self._config: dict[str, Any] = {} if found is None else found.to_dict()
+        self._config: dict[str, Any] = {} if config is None else config.to_dict()
 
     def find_weights(self, weights: str | None) -> WeightsSource:
         assert weights is not None, "a model without weights of its own"
@@ -99,8 +99,8 @@ class TimmModel(ModelSource):
     def _cached(self) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self._config["hf_hub_id"], _FILE)
-        return Path(found) if isinstance(found, str) else None
+        cached = try_to_load_from_cache(self._config["hf_hub_id"], _FILE)
+        return Path(cached) if isinstance(cached, str) else None
 
     def download(self, weights: str) -> None:
         self._check_published(weights)
@@ -111,8 +111,8 @@ class TimmModel(ModelSource):
         try:
             hf_hub_download(self._config["hf_hub_id"], _FILE)
         except (OSError, RuntimeError, ValueError) as error:  # no network, or no such file
-            said = f"the weights of {self.name} cannot be fetched ({_FILE}): {error}"
-            raise DualevalError(said) from error
+            message = f"the weights of {self.name} cannot be fetched ({_FILE}): {error}"
+            raise DualevalError(message) from error
 
     def create(self, num_classes: int | None, *, entry: Any = None, **options: Any) -> nn.Module:
         classes = {} if num_classes is None else {"num_classes": num_classes}
@@ -125,10 +125,10 @@ class TimmModel(ModelSource):
         if weights.entry is None:
             return super().load(weights, num_classes, loading)
         assert weights.path is not None, "published weights are in a file"
-        own = int(self._config["num_classes"]) - int(self._config.get("label_offset") or 0)
+        classes = int(self._config["num_classes"]) - int(self._config.get("label_offset") or 0)
         # Where they differ timm would leave the last layer as it was drawn.
-        if num_classes is not None and num_classes != own:
-            raise OtherClasses(f"{weights.entry} are", own, num_classes)
+        if num_classes is not None and num_classes != classes:
+            raise OtherClasses(f"{weights.entry} are", classes, num_classes)
         if "in_chans" in self.arguments:
             raise UsageError("--model-arg in_chans: with --weights DEFAULT leave it out.")
         tensors = read_state_dict(weights.path, trust=self.trust).tensors
@@ -175,20 +175,20 @@ def _timm() -> Any:
 DATA_CONFIG = ("input_size", "crop_pct", "interpolation", "mean", "std")
 
 
-def preprocessing_of(found: Mapping[str, Any], name: str) -> Preprocessing:
+def preprocessing_of(config: Mapping[str, Any], name: str) -> Preprocessing:
     """Preprocessing as timm's data configuration says it."""
-    channels, height, width = found["input_size"]
-    interpolation = found["interpolation"]
+    channels, height, width = config["input_size"]
+    interpolation = config["interpolation"]
     if interpolation not in INTERPOLATIONS or channels not in (1, 3):
         raise UsageError(
             f"--model {name}: timm prepares its images with {channels} channels and interpolation "
             f"{interpolation!r}; expected 1 or 3 channels and {', '.join(INTERPOLATIONS)}."
         )
-    scaled = tuple(math.floor(side / found["crop_pct"]) for side in (height, width))
-    mode = {"squash": "squash", "border": "inside"}.get(str(found.get("crop_mode")), "shorter")
+    scaled = tuple(math.floor(side / config["crop_pct"]) for side in (height, width))
+    mode = {"squash": "squash", "border": "inside"}.get(str(config.get("crop_mode")), "shorter")
     if mode == "shorter" and scaled[0] != scaled[1]:
         mode = "cover"
-    mean = tuple(map(float, found["mean"]))
+    mean = tuple(map(float, config["mean"]))
     return Preprocessing(
         resize=scaled[0],
         resize_width=None if scaled[0] == scaled[1] else scaled[1],
@@ -197,7 +197,7 @@ def preprocessing_of(found: Mapping[str, Any], name: str) -> Preprocessing:
         interpolation=interpolation,
         channels=channels,
         mean=mean,
-        std=tuple(map(float, found["std"])),
+        std=tuple(map(float, config["std"])),
         resize_mode=mode,
         padding=tuple(round(255 * value) for value in mean) if mode == "inside" else None,
     )

@@ -77,9 +77,9 @@ class TransformersModel(ModelSource):
     def _require(self, file: str) -> None:
         if (self._folder / file).is_file():
             return
-        found = "does not exist" if not self._folder.exists() else f"holds no {file}"
+        fault = "does not exist" if not self._folder.exists() else f"holds no {file}"
         raise UsageError(
-            f"--model {self.name}: {self._folder} {found}. Expected a local folder with the model and its "
+            f"--model {self.name}: {self._folder} {fault}. Expected a local folder with the model and its "
             "image processor, as save_pretrained of both writes it; 'hf download NAME --local-dir DIR' "
             "fetches one."
         )
@@ -122,9 +122,9 @@ class TransformersModel(ModelSource):
     def _check_classes(self, num_classes: int | None) -> None:
         config = self._read_config()
         refuse_problem_type(config, f"--model {self.name}")
-        own = int(config.num_labels)
-        if num_classes is not None and num_classes != own:
-            raise OtherClasses(f"by its {CONFIG}, the model {self.name} is", own, num_classes)
+        classes = int(config.num_labels)
+        if num_classes is not None and num_classes != classes:
+            raise OtherClasses(f"by its {CONFIG}, the model {self.name} is", classes, num_classes)
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
         """That of the folder's image processor."""

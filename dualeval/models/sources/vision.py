@@ -38,9 +38,9 @@ class TorchvisionModel(ModelSource):
                 "timm:NAME, hf:DIR, package.module:factory, FILE.py:factory, or the path of a TorchScript "
                 "archive or .pt2 program."
             )
-        for taken in ("weights", "weights_backbone", "pretrained"):
-            if taken in self.arguments:
-                raise UsageError(f"--model-arg {taken}: weights are chosen with --weights. Leave it out.")
+        for argument in ("weights", "weights_backbone", "pretrained"):
+            if argument in self.arguments:
+                raise UsageError(f"--model-arg {argument}: weights are chosen with --weights. Leave it out.")
 
     def names(self) -> list[str]:
         """The names that torchvision has for models of this kind."""
@@ -58,10 +58,10 @@ class TorchvisionModel(ModelSource):
             return WeightsSource(
                 text=weights, path=published.checked_cached_file(entry, weights), entry=entry
             )
-        found = weights_of_file(weights, published.names_hint(self.name, weights))
-        if found.path is None:
-            return found
-        entry = None if found.path.is_dir() else published.recognise(self.name, found.path)
+        source = weights_of_file(weights, published.names_hint(self.name, weights))
+        if source.path is None:
+            return source
+        entry = None if source.path.is_dir() else published.recognise(self.name, source.path)
         asked = self.name in published.TRANSFORM_INPUT and "transform_input" not in self.arguments
         if entry is None and asked:
             raise UsageError(
@@ -69,7 +69,7 @@ class TorchvisionModel(ModelSource):
                 "which decides the numbers. If its training began with weights that torchvision publishes, "
                 "type --model-arg transform_input=True; else --model-arg transform_input=False."
             )
-        return WeightsSource(text=weights, path=found.path, entry=entry)
+        return WeightsSource(text=weights, path=source.path, entry=entry)
 
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
         extra = self.needed_arguments()
@@ -93,10 +93,10 @@ class TorchvisionModel(ModelSource):
                 setattr(model, head, None)
         if not self.name.startswith("densenet"):
             return
-        own = tuple(model.state_dict())
+        names = tuple(model.state_dict())
         for old in [name for name in tensors if _OLD_DENSENET.search(name)]:
             new = _OLD_DENSENET.sub(r"\1\2", old)
-            if new.endswith(own) and new not in tensors:
+            if new.endswith(names) and new not in tensors:
                 tensors[new] = tensors.pop(old)
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing | None:
