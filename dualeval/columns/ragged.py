@@ -280,7 +280,7 @@ def kind_of(column: Column | Rows) -> tuple[str, Any, tuple[int, ...]]:
     return form_of(column), values.dtype, tuple(values.shape[1:])
 
 
-def described(column: Column | Rows) -> str:
+def kind_text(column: Column | Rows) -> str:
     """A column's kind, for people."""
     form, dtype, shape = kind_of(column)
     if form == "plain":

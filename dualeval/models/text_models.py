@@ -197,7 +197,7 @@ class TextModel:
                 self.loaded = load_state_dict(model, state, prefix=self._prefix, source=source)
             except OtherClasses as error:
                 raise UsageError(
-                    f"{error.said} (num_labels or id2label in {folder}/config.json). Give weights and "
+                    f"{error.text} (num_labels or id2label in {folder}/config.json). Give weights and "
                     "a model of the same classes."
                 ) from error
         return model.eval()

@@ -73,10 +73,10 @@ class OtherClasses(UsageError):
     """Weights are for another number of classes than the model, and differ in nothing else."""
 
     def __init__(self, those_are: str, count: int, wanted: int) -> None:
-        self.said = f"{those_are} for {count} classes, but {wanted} were expected"
-        super().__init__(f"{self.said}. Give --num-classes {count}, or weights and data of the same classes.")
+        self.text = f"{those_are} for {count} classes, but {wanted} were expected"
+        super().__init__(f"{self.text}. Give --num-classes {count}, or weights and data of the same classes.")
         # The number of classes that they are for.
-        self.found = count
+        self.count = count
 
 
 class OtherShapes(UsageError):
@@ -85,7 +85,7 @@ class OtherShapes(UsageError):
     def __init__(self, message: str, sizes: Mapping[int, int]) -> None:
         super().__init__(message)
         # The first dimensions of these, by those of the model's.
-        self.found = sizes
+        self.sizes = sizes
 
 
 def options_of(loaded: LoadedWeights | None) -> dict[str, str | None]:

@@ -213,21 +213,21 @@ class ImageClassification(picture_task.PictureTask):
             return build(self._source, self._num_classes, self._loading)
         except OtherClasses as error:
             labels = self._dataset.labels
-            if self._may_have_more_classes and error.found > labels.largest:
-                return build(self._source, error.found, self._loading)
+            if self._may_have_more_classes and error.count > labels.largest:
+                return build(self._source, error.count, self._loading)
             if labels.are_partial:
-                because = f"the weights {self._source.text} are for {error.found} classes"
-                check_indices(labels.classes, error.found, f"--class-map {self._class_map}", because)
+                because = f"the weights {self._source.text} are for {error.count} classes"
+                check_indices(labels.classes, error.count, f"--class-map {self._class_map}", because)
             if labels.num_classes is None:  # then neither have they said how many there are
-                self._check_classes(f"the model of {self._source.text}", error.found, None)
+                self._check_classes(f"the model of {self._source.text}", error.count, None)
                 asked = "--num-classes" if self._asked_classes else "the model's own number"
-                raise UsageError(f"{error.said} ({asked}). Give --num-classes {error.found}.") from error
+                raise UsageError(f"{error.text} ({asked}). Give --num-classes {error.count}.") from error
             raise UsageError(
-                f"{error.said}. Give data and weights of the same classes.{self._folders_as_classes()}"
-                f"{hint_for(labels, error.found)}"
+                f"{error.text}. Give data and weights of the same classes.{self._folders_as_classes()}"
+                f"{hint_for(labels, error.count)}"
             ) from error
         except OtherShapes as error:
-            if (found := error.found.get(self._num_classes or 0)) is None:
+            if (found := error.sizes.get(self._num_classes or 0)) is None:
                 raise
             hint = hint_for(self._dataset.labels, found)
             raise UsageError(f"{error}{self._folders_as_classes()}{hint}") from error

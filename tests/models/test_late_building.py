@@ -268,7 +268,7 @@ def test_other_classes_are_told_apart(tmp_path: Path) -> None:
     torch.save(source.create(7).state_dict(), tmp_path / "w.pt")
     with pytest.raises(OtherClasses) as raised:
         source.build_late(source.find_weights(str(tmp_path / "w.pt")), 10, note=lambda said: None)
-    assert raised.value.found == 7
+    assert raised.value.count == 7
 
 
 def test_nothing_is_left_changed_and_other_threads_are_not_touched(tmp_path: Path) -> None:

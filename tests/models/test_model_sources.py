@@ -623,7 +623,7 @@ def test_published_weights_of_timm(hub: Path) -> None:
     # timm would leave the last layer as it was drawn.
     with pytest.raises(OtherClasses) as caught:
         classifiers.build(TIMM, "DEFAULT", CLASSES)
-    assert caught.value.found == 1000
+    assert caught.value.count == 1000
 
 
 # -- transformers --------------------------------------------------------------------------------------
@@ -674,7 +674,7 @@ def test_a_classifier_of_transformers(vit: Path, tmp_path: Path) -> None:
     assert identity(moved.build(moved.find_weights(None), None)) == identity(model)
     with pytest.raises(OtherClasses) as caught:
         source.build(source.find_weights(None), 7, Loading())
-    assert caught.value.found == CLASSES
+    assert caught.value.count == CLASSES
     drawn = classifiers.build(f"hf:{vit}", "random:3", None)
     assert identity(drawn)[0] != identity(model)[0]
     torch.save(model.state_dict(), tmp_path / "w.pt")

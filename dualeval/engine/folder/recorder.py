@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns.late import LateColumns
-from dualeval.columns.ragged import Column, Ragged, concatenated, described, each_part, empty_rows, kind_of
+from dualeval.columns.ragged import Column, Ragged, concatenated, each_part, empty_rows, kind_of, kind_text
 from dualeval.engine.control.progress import Progress, Stage
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.stored_rows import MemoryWriter
@@ -301,10 +301,10 @@ class Recorder:
                 and column.shape[1:] == like.shape[1:]
             )
             if column is None or not (is_alike or kind_of(column) == kind_of(like)):
-                found = "is not there" if column is None else f"is {described(column)}"
+                found = "is not there" if column is None else f"is {kind_text(column)}"
                 raise UsageError(
                     f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) "
-                    f"{found}, and in the first batch it was {described(like)}: each "
+                    f"{found}, and in the first batch it was {kind_text(like)}: each "
                     "batch must give the same columns, of the same dtype and row shape"
                 )
             if isinstance(column, Ragged):

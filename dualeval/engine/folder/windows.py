@@ -26,9 +26,9 @@ from dualeval.columns.ragged import (
     RaggedRows,
     Rows,
     concatenated_rows,
-    described,
     each_array,
     form_of,
+    kind_text,
     rows_of,
     to_rows,
     values_of,
@@ -206,7 +206,7 @@ def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
         for name, column in file.columns.items():
             like = known.setdefault(name, column)
             if (like.form, like.dtype, like.row_shape) != (column.form, column.dtype, column.row_shape):
-                own, other = described(column.empty(0)), described(like.empty(0))
+                own, other = kind_text(column.empty(0)), kind_text(like.empty(0))
                 raise DualevalError(
                     f"column {name!r} is {own} in {file.path}, and {other} in another file: each batch must "
                     "give the same columns, of the same dtype and row shape. Fix the task: that "

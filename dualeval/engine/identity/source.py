@@ -20,7 +20,7 @@ from dualeval.user_code.origin import library_of
 _OWN_PACKAGE = __name__.partition(".")[0]
 # Files of this package that define inputs, or what is made of them.
 _OWN_FILES = (
-    *("columns.py", "further_columns.py", "data", "metrics", "models", "tasks"),
+    *("columns", "data", "metrics", "models", "tasks"),
     *("engine/samples/subset.py", "engine/samples/samples.py"),
 )
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made

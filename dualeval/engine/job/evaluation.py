@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualeval.columns.ragged import Column, Text, described, parts_of
+from dualeval.columns.ragged import Column, Text, kind_text, parts_of
 from dualeval.engine.control.progress import Stage
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.job.run_state import Run
@@ -204,7 +204,7 @@ class DataColumns:
         hashes = {name: hashlib.sha256() for name in self.names}
         for first in range(0, count, _AT_ONCE):
             for name, column in self.of(range(first, min(first + _AT_ONCE, count))).items():
-                hashes[name].update(described(column).encode())
+                hashes[name].update(kind_text(column).encode())
                 for part in parts_of(column):
                     hashes[name].update(np.ascontiguousarray(part.numpy()).data)
             step()

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns.ragged import Rows, described
+from dualeval.columns.ragged import Rows, kind_text
 from dualeval.engine.folder.finished import finished_run
 from dualeval.engine.folder.stored_rows import StoredRows, Window
 from dualeval.engine.job.evaluation import Evaluation
@@ -176,7 +176,7 @@ class _Compared:
             elif (pair := as_one_kind(own[name], there[name])) is not None:
                 found[name] = pair
             else:
-                one, other = described(own[name]), described(there[name])
+                one, other = kind_text(own[name]), kind_text(there[name])
                 self._not_compared[name] = f"{one} in this run, {other} in the reference"
         return found
 

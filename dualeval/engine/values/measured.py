@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.columns.ragged import Column, Rows, Text, described
+from dualeval.columns.ragged import Column, Rows, Text, kind_text
 from dualeval.errors import UsageError
 from dualeval.messages import did_you_mean
 from dualeval.metrics import DIRECTIONS, Measured, Metric, RowMetric, keeps_rows, per_batch
@@ -265,7 +265,7 @@ def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
         told_apart = column.ndim == 1 and column.dtype in _NUMBERED
     if not told_apart:
         raise UsageError(
-            f"--cluster {name!r}: the column is {described(column)}. Expected integers, bools or text, one "
+            f"--cluster {name!r}: the column is {kind_text(column)}. Expected integers, bools or text, one "
             "entry per sample."
         )
 
@@ -325,7 +325,7 @@ def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) ->
                 column = columns.get(name)
                 if column is not None and not (isinstance(column, Tensor) and column.numel() == len(column)):
                     raise UsageError(
-                        f"the score of {key!r} reads the column {name!r}, which is {described(column)}. "
+                        f"the score of {key!r} reads the column {name!r}, which is {kind_text(column)}. "
                         "Expected one number per sample."
                     )
 
