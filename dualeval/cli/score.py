@@ -34,7 +34,7 @@ _GROUP = "A file of answers"
 @grouped(
     "--task",
     group=_GROUP,
-    type=Words(TASKS, "NAME"),
+    type=Words(TASKS),
     help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {next(iter(TASKS), None)}]",
 )
 @with_flags(*(flag_for(replace(field, group=_GROUP)) for field in _FIELDS.values()))
