@@ -42,12 +42,11 @@ class Words(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
 
     name = "text"
 
-    def __init__(self, words: Sequence[str], metavar: str) -> None:
+    def __init__(self, words: Sequence[str]) -> None:
         self._words = words
-        self._metavar = metavar
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return self._metavar
+        return "NAME"
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

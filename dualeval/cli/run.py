@@ -91,15 +91,12 @@ def _checked(flags: Mapping[str, Any], options_class: type, names: Sequence[str]
 @grouped("--nproc", group=LAUNCH, type=int, metavar="N", help="Start N processes on this machine.")
 @job_flags("device", "workers")
 @grouped(
-    "--backend",
-    group=LAUNCH,
-    type=Words(BACKENDS, "NAME"),
-    help=f"{', '.join(BACKENDS)}.  [default: by launcher]",
+    "--backend", group=LAUNCH, type=Words(BACKENDS), help=f"{', '.join(BACKENDS)}.  [default: by launcher]"
 )
 @grouped(
     "--launcher",
     group=LAUNCH,
-    type=Words(tuple(LAUNCHERS), "NAME"),
+    type=Words(tuple(LAUNCHERS)),
     help="Launcher of the ranks.  [default: detected]",
 )
 @options.ALLOW_SHARED_GPU

@@ -19,10 +19,10 @@ from dualeval.options.fields import Given, as_json
 from dualeval.options.job import COMMON
 from dualeval.options.plugins import made_task, scored_kind
 from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS
-from dualeval.tasks.options import SCORED
+from dualeval.tasks.options import scored
 
 # The kinds of evaluation whose answers can be had as a file.
-TASKS = tuple(SCORED)
+TASKS = tuple(scored())
 _FIELDS = {
     field.name: field for name in TASKS for field in scored_kind(name).fields if field.name not in COMMON
 }
@@ -34,7 +34,7 @@ _GROUP = "A file of answers"
 @grouped(
     "--task",
     group=_GROUP,
-    type=Words(TASKS, "NAME"),
+    type=Words(TASKS),
     help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {next(iter(TASKS), None)}]",
 )
 @with_flags(*(flag_for(replace(field, group=_GROUP)) for field in _FIELDS.values()))

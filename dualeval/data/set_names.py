@@ -6,30 +6,19 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import check_choice
 
 IMAGENET = "ImageNet"
-
-
-class _Set(NamedTuple):
-    """How a set is read."""
-
-    # The first of them where none is asked for.
-    splits: tuple[str, str] = ("test", "train")
-    # The module of this folder whose ``read_set`` reads it; none where it lies as other data do.
-    reader: str = ""
-
-
-# By torchvision's names.
+# By torchvision's names: the splits, the first of them where none is asked for; and the module of this folder
+# whose ``read_set`` reads it, where it does not lie as other data do.
 SETS = {
-    "CIFAR10": _Set(reader="cifar"),
-    "CIFAR100": _Set(reader="cifar"),
-    "FashionMNIST": _Set(),
-    IMAGENET: _Set(splits=("val", "train")),
-    "MNIST": _Set(),
+    "CIFAR10": (("test", "train"), "cifar"),
+    "CIFAR100": (("test", "train"), "cifar"),
+    "FashionMNIST": (("test", "train"), ""),
+    IMAGENET: (("val", "train"), ""),
+    "MNIST": (("test", "train"), ""),
 }
 _NAMES = {name.casefold(): name for name in SETS}
 # Tables, whose rows are the samples or name them: by suffix the module of ``data/tables`` whose
@@ -68,11 +57,11 @@ def named_set(data: str, split: str | None = None) -> NamedSet | None:
     if not folder:
         raise UsageError(f"--data {data}: expected the folder that holds {name} after the colon, {name}:DIR")
     if split is not None:
-        check_choice(f"--split of {name}", split, SETS[name].splits)
+        check_choice(f"--split of {name}", split, SETS[name][0])
     root = Path(folder)
     if not root.is_dir():
         raise UsageError(f"--data {data}: the folder {root} does not exist. Nothing is downloaded.")
-    return NamedSet(name=name, root=root, split=split or SETS[name].splits[0])
+    return NamedSet(name=name, root=root, split=split or SETS[name][0][0])
 
 
 def data_beside(data: str, folder: Path) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -251,9 +251,9 @@ _IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
 
 def read_small(wanted: NamedSet) -> SmallImages:
     """Read one of those whose images are held in memory: all but ImageNet."""
-    if reader := SETS[wanted.name].reader:
-        read: Callable[[NamedSet], SmallImages] = import_module(f"{__package__}.{reader}").read_set
-        return read(wanted)
+    if reader := SETS[wanted.name][1]:
+        images: SmallImages = import_module(f"{__package__}.{reader}").read_set(wanted)
+        return images
     # torchvision's place; then that of the files where nobody gave them a folder of their own.
     places = (wanted.root / wanted.name / "raw", wanted.root / "raw", wanted.root)
     folder = next((place for place in places if IdxImages.is_in(place)), None)

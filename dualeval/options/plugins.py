@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.errors import DualevalError, UsageError
 from dualeval.messages import did_you_mean, nearest
 from dualeval.options.fields import OptionField, fields_of, options_of_call
-from dualeval.tasks.options import SCORED, TASKS
+from dualeval.tasks.options import TASKS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -88,8 +88,8 @@ def task_kind(reference: str) -> TaskKind:
 
 
 def scored_kind(name: str) -> TaskKind:
-    """The kind of task that scores the answers in a file, by its name in ``SCORED``."""
-    return _task_kind_of(SCORED[name], name, BUILT_IN)
+    """The kind of task that scores the answers in a file, by its name in ``scored()``."""
+    return _task_kind_of(TASKS[name].scored, name, BUILT_IN)
 
 
 def _task_kind_of(source: Any, name: str, origin: str) -> TaskKind:

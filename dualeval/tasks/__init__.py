@@ -37,11 +37,8 @@ def __dir__() -> list[str]:
 
 def class_names() -> dict[str, str]:
     """The names of the built-in tasks' classes, with their modules."""
-    table = importlib.import_module(f"{__name__}.options").TASKS
-    return {
-        options.__name__.removesuffix("Options"): f"{__name__}.{name.replace('-', '_')}"
-        for name, options in table.items()
-    }
+    table = importlib.import_module(f"{__name__}.options")
+    return {table.class_name(name): f"{__name__}.{name.replace('-', '_')}" for name in table.TASKS}
 
 
 class Dataset(Protocol):

@@ -21,7 +21,7 @@ from dualeval.metrics.classification import ON_REQUEST, classification_metrics, 
 from dualeval.models import classifiers
 from dualeval.models.weights import OtherClasses, OtherShapes
 from dualeval.options.fields import of_python, with_keywords
-from dualeval.tasks import picture_task, place_of
+from dualeval.tasks import picture_task
 from dualeval.tasks.image_data import ASSETS, DataSource
 from dualeval.tasks.keywords import ImageClassificationKeywords
 from dualeval.tasks.labels import FolderLabels, agreed_classes, check_classes, hint_for, names_of
@@ -254,9 +254,6 @@ class ImageClassification(picture_task.PictureTask):
     def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
         """The names of each image's class and of the predicted one; nothing where no class has a name."""
         return names_of(self._dataset.labels, rows)
-
-    def show(self, row: Mapping[str, Any]) -> Any:
-        return self._dataset.picture(place_of(self._dataset, row))
 
     def _count_classes(self, model: nn.Module, images: Tensor) -> int:
         """Run the model once, and return the number of classes that it tells apart."""

@@ -23,7 +23,7 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
     warnings_of,
 )
-from dualeval.tasks import Task
+from dualeval.tasks import Task, place_of
 from dualeval.tasks.options.base import PictureOptions
 from dualeval.tasks.refusals import for_a_trial, refused_images
 
@@ -363,6 +363,10 @@ class PictureTask(Task):
 
     def check_batches(self, batch_size: int, samples: int) -> None:
         self._model.check_batches(batch_size, samples)
+
+    def show(self, row: Mapping[str, Any]) -> Any:
+        """The picture, and of masks beside it the picture under its mask; the predicted one is not kept."""
+        return self.dataset().picture(place_of(self.dataset(), row))
 
     def notes(self) -> list[str]:
         return [*self._model.notes(), *notes_of(self.loaded_weights), *self._late_notes]

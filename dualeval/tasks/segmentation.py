@@ -29,7 +29,6 @@ from dualeval.metrics.metric import chosen
 from dualeval.metrics.segmentation import COUNTS, PixelCheck, counts_of, picture_scores, segmentation_metrics
 from dualeval.models.segmenters import TransformersSegmenter, published_uncropped, segmenter_of
 from dualeval.options.fields import of_python, with_keywords
-from dualeval.tasks import place_of
 from dualeval.tasks.keywords import SegmentationKeywords
 from dualeval.tasks.options.segmentation import SegmentationOptions
 from dualeval.tasks.picture_task import PictureTask, choose_uncropped
@@ -287,10 +286,6 @@ class Segmentation(PictureTask):
     def metrics(self) -> list[Metric | RowMetric]:
         names = self._metric_names and (*self._metric_names, PixelCheck.name)
         return stored_metrics({"num_classes": self._num_classes}, names)
-
-    def show(self, row: Mapping[str, Any]) -> Any:
-        """The picture, and beside it the picture under its mask; the predicted one is not kept."""
-        return self._dataset.picture(place_of(self._dataset, row))
 
     def notes(self) -> list[str]:
         return [*super().notes(), *self._dataset.notes]

@@ -20,7 +20,7 @@ from dualeval.cli.run import run
 from dualeval.errors import UsageError
 from dualeval.options.job import COMMON, Job
 from dualeval.options.plugins import scored_kind, task_kind
-from dualeval.tasks.options import SCORED, TASKS
+from dualeval.tasks.options import TASKS, scored
 from tests.conftest import Launch
 from tests.engine.test_evaluator import evaluate
 from tests.vehicles import causal_models, texts
@@ -109,7 +109,7 @@ def test_the_help_of_a_task_of_one_s_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_help_of_score_has_all_options() -> None:
     done = CliRunner().invoke(command, ["score", "--help"])
-    for name in SCORED:
+    for name in scored():
         for field in scored_kind(name).fields:
             assert field.flag in done.output
 

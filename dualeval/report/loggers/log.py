@@ -19,15 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dualeval.errors import DualevalError, UsageError, message_of, with_type
 from dualeval.process.start import end_with_parent, say_if_ended
 from dualeval.report.loggers.loggers import KINDS, Target, is_installed
 from dualeval.result import RESULT, Result, read_result, result_from
-
-if TYPE_CHECKING:
-    from dualeval.report.loggers.entry import LogEntry
 
 # Behind a run other ranks may wait for the first one: their libraries give up after minutes.
 _BEHIND_A_RUN_S = 60.0
@@ -220,16 +217,11 @@ def write_all(content: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str]]
             from dualeval.report.loggers.entry import entry_of
 
             entry = entry or entry_of(result_from(content["result"]), folder, content["step"])
-            text = writer_of(target.kind)(entry, target)
+            # Each imports its own library.
+            text = import_module(f"{__package__}.{target.kind}").write(entry, target)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises is reported, and costs no result
             yield target.text, {"error": " ".join(message_of(error).split())[:_MOST_LETTERS]}
             continue
         if entry.confusions and KINDS[target.kind].has_pictures and not is_installed("matplotlib"):
             text += " (without the picture of the confusion matrix: type pip install matplotlib)"
         yield target.text, {"text": text}
-
-
-def writer_of(kind: str) -> Callable[[LogEntry, Target], str]:
-    """What logs an entry once, and returns where it is now; each imports its own library."""
-    write: Callable[[LogEntry, Target], str] = import_module(f"{__package__}.{kind}").write
-    return write

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from dualeval.tasks.options.image_classification import ImageClassificationOptions
-from dualeval.tasks.options.language_modeling import LanguageModelingOptions
-from dualeval.tasks.options.question_answering import QuestionAnsweringOptions
-from dualeval.tasks.options.segmentation import SegmentationOptions
-from dualeval.tasks.options.text_classification import TextClassificationOptions
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
 
-# By name. The module of a task has its name, with underscores, and the class that of its options without
-# "Options"; the class is a name of ``dualeval.tasks``, too.
-TASKS: dict[str, type] = {
-    "image-classification": ImageClassificationOptions,
-    "segmentation": SegmentationOptions,
-    "text-classification": TextClassificationOptions,
-    "question-answering": QuestionAnsweringOptions,
-    "language-modeling": LanguageModelingOptions,
-}
-# Those whose answers can be had as a file, for ``dualeval score``.
-SCORED: dict[str, type] = {name: kind.scored for name, kind in TASKS.items() if hasattr(kind, "scored")}
+# The module of a task has its name, with underscores; the class of its options has it in capitals, with
+# "Options". The task's class, without that, is a name of ``dualeval.tasks``, too.
+_NAMES = (
+    "image-classification",
+    "segmentation",
+    "text-classification",
+    "question-answering",
+    "language-modeling",
+)
+
+
+def class_name(name: str) -> str:
+    """The name of a built-in task's class."""
+    return name.title().replace("-", "")
+
+
+class _Options(Mapping[str, Any]):
+    """The classes of options by the task's name, imported where one is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise KeyError(name)
+        return getattr(import_module(f"{__name__}.{name.replace('-', '_')}"), f"{class_name(name)}Options")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _NAMES
+
+
+TASKS = _Options()
+
+
+def scored() -> dict[str, Any]:
+    """Of the tasks whose answers can be had as a file, for ``dualeval score``: the options of that."""
+    return {name: kind.scored for name, kind in TASKS.items() if hasattr(kind, "scored")}

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +85,10 @@ class _Doctor(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """Make the context of the command that is asked for."""
-        for flag, (place, _) in _DIAGNOSES.items():
-            if flag in args:
-                module, _, name = place.partition(":")
-                other: click.Command = getattr(import_module(module), name)
-                return other.make_context(info_name, args, parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
+        places = [place for flag, (place, _) in _DIAGNOSES.items() if flag in args]
+        make: Any = resolve_name(places[0]).make_context if places else super().make_context
+        context: click.Context = make(info_name, args, parent, **extra)
+        return context
 
 
 @click.command(cls=_Doctor)
