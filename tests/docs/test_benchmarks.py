@@ -143,8 +143,8 @@ def test_all_rounds() -> None:
 # -- benchmarks/widths.py: what a batch passes on its way does not grow unseen ------------------------
 
 
-# Of dualeval's own, as benchmarks/results/ has them; and the calls of the looks and the trial before them. More
-# only for what every batch needs.
+# Of dualeval's own, as benchmarks/results/ has them; and the calls of the looks and the trial before.
+# More only for what every batch needs.
 CALLS, FILES, CHANGES, BEFORE = 36, 17, 26, 7_500
 
 
