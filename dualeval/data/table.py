@@ -17,7 +17,7 @@ from dualeval.messages import first_of, is_unicode
 from dualeval.process.status_line import doing
 
 # Each form of table by its suffix: the module of ``data/tables`` whose ``open_table`` reads it.
-FORMS = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "json_lines", ".parquet": "parquet"}
+FORMS: dict[str, str] = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "jsonl", ".parquet": "parquet"}
 SUFFIXES = tuple(FORMS)
 _NAMED_AT_MOST = 12
 
