@@ -23,7 +23,7 @@ SETS = {
 _NAMES = {name.casefold(): name for name in SETS}
 # Tables, whose rows are the samples or name them: by suffix the module of ``data/tables`` whose
 # ``open_table`` reads it.
-TABLES = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "json_lines", ".parquet": "parquet"}
+TABLES: dict[str, str] = {".csv": "delimited", ".tsv": "delimited", ".jsonl": "jsonl", ".parquet": "parquet"}
 _NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
 
 

@@ -78,7 +78,7 @@ PARTS = {
     "logger mlflow": logger("mlflow"),
     "logger jsonl": logger("jsonl"),
     "data csv and tsv": table("delimited"),
-    "data json lines": table("json_lines"),
+    "data json lines": table("jsonl"),
     "data parquet": table("parquet"),
     "data cifar": Part(files=["data/cifar.py"], lines={_NAMES: r'    .*"cifar"\),\n'}),
     "data idx": Part(
@@ -113,15 +113,15 @@ def copy_without(names: Sequence[str], folder: Path) -> Path:
     for name in ("dualeval", "backends", "launch", "slurm", "tests"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    for part in map(PARTS.__getitem__, names):
-        for file in part.files:
-            path = folder / "dualeval" / file
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for file, pattern in part.lines.items():
-            path = folder / "dualeval" / file
-            text, count = re.subn(pattern, "", path.read_text("utf-8"))
-            assert count, f"no line of {names} in {file}"
-            path.write_text(text, "utf-8")
+    parts = [PARTS[name] for name in names]
+    for file, pattern in (line for part in parts for line in part.lines.items()):
+        path = folder / "dualeval" / file
+        text, count = re.subn(pattern, "", path.read_text("utf-8"))
+        assert count, f"no line of {names} in {file}"
+        path.write_text(text, "utf-8")
+    for file in (file for part in parts for file in part.files):
+        path = folder / "dualeval" / file
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
 
 

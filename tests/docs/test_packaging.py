@@ -229,17 +229,16 @@ def linear(num_classes: int) -> nn.Module:
 
 
 def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = dict(vars(options))
-    exec(OPTIONS, namespace)
-    monkeypatch.setattr(options, "MultilabelOptions", namespace["MultilabelOptions"], raising=False)
-    monkeypatch.setitem(options.TASKS, "multilabel", namespace["MultilabelOptions"])
-    file = tmp_path / "multilabel.py"
-    file.write_text(TASK, "utf-8")
-    spec = importlib.util.spec_from_file_location("dualeval.tasks.multilabel", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    modules = []
+    for name, text in (("dualeval.tasks.options.multilabel", OPTIONS), ("dualeval.tasks.multilabel", TASK)):
+        file = tmp_path / f"{name}.py"
+        file.write_text(text, "utf-8")
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        modules.append(importlib.util.module_from_spec(spec))
+        monkeypatch.setitem(sys.modules, name, modules[-1])
+        spec.loader.exec_module(modules[-1])
+    monkeypatch.setitem(options.TASKS, "multilabel", modules[0].MultilabelOptions)
     draw = np.random.default_rng(0)
     targets = draw.integers(0, 2, (97, 3))
     inputs = draw.normal(size=(97, 6)).astype(np.float32)
@@ -251,7 +250,7 @@ def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = evaluate(Job.of("multilabel", **given).make_task(), tmp_path / "out", batch_size=16)
     assert result.samples["evaluated"] == 97
     assert result.metrics["exact_match"] == right.all(1).double().mean().item()
-    again = dualeval.rescore(tmp_path / "out", metrics=module.stored_metrics({}, ["exact_match"]))
+    again = dualeval.rescore(tmp_path / "out", metrics=modules[1].stored_metrics({}, ["exact_match"]))
     assert again.metrics_digest == result.metrics_digest
 
 

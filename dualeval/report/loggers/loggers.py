@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     has_pictures: bool = True
 
 
-KINDS = {
+KINDS: dict[str, Kind] = {
     "tensorboard": Kind("DIR", "runs/tb", has_package=True, is_local=True),
     "wandb": Kind("PROJECT", "my-project", has_package=True, has_names=True),
     "mlflow": Kind("URI", "file:mlruns", has_package=True, has_names=True),
