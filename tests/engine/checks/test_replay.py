@@ -189,7 +189,7 @@ def test_a_difference_in_either_of_two_batches_is_found(
         confidence = np.asarray(columns["confidence"])
         return {**columns, "confidence": confidence / 2 if len({*seen}) > number else confidence}, failed
 
-    monkeypatch.setattr("dualeval.engine.loop.forward.evaluate_alone", differs)
+    monkeypatch.setattr("dualeval.engine.loop.strategy.evaluate_alone", differs)
     with pytest.raises(UsageError, match="column 'confidence'") as caught:
         finish(there)
     assert len({*seen}) == number + 1
