@@ -523,7 +523,7 @@ def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: 
 
 
 @pytest.mark.parametrize("made", [Lazy, Memo])
-def test_what_a_metric_may_keep(made: Callable[[], Any]) -> None:
+def test_a_metric_may_keep_what_follows_from_a_sample_alone(made: Callable[[], Any]) -> None:
     """A table that it builds once, and what follows from a sample alone."""
     result = dualeval.evaluate(model=Net(), data=data(), metrics=[Mean("loss"), made()], batch_size=BATCH)
     assert result.metrics["adding"] == SAMPLES

@@ -215,7 +215,9 @@ def test_another_ranks_usage_error_is_caught_as_ones_own() -> None:
         *((earlier, "attempt", 0) for earlier in VERDICTS),
     ],
 )
-def test_which_verdict_holds(clients: list[TCPStore], first: str, second: str, holds: int) -> None:
+def test_the_first_verdict_holds_but_a_stop_gives_way(
+    clients: list[TCPStore], first: str, second: str, holds: int
+) -> None:
     """The first one, but that a stop gives way; whoever proposes reads what holds."""
     proposed = [VERDICTS[first](0), VERDICTS[second](1)]
     assert propose(clients[0], "verdict", proposed[0]) == proposed[0]

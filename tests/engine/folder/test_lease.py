@@ -105,7 +105,7 @@ def watched() -> None:
     raise InterruptedError
 
 
-def test_taken_renewed_and_released(tmp_path: Path) -> None:
+def test_a_lease_is_taken_renewed_and_released(tmp_path: Path) -> None:
     lease = Lease.take(tmp_path, "mine", waiting=never)
     path = tmp_path / "lease.json"
     first = path.stat()
@@ -204,7 +204,7 @@ def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, 
         Lease.take(tmp_path, "second", waiting=never).close()
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_lease_of_a_folder_that_is_gone_is_refused_or_let_go(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with pytest.raises(FileNotFoundError):
         Lease.take(folder, "first", waiting=never)
