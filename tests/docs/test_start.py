@@ -164,7 +164,7 @@ def test_all_blocks_are_known() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_python_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_python_block_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.chdir(tmp_path)
     file = tmp_path / (file_of(PYTHON[number]) or "block.py")
