@@ -459,7 +459,7 @@ def test_a_text_is_a_path_where_its_first_folder_is_there(
     assert (first == second) == same
 
 
-def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_identity() -> None:
+def test_what_torch_keeps_beside_a_function_does_not_count() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model: Any = checkpoint_wrapper(nn.Linear(2, 2))

@@ -114,7 +114,7 @@ def of_some_rows(model: Reader, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("function", [of_all_parameters, of_some_rows])
-def test_a_forward_that_reads_numbers_of_a_parts_weights_is_told_what_to_do(
+def test_a_forward_that_reads_values_of_a_part_is_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch, function: Callable[[Reader, Tensor], Any]
 ) -> None:
     # A rank would read those of its own rows, and nobody would hear of it.
@@ -251,7 +251,7 @@ def test_models_that_cannot_be_divided_are_refused(make: Callable[[], nn.Module]
         parameters_of(make())
 
 
-def test_parameters_go_by_their_first_names_and_small_ones_leave_ranks_without_rows() -> None:
+def test_parameters_go_by_their_first_names_also_where_ranks_get_no_row() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
     model[1].weight = model[0].weight
     found = parameters_of(model)
