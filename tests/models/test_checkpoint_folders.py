@@ -240,7 +240,7 @@ def test_a_checkpoint_of_deepspeed_is_read(tmp_path: Path, state: dict[str, Tens
     assert torch.equal(model.state_dict()["0.weight"], halves["0.weight"].float())
 
 
-def test_partitioned_parameters_are_refused_with_the_command_that_gathers_them(
+def test_partitioned_parameters_are_refused_with_the_command_for_them(
     tmp_path: Path, state: dict[str, Tensor]
 ) -> None:
     step = save_deepspeed(state, tmp_path)
