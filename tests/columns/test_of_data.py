@@ -267,7 +267,7 @@ def contents(rows: DataRows) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl", ".parquet"])
-def test_the_same_rows_of_every_table_and_from_python(tmp_path: Path, kind: str) -> None:
+def test_every_table_and_a_list_have_the_same_rows(tmp_path: Path, kind: str) -> None:
     texts = [row["text"] for row in ROWS]
     from_python = read_rows(ROWS, choose, EXAMPLE)
     path = written(tmp_path, kind)

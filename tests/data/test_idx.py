@@ -36,7 +36,7 @@ def fill(folder: Path, count: int = 7, labels: int | None = None, split: str = "
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 3, 4), (0, 28, 28)])
-def test_reads_what_was_written(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_file_is_read_as_it_was_written(tmp_path: Path, shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     read = read_idx(write(tmp_path / "file.gz", idx(values)))
     assert read.dtype == np.uint8

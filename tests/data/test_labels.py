@@ -195,7 +195,7 @@ def test_a_model_of_ones_own_has_wnids_alone() -> None:
     assert not are_wnids([], known.wnids)
 
 
-def test_names_that_are_nobodys_are_in_order() -> None:
+def test_folders_that_are_no_known_classes_are_in_order_of_names() -> None:
     assert choose_labels(["x", "y"], known=BIRDS).rule == "order of names"
     assert choose_labels(["crane", "y"], known=BIRDS, order="name").classes == {"crane": 0, "y": 1}
 

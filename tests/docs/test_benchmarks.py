@@ -125,7 +125,7 @@ def test_intervals_of_means_are_those_of_the_metric(coverage: Any) -> None:
         assert of_metric == rough
 
 
-def test_the_tables_are_where_the_docs_say(coverage: Any) -> None:
+def test_the_tables_that_the_docs_name_have_every_population(coverage: Any) -> None:
     pages = re.findall(r"results/coverage-[\d-]+\.md", (ROOT / "docs/metrics.md").read_text("utf-8"))
     text = "".join((ROOT / "benchmarks" / page).read_text("utf-8") for page in pages)
     for population in coverage.populations(np.ones(3)):

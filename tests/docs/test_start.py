@@ -221,7 +221,7 @@ def test_a_package_offers_a_task_and_a_metric(launch: Launch, tmp_path: Path) ->
     assert json.dumps(metrics["close_calls"]).isdigit()
 
 
-def test_the_table_of_examples_tells_their_lines() -> None:
+def test_the_table_of_examples_has_their_numbers_of_lines() -> None:
     rows = dict(re.findall(r"\]\(\.\./examples/(\w+)\.py\) \| (\d+) \|", OWN_PAGE))
     assert rows.keys() == {example.file for example in ALL}
     for example in ALL:

@@ -292,7 +292,7 @@ def test_a_note_is_said_once_to_a_training(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_an_outer_autocast_stays_outside(threads: int) -> None:
+def test_an_outer_autocast_does_not_reach_the_evaluation(threads: int) -> None:
     """It keeps casts of weights as they were: those of the training, and none of an evaluation."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

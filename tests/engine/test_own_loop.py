@@ -83,7 +83,7 @@ def test_the_numbers_are_those_of_all_samples(wanted: Result) -> None:
     assert wanted.folder is None
 
 
-def test_the_same_bits_on_three_ranks_killed_and_resumed(
+def test_a_killed_loop_has_the_same_bits_resumed_on_three_ranks(
     launch: Launch, tmp_path: Path, wanted: Result
 ) -> None:
     ranks(launch, 2, tmp_path, tmp_path / "out", "9")
@@ -97,7 +97,7 @@ def test_the_same_bits_on_three_ranks_killed_and_resumed(
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_the_same_bits_on_several_ranks_without_a_folder(
+def test_a_loop_has_the_same_bits_on_several_ranks_without_a_folder(
     launch: Launch, tmp_path: Path, wanted: Result, size: int
 ) -> None:
     reports = ranks(launch, size, tmp_path, "none")

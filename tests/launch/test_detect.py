@@ -85,7 +85,7 @@ def test_left_over_variables_give_way_to_a_launcher(launcher: str, stale: dict[s
         detect({**whole, **stale, MARK: "none"})
 
 
-def test_torchruns_whole_set_that_torchrun_did_not_set() -> None:
+def test_torchruns_variables_without_its_mark_count_if_none_says_else() -> None:
     """It counts where nobody says else; where another launcher does, a person has to choose."""
     unmarked = {name: value for name, value in TORCHRUN.items() if name != MARK}
     assert detect({**SRUN, **unmarked}).launcher == "torchrun"
@@ -174,7 +174,7 @@ def test_contradictory_variables_are_refused(
     assert "--launcher none" in str(caught.value)
 
 
-def test_settings_are_no_trace() -> None:
+def test_settings_of_a_library_are_no_trace_of_a_launcher() -> None:
     """A user's settings of a library, and what Slurm sets for a step with PMI, place no process."""
     for environ in (
         {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_GLOO_IFACE": "eth0"},

@@ -157,7 +157,7 @@ def hidden(content: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("place", hidden(None))
-def test_nothing_runs_wherever_it_hides(
+def test_no_code_of_a_checkpoint_runs_wherever_it_hides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Tensor], place: str, zip_format: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def admitted_by_the_program() -> Iterator[list[Any]]:
         yield entries
 
 
-def test_what_a_program_admits_stays_admitted(
+def test_types_that_a_program_admits_stay_admitted(
     tmp_path: Path, state: dict[str, Tensor], admitted_by_the_program: list[Any]
 ) -> None:
     torch.save({"model": state, "c": Config(), "n": np.float32(1), "p": Path("a")}, tmp_path / "w.pt")
@@ -264,7 +264,7 @@ def test_arrays_of_numpy_are_named(tmp_path: Path, above: str, key: str | None, 
         (lambda s: {"models": {0: s, 1: {}}}, "models.0"),
     ],
 )
-def test_a_key_leads_anywhere(
+def test_a_key_leads_to_a_state_dict_at_any_depth(
     tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any], Any], key: str
 ) -> None:
     torch.save(content(state), tmp_path / "w.pt")
@@ -273,7 +273,9 @@ def test_a_key_leads_anywhere(
     assert_equal(found.tensors, state)
 
 
-def test_below_a_key_the_same_holds(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_below_a_key_a_state_dict_is_looked_for_in_the_same_way(
+    tmp_path: Path, state: dict[str, Tensor]
+) -> None:
     path = tmp_path / "w.pt"
     torch.save({"teacher": {"state_dict": state, "epoch": 1}, "model": state}, path)
     assert read_state_dict(path, "teacher").key == "teacher.state_dict"
@@ -358,7 +360,9 @@ RIVALS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_none_wins_silently(tmp_path: Path, state: dict[str, Tensor], name: str) -> None:
+def test_of_several_state_dicts_none_is_taken_silently(
+    tmp_path: Path, state: dict[str, Tensor], name: str
+) -> None:
     make, said = RIVALS[name]
     torch.save(make(state), tmp_path / "w.pt")
     message = refused(tmp_path / "w.pt")

@@ -158,7 +158,7 @@ def test_parameters_keep_their_strides(tmp_path: Path) -> None:
         assert torch.equal(parameter, whole.get_parameter(name))
 
 
-def test_its_file_may_have_other_dtypes_and_one_of_tied_names(tmp_path: Path) -> None:
+def test_a_late_models_file_may_have_other_dtypes_and_one_tied_name(tmp_path: Path) -> None:
     torch.manual_seed(7)
     state = Nested().half().state_dict()
     del state["head.weight"]

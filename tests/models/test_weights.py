@@ -43,7 +43,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.bin", "w"])
 @pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
-def test_reads_what_torch_saved(
+def test_files_that_torch_saved_are_read(
     tmp_path: Path, state: dict[str, Tensor], name: str, zip_format: bool
 ) -> None:
     torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zip_format)

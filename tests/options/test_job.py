@@ -81,7 +81,7 @@ def test_every_key_of_a_file_is_an_option(tmp_path: Path) -> None:
     )
 
 
-def test_flags_win(tmp_path: Path) -> None:
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
     own = {"model": "resnet50", "weights": "other.pt", "data": Path("here"), "mean": (0.1, 0.2, 0.3)}
     common = {"metric": ("top1",), "batch_size": 8, "workers": 2, "on_error": "stop"}
     job = Job.read(write(tmp_path, FILE), {**own, **common})

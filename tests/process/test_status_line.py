@@ -158,7 +158,7 @@ def test_ctrl_c_says_that_nothing_was_begun(folder: Path, more: list[str]) -> No
     assert not (folder / "runs").exists()
 
 
-def test_a_refusal_stands_alone(folder: Path) -> None:
+def test_a_refusal_leaves_no_status_line(folder: Path) -> None:
     (folder / "waiting.py").write_text("import torch\n\ndef net():\n    raise ValueError('no such model')\n")
     with Terminal(RUN, folder) as terminal:
         assert terminal.end() == 1

@@ -108,7 +108,7 @@ def test_a_meeting_takes_the_next_port_where_another_program_has_it(
         assert come(LOOPBACK, port, "c.1.0") == WORDS
 
 
-def test_found_on_a_later_port_after_the_other_program_has_left(port: int) -> None:
+def test_a_meeting_is_found_on_a_later_port_when_the_first_is_free(port: int) -> None:
     with contextlib.ExitStack() as held:
         with other_program(port, b""):
             held.enter_context(meeting(port, "c.1.0", WORDS))

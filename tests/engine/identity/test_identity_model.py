@@ -66,7 +66,7 @@ def test_a_model_made_twice_or_copied_has_one_identity(name: str) -> None:
     assert identity(lambda: copy.deepcopy(BY_NAME[name]())) == wanted
 
 
-def test_another_process_finds_the_same(launch: Launch) -> None:
+def test_another_process_finds_the_same_identity(launch: Launch) -> None:
     """Sets of strings have another order in each process, and objects other addresses."""
     done = launch(
         [sys.executable, "-m", "tests.vehicles.made_models"], variables={"PYTHONHASHSEED": "1"}

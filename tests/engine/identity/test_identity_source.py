@@ -221,7 +221,7 @@ INSTALLED: dict[str, tuple[dict[str, str], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_installed_is_what_a_distribution_owns(
+def test_a_library_is_what_a_distribution_owns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     files, module, wanted = INSTALLED[name]

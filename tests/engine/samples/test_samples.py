@@ -294,11 +294,11 @@ def test_rows_of_tensors_are_stacked_as_torch_collates_them(layout: torch.memory
 
 
 @pytest.mark.parametrize("data", [[torch.zeros(2)] * 3, torch.zeros(3, 2), ["a"] * 3])
-def test_other_samples_are_not_stacked(data: Any) -> None:
+def test_samples_without_tensors_of_a_data_set_are_not_stacked(data: Any) -> None:
     assert dualeval.wrap(data).stacker(COLLATES) is None
 
 
-def test_who_collates_gets_samples(tmp_path: Path) -> None:
+def test_a_collate_of_ones_own_gets_samples(tmp_path: Path) -> None:
     data = TensorDataset(torch.rand(10, 4), torch.arange(10) % 3)
     seen: list[Any] = []
 

@@ -319,7 +319,7 @@ def test_a_cross_has_the_groups_that_there_are() -> None:
     assert [places.tolist() for places in found.members()] == [[3], [0, 2], [1]]
 
 
-def test_bins_cut_a_cross() -> None:
+def test_bins_cut_the_numbers_of_a_cross() -> None:
     ages, grades = np.arange(60), np.arange(60) % 3
     keys: Mapping[str, Any] = {"age": ages, "grade": grades, "sex": ["f", "m"] * 30}
     assert groups_of("age*grade", keys, (30,)).labels[:3] == ["<30 * 0", "<30 * 1", "<30 * 2"]
