@@ -30,7 +30,7 @@ def world_of(launcher: str) -> World:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_pair_of_launcher_and_backend(
+def test_every_launcher_takes_its_backends_and_refuses_others(
     launcher: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(horovod, "runs_over_mpi", lambda: True)
@@ -45,7 +45,7 @@ def test_every_pair_of_launcher_and_backend(
     assert f"leave --backend out to take {default}." in str(caught.value)
 
 
-def test_what_is_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_backend_is_what_the_launcher_and_build_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under mpirun Horovod, where it is built with MPI."""
     for built, expected in ((True, "horovod"), (False, "mpi")):
         monkeypatch.setattr(horovod, "runs_over_mpi", lambda built=built: built)
@@ -65,7 +65,7 @@ def test_what_is_taken_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mpi", world_at("srun", 0, 2, 0, 2, mpi=False), r"without a way into MPI\. Type 'srun --mpi=pmix'"),
     ],
 )
-def test_what_cannot_be_connected(backend: str | None, world: World, says: str) -> None:
+def test_what_cannot_be_connected_is_refused(backend: str | None, world: World, says: str) -> None:
     with pytest.raises((LaunchError, UsageError), match=f"(?s){says}"):
         connect(backend, world)
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_connected(backend: str | None, world: World, says: str) 
         ("cpu:gloo,xpu:xccl", {"xpu"}),
     ],
 )
-def test_a_groups_devices(config: str, devices: set[str]) -> None:
+def test_a_groups_devices_are_those_of_which_its_library_sends(config: str, devices: set[str]) -> None:
     """Only what a library sends from a device's own memory is sent from there."""
     assert devices_of(config) == devices
 
@@ -143,7 +143,9 @@ dist.destroy_process_group()
         ),
     ],
 )
-def test_groups(launch: Launch, tmp_path: Path, script: str, rank: int, size: int, printed: str) -> None:
+def test_groups_of_torch_are_made_closed_and_checked(
+    launch: Launch, tmp_path: Path, script: str, rank: int, size: int, printed: str
+) -> None:
     (tmp_path / "script.py").write_text(script)
     numbers = f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={rank} LOCAL_WORLD_SIZE={size} GROUP_RANK=0"
     variables = read_variables(f"{numbers} MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}")
@@ -247,5 +249,5 @@ assert not MPI.Is_finalized()
 
 @pytest.mark.needs("horovod", "mpi")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_one_mpi_in_a_process(name: str, launch: Launch) -> None:
+def test_horovod_and_mpi4py_share_one_mpi(name: str, launch: Launch) -> None:
     launch([*start("mpirun", 2), sys.executable, "-c", PREPARE + SCRIPTS[name]], timeout=60).ok()

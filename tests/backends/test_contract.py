@@ -126,7 +126,9 @@ def outcome(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         if check.applies(group.backend, group.size)
     ],
 )
-def test_contract(group: Group, check: str, outcome: Callable[[Group], Outcome]) -> None:
+def test_each_backend_keeps_the_contract(
+    group: Group, check: str, outcome: Callable[[Group], Outcome]
+) -> None:
     result = outcome(group)
     for rank, problems in enumerate(result.problems):
         if check not in problems:
@@ -139,6 +141,6 @@ def test_contract(group: Group, check: str, outcome: Callable[[Group], Outcome])
 
 
 @pytest.mark.parametrize("group", [group.parameter for group in GROUPS])
-def test_group_exits_0(group: Group, outcome: Callable[[Group], Outcome]) -> None:
+def test_each_group_exits_0(group: Group, outcome: Callable[[Group], Outcome]) -> None:
     finished = outcome(group).finished
     assert finished.returncode == 0, finished.stderr

@@ -70,7 +70,7 @@ def test_a_job_with_gpus_does_not_fall_back_to_cpus(batch: Batch) -> None:
     assert not (batch.folder / "out/result.json").exists()
 
 
-def test_plain_variables_on_two_hosts(cluster: Cluster, launch: Launch) -> None:
+def test_plain_variables_place_ranks_of_two_hosts_in_any_order(cluster: Cluster, launch: Launch) -> None:
     """Ranks of one host need not follow each other."""
     hosts = ["h0", "h1", "h0"]
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ def test_every_way_to_start_runs(
 
 
 @pytest.mark.long
-def test_doctor_over_two_hosts(typed: Typed, cluster: Cluster) -> None:
+def test_doctor_names_a_folder_that_two_hosts_do_not_share(typed: Typed, cluster: Cluster) -> None:
     """/dev/shm is each host's own, and nobody is told an address that another host cannot use."""
     finished = typed(*SRUN, "dualeval", "doctor", "--json", "--out", "/dev/shm/out")
     assert finished.returncode == 1, finished.stderr
@@ -66,7 +66,7 @@ def test_doctor_over_two_hosts(typed: Typed, cluster: Cluster) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.needs("horovod", "mpi")
-def test_conformance_of_all_launchers_of_an_allocation(
+def test_conformance_passes_with_all_launchers_of_an_allocation(
     typed: Typed, cluster: Cluster, tmp_path: Path
 ) -> None:
     words = ["--ranks", "2", "--limit", "500", "--out", tmp_path / "report"]
@@ -92,7 +92,7 @@ def test_conformance_of_all_launchers_of_an_allocation(
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_conformance_from_the_shell_of_a_step(typed: Typed, tmp_path: Path) -> None:
+def test_conformance_passes_from_the_shell_of_a_step(typed: Typed, tmp_path: Path) -> None:
     """Its own step holds the job's cores, and those of the launchers overlap with it."""
     words = ["--launchers", "srun", "--ranks", "1", "--limit", "64", "--out", tmp_path / "report"]
     done = typed("srun", "-N1", "-n1", "dualeval", "conformance", *words, timeout=200)
@@ -117,7 +117,7 @@ def test_a_sharded_model_has_the_digest_of_the_whole_one(
 
 
 @pytest.mark.long
-def test_pods_of_a_pytorch_job(cluster: Cluster, launch: Launch, out: Path) -> None:
+def test_pods_of_a_pytorch_job_evaluate_together(cluster: Cluster, launch: Launch, out: Path) -> None:
     """Two hosts stand for pods, with the variables that the Training Operator sets (pull request 1840)."""
     command = ["torchrun", "-m", "dualeval", "run", "--limit", "500", "--out", str(out)]
     told = {"MASTER_ADDR": "h0", "MASTER_PORT": "23456", "WORLD_SIZE": "4", "PYTHONUNBUFFERED": "1"}

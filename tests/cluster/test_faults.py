@@ -67,7 +67,9 @@ def seed() -> str:
 @pytest.mark.parametrize(
     "number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, ROUNDS))]
 )
-def test_killed_at_random(launch: Launch, tmp_path: Path, digest: str, seed: str, number: int) -> None:
+def test_a_run_killed_at_random_goes_on_to_the_digest(
+    launch: Launch, tmp_path: Path, digest: str, seed: str, number: int
+) -> None:
     played = play(launch, tmp_path, KILL, f"{seed}/{number}", digest)
     said = f"{SEED}={seed}\n{played}"
     assert played.went_well, said
@@ -82,7 +84,7 @@ def test_killed_at_random(launch: Launch, tmp_path: Path, digest: str, seed: str
         pytest.param("rename", "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long]),
     ],
 )
-def test_killed_within_a_journal_file(
+def test_a_run_killed_within_a_journal_file_loses_only_that_file(
     launch: Launch, tmp_path: Path, out: Path, digest: str, point: str, backend: str
 ) -> None:
     fault = f"slow:0.02 all 0;{point} 0 2"

@@ -163,7 +163,7 @@ def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPath
         for way, size in [(SRUN_TORCHRUN, 4), (HOROVODRUN, 2), (SRUN, 4), (SRUN_PMIX_MPI, 2)]
     ],
 )
-def test_every_launcher(evaluate: Evaluate, way: ClusterWay, size: int) -> None:
+def test_every_launcher_has_the_digest_over_two_hosts(evaluate: Evaluate, way: ClusterWay, size: int) -> None:
     check(evaluate, way, size, PART, nodes=PLACES[size].nodes)
 
 
@@ -178,7 +178,7 @@ cluster_table = table(
 @pytest.mark.parametrize(
     ("way", "size"), [SINGLE.parameter(1), *(way.parameter(size) for way in EVERY_WAY for size in way.sizes)]
 )
-def test_every_launcher_at_every_size(
+def test_every_launcher_at_every_size_has_the_digest(
     evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, cluster_table: Table
 ) -> None:
     result = check(evaluate, way, size, evaluation, nodes=PLACES[size].nodes)
@@ -264,7 +264,7 @@ def batch(cluster: Cluster, launch: Launch, tmp_path: Path) -> Batch:
         ("dualeval submit --nodes 2 -- --out out", "torch", 2, "out"),
     ],
 )
-def test_a_batch_job(
+def test_a_batch_job_has_the_digest(
     evaluate: Evaluate, batch: Batch, typed: str, backend: str, nodes: int, out: str
 ) -> None:
     variables = {}

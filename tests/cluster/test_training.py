@@ -70,7 +70,7 @@ def check(run: Path, data: Path, expected: Mapping[str, Any]) -> None:
         ),
     ],
 )
-def test_a_start_script(
+def test_each_start_script_trains_as_its_first_lines_say(
     cluster: Cluster,
     launch: Launch,
     fashion: Path,
@@ -104,7 +104,9 @@ def test_a_script_for_two_machines_asks_for_them(launch: Launch, tmp_path: Path,
     assert "give the name" in done.stderr
 
 
-def test_a_job_of_slurm(cluster: Cluster, launch: Launch, fashion: Path, tmp_path: Path) -> None:
+def test_the_job_of_slurm_trains_on_two_nodes(
+    cluster: Cluster, launch: Launch, fashion: Path, tmp_path: Path
+) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     batch = Batch(cluster, launch, tmp_path)
     words = " ".join(options(fashion, tmp_path / "run"))

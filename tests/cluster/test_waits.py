@@ -27,7 +27,9 @@ HAS_NO_IPV6 = not network._ipv6_addresses(every=True)
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_rank_is_late(late: int, cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
+def test_the_other_rank_says_which_one_is_late_and_goes_on(
+    late: int, cluster: Cluster, launch: Launch, tmp_path: Path
+) -> None:
     expected = [
         r"rank 1 of 2 on h1 has waited \S+ s for rank 0 at h0, ports \d+ to \d+: h0: it answers, but the "
         r"ranks of this run do not meet there yet\. Check that rank 0 has been started",
@@ -89,7 +91,9 @@ Path(f"found.{world.rank}").write_text(json.dumps(found))
 @pytest.mark.parametrize(
     ("own", "found"), [([], [None, "=eth0", None]), (["NCCL_SOCKET_IFNAME=ib0"], ["ib0"] * 3)]
 )
-def test_the_network_of_nccl(typed: Typed, tmp_path: Path, own: list[str], found: list[str | None]) -> None:
+def test_nccl_has_the_hosts_network_or_the_users(
+    typed: Typed, tmp_path: Path, own: list[str], found: list[str | None]
+) -> None:
     """Before, in and after the backend's life: it is the hosts' own, and a user's stays."""
     typed(*TASKS, "env", *own, f"PYTHONPATH={ROOT}", sys.executable, "-c", NCCL).ok()
     for rank in (0, 1):
@@ -112,7 +116,9 @@ def step(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.skipif(HAS_NO_IPV6, reason="this kernel has no IPv6")
-def test_hosts_with_ipv6_alone(ipv6_hosts: Cluster, launch: Launch, tmp_path: Path) -> None:
+def test_doctor_finds_no_problem_on_hosts_with_ipv6_alone(
+    ipv6_hosts: Cluster, launch: Launch, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
         ranks: list[subprocess.Popen[str]] = []
         for rank, host in enumerate(ipv6_hosts.hosts):

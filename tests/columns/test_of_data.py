@@ -89,7 +89,7 @@ VALUES: Mapping[str, tuple[list[Any], str, list[Any]]] = {
 }
 
 
-def test_values_of_json_lines_and_parquet(tmp_path: Path) -> None:
+def test_values_of_json_lines_and_parquet_have_the_same_types(tmp_path: Path) -> None:
     columns = {"path": [*"abc"], **{name: values for name, (values, _, _) in VALUES.items()}}
     lines = [{name: values[at] for name, values in columns.items()} for at in range(3)]
     # A key that a later line lacks is a gap.
@@ -168,7 +168,7 @@ def test_columns_of_many_rows_are_arrays_and_codes(monkeypatch: pytest.MonkeyPat
         ("label", ["train", "test", "train"], None),
     ],
 )
-def test_rows_of_training_beside_others(name: str, values: list[Any], said: str | None) -> None:
+def test_rows_of_training_beside_others_are_said(name: str, values: list[Any], said: str | None) -> None:
     further = FurtherColumns([name])
     further.take({name: values})
     kept = further.kept()
@@ -267,7 +267,7 @@ def contents(rows: DataRows) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl", ".parquet"])
-def test_the_same_rows_of_every_table_and_from_python(tmp_path: Path, kind: str) -> None:
+def test_every_table_and_a_list_have_the_same_rows(tmp_path: Path, kind: str) -> None:
     texts = [row["text"] for row in ROWS]
     from_python = read_rows(ROWS, choose, EXAMPLE)
     path = written(tmp_path, kind)
@@ -294,12 +294,12 @@ def test_the_fingerprint_is_of_ids_and_contents_of_the_first_rows() -> None:
 @pytest.mark.parametrize(
     "ids", [["a", "a", "b"], ["a", "", "b"], ["a", "\ud800", "b"]], ids=["twice", "empty", "surrogate"]
 )
-def test_ids_that_are_no_rows_own_are_left(ids: list[str]) -> None:
+def test_ids_that_are_no_rows_own_are_not_taken(ids: list[str]) -> None:
     rows = [{"text": "x", "id": each} for each in ids]
     assert read_rows(rows, choose, EXAMPLE).ids == ["0", "1", "2"]
 
 
-def test_names_of_classes_that_a_data_set_of_hugging_face_has(tmp_path: Path) -> None:
+def test_names_of_classes_in_a_file_of_hugging_face_are_read(tmp_path: Path) -> None:
     features = {
         "text": {"dtype": "string", "_type": "Value"},
         "label": {"names": ["no", "yes"], "_type": "ClassLabel"},
@@ -329,7 +329,7 @@ def test_what_is_no_text_is_named_with_its_row(value: Any, said: str) -> None:
         rows.text(3, "text")
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_files_and_rows_that_are_no_table_are_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.csv"
     page.write_text("<!DOCTYPE html><html></html>")
     only_headings = tmp_path / "headings.csv"

@@ -36,7 +36,7 @@ def fill(folder: Path, count: int = 7, labels: int | None = None, split: str = "
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 3, 4), (0, 28, 28)])
-def test_reads_what_was_written(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_file_is_read_as_it_was_written(tmp_path: Path, shape: tuple[int, ...]) -> None:
     values = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     read = read_idx(write(tmp_path / "file.gz", idx(values)))
     assert read.dtype == np.uint8
@@ -79,7 +79,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
             read_idx(path)
 
 
-def test_batches(tmp_path: Path) -> None:
+def test_batches_are_views_with_their_targets(tmp_path: Path) -> None:
     data = IdxImages(fill(tmp_path))
     assert (len(data), data.sample_shape, data.largest_target) == (7, (1, 3, 2), 2)
     assert data.labels.num_classes is None
@@ -119,7 +119,9 @@ def test_the_test_split_is_taken(tmp_path: Path) -> None:
         (["train", "val"], "2 sets of idx files: train, val. "),
     ],
 )
-def test_several_sets_in_a_folder(tmp_path: Path, splits: list[str], taken: str) -> None:
+def test_of_several_sets_in_a_folder_the_only_test_set_is_taken(
+    tmp_path: Path, splits: list[str], taken: str
+) -> None:
     for split in splits:
         fill(tmp_path, split=split)
     if taken in splits:
@@ -140,13 +142,13 @@ def test_numbers_of_images_and_labels_must_agree(tmp_path: Path) -> None:
         IdxImages(tmp_path)
 
 
-def test_no_images(tmp_path: Path) -> None:
+def test_a_file_without_images_has_no_samples(tmp_path: Path) -> None:
     data = IdxImages(fill(tmp_path, count=0))
     assert (len(data), data.largest_target) == (0, -1)
     assert data.fingerprint(0) == hashlib.sha256().hexdigest()
 
 
-def test_fingerprint(tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_ids_sizes_and_targets(tmp_path: Path) -> None:
     data = IdxImages(fill(tmp_path))
     lines = "t10k-00000\0006\0000\nt10k-00001\0006\0001\n"
     assert data.fingerprint(2) == hashlib.sha256(lines.encode()).hexdigest()

@@ -46,7 +46,7 @@ def targets(data: ImageFolder) -> list[int]:
     return [target for _, target in data.__getitems__(range(len(data)))]
 
 
-def test_order_and_targets(tmp_path: Path) -> None:
+def test_samples_and_targets_are_those_of_torchvision(tmp_path: Path) -> None:
     """By name, in code points: as in torchvision, and the same under every locale and file system."""
     for name in ("b/2.png", "b/10.png", "b/1.png", "a/x.png", "B/z.png", "c/sub/deep/1.png", "c/sub.png"):
         save(tmp_path / name)
@@ -277,7 +277,7 @@ def test_fingerprint_knows_name_size_and_label(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
-def test_names_that_are_no_utf8(tmp_path: Path) -> None:
+def test_names_that_are_no_utf8_are_escaped_in_ids(tmp_path: Path) -> None:
     """An id goes into JSON and Parquet; the file is still found."""
     plain = save(tmp_path / "a/plain.png")
     plain.rename(plain.with_name(os.fsdecode(b"caf\xe9-\xc3\xa9.png")))

@@ -42,7 +42,7 @@ def mapped(folders: list[str], known: KnownClasses | None = None, **classes: int
 # -- order -----------------------------------------------------------------------------------------------
 
 
-def test_order_of_names() -> None:
+def test_folders_are_classes_in_the_order_of_their_names() -> None:
     labels = choose_labels(["B", "a", "b"])
     assert labels.classes == {"B": 0, "a": 1, "b": 2}
     assert (labels.num_classes, labels.largest, labels.notes, labels.warnings) == (3, 2, (), ())
@@ -69,11 +69,11 @@ def test_numbers_in_order_of_names_are_warned_of(prefix: str) -> None:
 @pytest.mark.parametrize(
     "folders", [["0", "1", "2"], ["00", "01", "10"], ["1", "10", "x"], ["a1", "b10", "b2"], ["cat", "dog"]]
 )
-def test_without_a_warning(folders: list[str]) -> None:
+def test_folders_whose_order_is_not_in_doubt_give_no_warning(folders: list[str]) -> None:
     assert choose_labels(folders).warnings == ()
 
 
-def test_order_of_numbers() -> None:
+def test_folders_are_classes_in_the_order_of_their_numbers() -> None:
     folders = sorted(f"c{number}" for number in range(1, 13))
     labels = choose_labels(folders, order="number")
     assert labels.classes == {f"c{number}": number - 1 for number in range(1, 13)}
@@ -86,7 +86,7 @@ def test_order_of_numbers() -> None:
 # -- class maps ------------------------------------------------------------------------------------------
 
 
-def test_a_class_map() -> None:
+def test_a_class_map_gives_each_folder_its_index() -> None:
     labels = mapped(["cat", "dog"], cat=7, dog=2)
     assert labels.classes == {"cat": 7, "dog": 2}
     assert (labels.rule, labels.num_classes, labels.largest) == ("class map", None, 7)
@@ -95,7 +95,7 @@ def test_a_class_map() -> None:
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_the_file_of_a_class_map(tmp_path: Path, mark: str) -> None:
+def test_a_class_map_is_read_from_its_file(tmp_path: Path, mark: str) -> None:
     path = tmp_path / "map.json"
     path.write_text(f'{mark}{{"cat": 3, "left out": null, "größe": 12}}', "utf-8")
     assert read_class_map(path) == ClassMap(path=path, classes={"cat": 3, "left out": None, "größe": 12})
@@ -117,7 +117,7 @@ def test_the_file_of_a_class_map(tmp_path: Path, mark: str) -> None:
         ('{"cat": true}', "mapped to true.*null to leave the folder out"),
     ],
 )
-def test_what_is_no_class_map(tmp_path: Path, text: str | bytes | None, said: str) -> None:
+def test_a_file_that_is_no_class_map_is_refused(tmp_path: Path, text: str | bytes | None, said: str) -> None:
     path = tmp_path / "map.json"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -126,7 +126,7 @@ def test_what_is_no_class_map(tmp_path: Path, text: str | bytes | None, said: st
     assert str(caught.value).startswith(f"--class-map {path}")
 
 
-def test_folders_that_are_left_out_or_are_not_there_or_are_one_class() -> None:
+def test_a_class_map_may_leave_folders_out_and_join_them() -> None:
     labels = mapped(["a", "b", "c"], a=1, b=None, c=1, d=5, e=None)
     assert labels.classes == {"a": 1, "c": 1}
     assert labels.left_out == ("b",)
@@ -134,13 +134,13 @@ def test_folders_that_are_left_out_or_are_not_there_or_are_one_class() -> None:
     assert labels.notes[1:] == ("class map: 1 folder left out: b",)
 
 
-def test_a_map_beside_known_classes() -> None:
+def test_a_class_map_keeps_the_number_and_names_of_known_classes() -> None:
     labels = mapped(["heron", "night heron"], BIRDS, **{"heron": 1, "night heron": 3})
     assert labels.num_classes == 5
     assert labels.to_json(5)["classes"][1] == "night heron"
 
 
-def test_what_makes_labels_the_same() -> None:
+def test_labels_are_the_same_whatever_rule_has_given_them() -> None:
     """The rule does not: only what it comes to."""
     by_name = choose_labels(["0", "1"])
     assert by_name.fingerprint() == choose_labels(["0", "1"], order="number").fingerprint()
@@ -159,7 +159,7 @@ def test_the_wnids_are_those_of_the_package() -> None:
     assert list(wnids) == sorted(wnids)
 
 
-def test_a_subset_by_wnid() -> None:
+def test_folders_named_by_wnids_have_the_indices_of_all_classes() -> None:
     known = published.classes_of(ENTRY)
     labels = choose_labels(["N02099601", "n01440764", "n15075141"], known=known)
     assert list(labels.classes.values()) == [207, 0, 999]
@@ -171,7 +171,7 @@ def test_a_subset_by_wnid() -> None:
     )
 
 
-def test_a_subset_by_name() -> None:
+def test_folders_named_by_class_names_have_the_indices_of_all_classes() -> None:
     known = published.classes_of(ENTRY)
     labels = choose_labels(["golden_retriever", "n15075141", "tench"], known=known)
     assert list(labels.classes.values()) == [207, 999, 0]
@@ -195,12 +195,12 @@ def test_a_model_of_ones_own_has_wnids_alone() -> None:
     assert not are_wnids([], known.wnids)
 
 
-def test_names_that_are_nobodys_are_in_order() -> None:
+def test_folders_that_are_no_known_classes_are_in_order_of_names() -> None:
     assert choose_labels(["x", "y"], known=BIRDS).rule == "order of names"
     assert choose_labels(["crane", "y"], known=BIRDS, order="name").classes == {"crane": 0, "y": 1}
 
 
-def test_two_classes_of_one_name() -> None:
+def test_two_classes_of_one_name_are_told_apart_by_wnid() -> None:
     labels = choose_labels(["n02012849", "n03126707"], known=BIRDS)
     assert list(labels.classes.values()) == [0, 2]
     assert (labels.names[0], labels.names[2]) == ("crane (n02012849)", "crane (n03126707)")
@@ -314,7 +314,7 @@ def test_a_label_is_a_name_or_an_index(
     assert str(labels) == said
 
 
-def test_names_that_the_table_has_for_its_indices() -> None:
+def test_indices_of_a_table_with_other_names_are_refused() -> None:
     assert of_table([1, 2], Asked(*STARS), STARS)[1] == [1, 2]
     other = ("tench, Tinca tinca", "goldfish")
     assert of_table([1], Asked("tench", "goldfish"), other)[1] == [1]
@@ -323,6 +323,6 @@ def test_names_that_the_table_has_for_its_indices() -> None:
             of_table([1], Asked("tench", "goldfish"), names, of_model=of_model)
 
 
-def test_bools_as_texts_of_a_model_without_such_names() -> None:
+def test_texts_of_bools_are_1_and_0() -> None:
     assert of_table(["TRUE", "False"], PLAIN, of_model=True)[1] == [1, 0]
     assert of_table(["True", "False"], PLAIN)[1] == [1, 0], "as class folders"

@@ -99,7 +99,7 @@ def fashion(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["FashionMNIST", "fashionmnist", "Fashion-MNIST", "fashion_mnist"])
-def test_names_in_any_case(tmp_path: Path, name: str) -> None:
+def test_a_set_is_found_by_its_name_in_any_case(tmp_path: Path, name: str) -> None:
     found = named_set(f"{name}:{tmp_path}")
     assert found is not None
     assert (found.name, found.root, found.split) == ("FashionMNIST", tmp_path, "test")
@@ -206,7 +206,7 @@ def test_fashion_mnist_is_the_folder_of_its_files(fashion: Path, tmp_path: Path)
     assert results["named"].description["data"].startswith(f"FashionMNIST, test split, in {fashion} (")
 
 
-def test_options_that_do_not_fit(fashion: Path, tmp_path: Path) -> None:
+def test_options_that_do_not_fit_are_refused(fashion: Path, tmp_path: Path) -> None:
     def said(**options: Any) -> str:
         with pytest.raises(UsageError) as caught:
             ImageClassification(model="fashion-cnn", **options)
@@ -247,7 +247,9 @@ def test_resized_images_are_picture_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert data.fingerprint(20) == read(f"cifar10:{tmp_path}").fingerprint(20)
 
 
-def test_other_channels_in_their_own_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_other_channels_keep_their_own_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_cifar(tmp_path, "CIFAR10", monkeypatch)
     values: dict[str, Any] = {"mean": (0.5,), "std": (0.5,)}
     grey = squeezed(f"cifar10:{tmp_path}", channels=1, **values)
@@ -263,7 +265,7 @@ def test_other_channels_in_their_own_size(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("place", ["val", "validation", "ILSVRC/Data/CLS-LOC/val"])
-def test_imagenet_by_wnids(tmp_path: Path, place: str) -> None:
+def test_imagenet_has_the_classes_of_its_wnids(tmp_path: Path, place: str) -> None:
     wnids = imagenet_wnids()
     save(tmp_path / place / wnids[7] / "x.png")
     save(tmp_path / place / wnids[300] / "y.png")
@@ -274,7 +276,7 @@ def test_imagenet_by_wnids(tmp_path: Path, place: str) -> None:
     assert data.labels.names[7] == "cock"
 
 
-def test_imagenet_that_is_laid_out_otherwise(tmp_path: Path) -> None:
+def test_imagenet_that_is_laid_out_otherwise_is_refused(tmp_path: Path) -> None:
     def said(split: str = "val") -> str:
         with pytest.raises(UsageError) as caught:
             imagenet_folder(tmp_path, split)

@@ -133,7 +133,7 @@ def test_other_formats_are_not_read_under_a_pictures_name(tmp_path: Path, kind: 
     assert kind not in FORMATS
 
 
-def test_palettes(tmp_path: Path) -> None:
+def test_transparency_of_a_palette_changes_no_pixel(tmp_path: Path) -> None:
     """A transparent colour, or the transparency of each, changes nothing, and prints nothing."""
     image = Image.fromarray(noise(40, 30)).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)
     found: list[Tensor] = []
@@ -152,7 +152,7 @@ def test_palettes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "CMYK"])
-def test_grey_pictures_for_a_model_of_one_channel(tmp_path: Path, mode: str) -> None:
+def test_a_model_of_one_channel_gets_the_grey_values_of_pillow(tmp_path: Path, mode: str) -> None:
     name = "i.tiff" if mode == "CMYK" else "i.png"
     path = save(tmp_path / "a" / name, mode)
     found = only(path, GREY)
@@ -344,7 +344,7 @@ def test_one_mask_has_the_same_numbers_in_all_forms(content: bytes) -> None:
     assert found.tolist() == LABELS.tolist()
 
 
-def test_numbers_of_few_bits_and_below_zero(tmp_path: Path) -> None:
+def test_numbers_of_few_bits_and_below_zero_are_kept(tmp_path: Path) -> None:
     """Pillow spreads grey of 2 and 4 bits over 0 to 255; of a signed -1 it makes 255."""
     for bits, row in ((2, b""), (4, b"#")):
         write_png(tmp_path / "a.png", (4, 2), bits, row)
@@ -357,7 +357,7 @@ def test_numbers_of_few_bits_and_below_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "said"), NO_MASKS.values(), ids=NO_MASKS)
-def test_masks_that_are_none(content: bytes, said: str) -> None:
+def test_masks_that_are_none_are_refused(content: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=f"{said}.*Write it anew: PIL.Image"):
         read_picture(io.BytesIO(content)).numbers()
 
@@ -392,7 +392,7 @@ def test_damaged_pictures_are_errors_of_two_kinds(form: str, monkeypatch: pytest
     assert read < 150
 
 
-def test_what_else_pillow_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_else_pillow_raises_is_a_damaged_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     content = stored("BMP")(GREY_PICTURE)
     for kind in (SyntaxError, EOFError, struct.error, zlib.error, KeyError):
         monkeypatch.setattr(ImageFile.ImageFile, "load", Mock(side_effect=kind("here")))
@@ -437,7 +437,7 @@ def check_parts(count: int, seed: int) -> None:
         assert found.tobytes() == wanted.tobytes(), (size, resized, resample, part)
 
 
-def test_parts_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resized_parts_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, real = 0, pictures._two_passes
 
     def counted(*arguments: Any) -> Image.Image:
@@ -453,7 +453,7 @@ def test_parts_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_parts_of_many_sizes() -> None:
+def test_resized_parts_of_many_sizes_have_the_bits_of_the_whole() -> None:
     check_parts(20_000, 1)
 
 

@@ -32,7 +32,7 @@ from tests.vehicles.squad_files import (
 # Questions
 
 
-def test_real_questions() -> None:
+def test_real_questions_are_read() -> None:
     """Which the official script reads, too: see tests/tasks/test_question_answering.py."""
     questions = read_questions(package_folder("allennlp") / "tests/fixtures/data/squad.json")
     first, second, third, fourth, fifth = questions.questions
@@ -53,7 +53,9 @@ def test_real_questions() -> None:
         *((version, True) for version in ("2", "2.0", "v2.0", "V2.0", "v2", "2.1")),
     ],
 )
-def test_kind_of_file_by_its_version(tmp_path: Path, version: str | None, unanswerable: bool) -> None:
+def test_the_version_of_a_file_says_whether_questions_are_unanswerable(
+    tmp_path: Path, version: str | None, unanswerable: bool
+) -> None:
     content = file_of(question("a", ("One", 0)), version=version)
     assert read_questions(dump(tmp_path, content)).unanswerable is unanswerable
     # One without an answer makes any of them a file of the second kind.
@@ -112,7 +114,7 @@ def test_any_valid_file_is_read(folder: Path, content: Any, layout: dict[str, An
 # The fingerprint
 
 
-def test_fingerprint(tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_the_questions_and_not_of_the_spelling(tmp_path: Path) -> None:
     questions = read_questions(write(tmp_path, INDENTED))
     first = b'["a", "First?", "One and two.", ["One", "two"], [0, 8], "T"]'
     second = b'["b", "Second?", "One and two.", [], [], "T"]'
@@ -126,7 +128,7 @@ def test_fingerprint(tmp_path: Path) -> None:
 # Predictions and null odds
 
 
-def test_predictions(tmp_path: Path) -> None:
+def test_predictions_are_read_in_their_order(tmp_path: Path) -> None:
     expected = {"b": "two words", "a": "", "": "NaN", "é": "\U0001f600\n", "1": "1"}
     for content in (json.dumps(expected), json.dumps(expected, ensure_ascii=False, indent=2)):
         found = read_predictions(write(tmp_path, b"\xef\xbb\xbf" + content.encode()))
@@ -135,7 +137,7 @@ def test_predictions(tmp_path: Path) -> None:
     assert read_predictions(write(tmp_path, "{}")) == {}
 
 
-def test_null_odds(tmp_path: Path) -> None:
+def test_null_odds_are_read_as_floats(tmp_path: Path) -> None:
     found = read_null_odds(write(tmp_path, '{"b": -3, "a": 0.1, "c": -1e-320, "d": 1E+300}'))
     assert found == {"b": -3.0, "a": 0.1, "c": -1e-320, "d": 1e300}
     assert all(type(value) is float for value in found.values())
@@ -160,7 +162,9 @@ def test_null_odds(tmp_path: Path) -> None:
         (None, " cannot be read: No such file or directory. Give "),
     ],
 )
-def test_no_json(tmp_path: Path, content: str | bytes | None, said: str, flag: str) -> None:
+def test_a_file_that_is_no_json_is_refused(
+    tmp_path: Path, content: str | bytes | None, said: str, flag: str
+) -> None:
     path = tmp_path / "nowhere.json" if content is None else write(tmp_path, content)
     message = refused(path, flag)
     assert message.startswith(said)
@@ -230,7 +234,7 @@ def test_wrong_content_is_refused_with_its_place(tmp_path: Path, old: str, new: 
         ("--null-odds", r'{"\ud83d": 1}', r": '\ud83d' is not Unicode text (half a surrogate pair)"),
     ],
 )
-def test_files_of_another_form(tmp_path: Path, flag: str, content: str, said: str) -> None:
+def test_files_of_another_form_are_refused(tmp_path: Path, flag: str, content: str, said: str) -> None:
     assert refused(write(tmp_path, content), flag).startswith(said)
 
 

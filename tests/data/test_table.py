@@ -68,7 +68,7 @@ def read(path: Path, content: str | bytes, quoting: str | None) -> list[tuple[ob
 
 
 @pytest.mark.parametrize(("name", "content", "quoting", "rows"), ROWS)
-def test_rows(
+def test_each_kind_of_table_has_its_rows(
     tmp_path: Path, name: str, content: str | bytes, quoting: str | None, rows: list[tuple[str, str]]
 ) -> None:
     limit = csv.field_size_limit()
@@ -77,7 +77,7 @@ def test_rows(
 
 
 @pytest.mark.parametrize(("name", "content", "quoting", "said"), REFUSED)
-def test_what_is_refused(
+def test_tables_that_nobody_can_tell_are_refused(
     tmp_path: Path, name: str, content: str | bytes, quoting: str | None, said: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):

@@ -111,7 +111,7 @@ def test_all_is_synced_before_the_journal_goes(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_syncs_no_folders(
+def test_a_file_system_that_syncs_no_folders_stops_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     fsync = os.fsync
@@ -125,7 +125,9 @@ def test_a_file_system_that_syncs_no_folders(
     assert go_on(tmp_path / "out").samples["evaluated"] == SAMPLES
 
 
-def test_any_other_failure_to_sync_a_folder_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_failure_to_sync_a_folder_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, "gone")
 

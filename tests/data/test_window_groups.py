@@ -105,7 +105,9 @@ def join_by_hand(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_collate(collator: Callable[..., WindowEncoder], data: st.DataObject) -> None:
+def test_grouped_windows_are_those_joined_by_hand(
+    collator: Callable[..., WindowEncoder], data: st.DataObject
+) -> None:
     lengths = data.draw(
         st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1, max_size=12)
     )
@@ -166,7 +168,7 @@ def test_no_division_into_groups_takes_less(lengths: list[int], most: int) -> No
     assert grouped([], most) == []
 
 
-def test_the_placeholder_of_a_question_that_has_no_windows(made: dict[str, Made]) -> None:
+def test_the_placeholder_of_a_question_without_windows_has_none(made: dict[str, Made]) -> None:
     """No run can read it, so in no run are there windows of it."""
     encoder = made["word_level"].encoder(max_length=16, stride=4)
     asked = " ".join(QUESTION_WORDS[:12]), " ".join(CONTEXT_WORDS)

@@ -183,7 +183,7 @@ def test_encoding_is_deterministic_and_remembers_nothing(made: dict[str, Made]) 
 @example(between=(1, 0), asked=0, told=3)
 @example(between=(1, 0), asked=60, told=0)
 @pytest.mark.parametrize(("name", "special"), [("word_level", 3), ("without_cls", 2), ("left", 3)])
-def test_any_lengths(
+def test_windows_of_any_lengths_are_right_or_refused(
     made: dict[str, Made], name: str, special: int, between: tuple[int, int], asked: int, told: int
 ) -> None:
     free, stride = between
@@ -324,7 +324,7 @@ def drawn(count: int, most: int) -> list[list[tuple[Tensor, int]]]:
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 5), (9, 40), (6, 3000)])
-def test_sequences_in_groups(count: int, most: int) -> None:
+def test_sequences_in_groups_keep_owner_tokens_and_targets(count: int, most: int) -> None:
     samples = drawn(count, most)
     batch = collate_sequences(samples)
     flat = [(owner, *each) for owner, own in enumerate(samples) for each in own]

@@ -240,7 +240,7 @@ def test_links_are_relative_and_hold_the_folders() -> None:
 
 
 @pytest.mark.parametrize("name", ["backends", "launch"])
-def test_plain_import_is_refused(name: str) -> None:
+def test_a_plain_import_of_backends_or_launch_is_refused(name: str) -> None:
     code = f"import {name}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
@@ -256,7 +256,7 @@ PUBLIC = (
 )
 
 
-def test_public_names() -> None:
+def test_public_names_are_those_of_the_list_and_import_no_torch() -> None:
     assert dualeval.__all__ == PUBLIC.split()
     for name in dualeval.__all__:
         assert getattr(dualeval, name) is not None
@@ -268,5 +268,5 @@ def test_public_names() -> None:
         dualeval.nothing  # noqa: B018 - the access is what is tested
 
 
-def test_no_room_named_utils() -> None:
+def test_no_room_is_named_utils() -> None:
     assert not [path for path in sources() if path.stem in ("utils", "util", "helpers", "common", "misc")]

@@ -51,7 +51,7 @@ def test_loops_without_a_library_count_every_image_once(peers: Any, ready: bool)
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.needs("peers")
-def test_the_smallest_form(launch: Launch, peers: Any) -> None:
+def test_the_smallest_comparison_of_peers_is_right(launch: Launch, peers: Any) -> None:
     options = ["--rounds=2", "--starts=1", "--images=640", "--resnet-images=16", "--json"]
     done = launch([PEERS_PYTHON, ROOT / "benchmarks/peers.py", *options], timeout=850).ok()
     figures = json.loads(done.stdout)
@@ -88,7 +88,7 @@ def coverage(monkeypatch: pytest.MonkeyPatch) -> Any:
     return benchmark(monkeypatch, "coverage")
 
 
-def test_few_rounds(coverage: Any) -> None:
+def test_intervals_cover_in_a_few_rounds(coverage: Any) -> None:
     # As skewed as the losses of the embedded job, 5.8.
     losses = np.random.default_rng(1).lognormal(-3.0, 1.7, 10_000)
     found = {population.name: population for population in coverage.populations(losses)}
@@ -112,7 +112,7 @@ def test_few_rounds(coverage: Any) -> None:
         assert (cell.rough > 0.5) == rough, cell
 
 
-def test_means_are_those_of_the_metric(coverage: Any) -> None:
+def test_intervals_of_means_are_those_of_the_metric(coverage: Any) -> None:
     """numpy adds, and the package makes the same interval as of its own exact sums."""
     found = {population.name: population for population in coverage.populations(np.arange(1.0, 9.0))}
     for name in ("normal", "log-normal, σ = 2", "losses of a model that is 90 % right"):
@@ -125,7 +125,7 @@ def test_means_are_those_of_the_metric(coverage: Any) -> None:
         assert of_metric == rough
 
 
-def test_the_tables_are_where_the_docs_say(coverage: Any) -> None:
+def test_the_tables_that_the_docs_name_have_every_population(coverage: Any) -> None:
     pages = re.findall(r"results/coverage-[\d-]+\.md", (ROOT / "docs/metrics.md").read_text("utf-8"))
     text = "".join((ROOT / "benchmarks" / page).read_text("utf-8") for page in pages)
     for population in coverage.populations(np.ones(3)):
@@ -134,7 +134,7 @@ def test_the_tables_are_where_the_docs_say(coverage: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
-def test_all_rounds() -> None:
+def test_intervals_cover_in_all_rounds() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/coverage.py"), "--only-check", "--rounds", "1000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3_000, check=False)
     assert done.returncode == 0, done.stderr[-2_000:]

@@ -125,7 +125,7 @@ def test_each_line_is_known(name: str, tmp_path: Path) -> None:
         assert line == "make run" or f'".[{image.extras}]"' in done.stdout
 
 
-def test_the_files_are_alike() -> None:
+def test_the_files_install_the_same() -> None:
     gpu, cpu, apptainer = map(read, FILES)
     assert (apptainer.base, apptainer.copied, apptainer.packages) == (gpu.base, gpu.copied, gpu.packages)
     assert (apptainer.make_lines, apptainer.extras) == (gpu.make_lines, gpu.extras)
@@ -205,7 +205,7 @@ def pods(kind: str) -> dict[str, dict[str, Any]]:
     return {**found, "": content}
 
 
-def test_the_pytorch_job() -> None:
+def test_the_pytorch_job_has_a_rank_for_each_gpu() -> None:
     found = pods("pytorch")
     assert found["Master"] == found["Worker"]
     assert found["Master"]["command"] == ["torchrun"]
@@ -215,7 +215,7 @@ def test_the_pytorch_job() -> None:
     assert str(gpus) == found[""]["spec"]["nprocPerNode"]
 
 
-def test_the_mpi_job() -> None:
+def test_the_mpi_job_has_a_rank_for_each_gpu() -> None:
     found = pods("mpi")
     words = found["Launcher"]["args"]
     assert options(words)["backend"] == "mpi"
@@ -226,7 +226,7 @@ def test_the_mpi_job() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pytorch", "mpi"])
-def test_the_azureml_job(kind: str) -> None:
+def test_the_azureml_job_types_a_known_command(kind: str) -> None:
     content = read_yaml(AZURE / f"{kind}.yml")
     assert content["type"] == "command"
     assert content["distribution"] == {"type": kind, "process_count_per_instance": 8}

@@ -156,7 +156,7 @@ def test_what_is_left_can_be_imported_and_runs(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_types_of_what_is_left(tmp_path: Path) -> None:
+def test_what_is_left_passes_mypy(tmp_path: Path) -> None:
     """Of all that can be taken out at once: what names one of them is found for each alone, above."""
     folder = copy_without([name for name, part in PARTS.items() if not part.tied], tmp_path / "house")
     type_in(folder, "-m", "mypy", "dualeval")

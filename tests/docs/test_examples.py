@@ -49,7 +49,9 @@ def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param(HOROVODRUN, id="horovodrun", marks=[*needs("horovodrun", ""), pytest.mark.long]),
     ],
 )
-def test_a_script_evaluates(launch: Launch, tmp_path: Path, digest: str, launcher: list[str]) -> None:
+def test_a_script_evaluates_to_the_digest(
+    launch: Launch, tmp_path: Path, digest: str, launcher: list[str]
+) -> None:
     done = launch([*launcher, SCRIPT, tmp_path / "out"]).ok()
     assert done.stdout.count(digest) == 1
 
@@ -90,7 +92,9 @@ SAID = {1: "first: 1 ranks, 3 losses, mean 1.0000", 2: "first: 2 ranks, 7 losses
         *(way(launcher, "horovod", 2, long=True) for launcher in ("horovodrun", "horovodrun --mpi")),
     ],
 )
-def test_the_collectives(launch: Launch, tmp_path: Path, launcher: str, backend: str, size: int) -> None:
+def test_the_collectives_print_the_same_over_every_backend(
+    launch: Launch, tmp_path: Path, launcher: str, backend: str, size: int
+) -> None:
     done = launch([*start(launcher, size), sys.executable, COLLECTIVES], cwd=tmp_path).ok()
     assert done.stdout.count(SAID[size]) == 1
 
@@ -166,7 +170,7 @@ def cells(markdown: str) -> list[list[str]]:
     return [row for row in rows if row[0] != "run" and set(row[0]) != {"-"}]
 
 
-def test_curves_and_tables(tmp_path: Path, plot: Callable[..., str]) -> None:
+def test_curves_and_tables_show_each_run(tmp_path: Path, plot: Callable[..., str]) -> None:
     runs = [
         make_run(tmp_path / "one", [0.5, 0.75, 0.7], 10.0),
         make_run(tmp_path / "two", [0.4, None, 0.6], 6.25, 2, lr=0.2),
@@ -234,7 +238,7 @@ def test_the_run_that_is_most_alike_is_the_base(tmp_path: Path, plot: Callable[.
         ),
     ],
 )
-def test_a_folder_that_is_no_run(
+def test_a_folder_that_is_no_run_is_named(
     file: str, text: str | None, said: str, tmp_path: Path, plot: Callable[..., str]
 ) -> None:
     run = make_run(tmp_path / "run", [0.5], 1.0)
@@ -245,7 +249,9 @@ def test_a_folder_that_is_no_run(
     assert not (tmp_path / "plots").exists()
 
 
-def test_what_is_missing(tmp_path: Path, plot: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_metric_or_library_is_named(
+    tmp_path: Path, plot: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run", [0.5], 1.0)
     said = plot(run, "--out", tmp_path, "--metric", "top5")
     assert "has no metric 'top5': it has loss, top1" in said

@@ -125,7 +125,9 @@ def interpreter(minor: int) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("minor", [10, 11, 12, 13])
-def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch: Launch, minor: int) -> None:
+def test_pip_install_works_in_a_clean_environment(
+    built: Path, tmp_path: Path, launch: Launch, minor: int
+) -> None:
     """With all that it depends on, and without constraints: as a user types it, in the clone."""
     nothing = {"PYTHONPATH": ""}
     venv = tmp_path / "venv"
@@ -173,7 +175,7 @@ def test_the_oldest_python_has_all_that_is_imported_from_it(oldest_python: str, 
 
 @pytest.mark.long
 @pytest.mark.timeout(2400)
-def test_the_oldest_versions_that_setup_py_names(
+def test_the_oldest_versions_that_setup_py_names_work(
     oldest_python: str, built: Path, tmp_path: Path, launch: Launch
 ) -> None:
     """A fresh environment of the oldest Python, with the oldest of each package: gigabytes, and minutes."""
@@ -206,7 +208,7 @@ PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
 NAMED = sorted(set(re.findall(r"[\w./-]+/[\w.-]*(?:::\w+)?|[\w-]+\.md", PROSE)))
 
 
-def test_files_and_tests_are_there() -> None:
+def test_files_and_tests_that_contributing_names_are_there() -> None:
     checked = [name for name in NAMED if "NAME" not in name]
     assert {"tests/metrics/test_means.py", "tests/backends/", ".ci/run", "docs/metrics.md"} <= {*checked}
     for name in checked:
@@ -215,7 +217,7 @@ def test_files_and_tests_are_there() -> None:
         assert f"\ndef {test}" in (ROOT / path).read_text("utf-8") if test else True, name
 
 
-def test_make_targets_are_there() -> None:
+def test_make_targets_that_contributing_names_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     for name in ("CONTRIBUTING.md", "README.md"):
         targets = set(re.findall(r"\bmake ([\w-]+)", (ROOT / name).read_text("utf-8")))
@@ -228,7 +230,9 @@ def linear(num_classes: int) -> nn.Module:
     return nn.Linear(6, num_classes)
 
 
-def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_of_contributing_evaluates_and_is_rescored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     modules = []
     for name, text in (("dualeval.tasks.options.multilabel", OPTIONS), ("dualeval.tasks.multilabel", TASK)):
         file = tmp_path / f"{name}.py"

@@ -54,7 +54,7 @@ def needs_slurm(command: str) -> bool:
     return command.startswith(("srun ", "sbatch ", "dualeval submit "))
 
 
-def test_the_table_was_found() -> None:
+def test_the_table_of_starts_is_found_whole() -> None:
     assert len(commands()) == 10
     assert sum(map(needs_slurm, commands())) == 3
     assert len(re.findall(r"^\| `", README, re.MULTILINE)) == 5
@@ -125,7 +125,7 @@ def test_the_first_example_runs(launch: Launch, tmp_path: Path, start: str, prin
     assert printed_by_first_example(launch, tmp_path, start) == {printed_alone}
 
 
-def test_a_checkpoint_and_pictures(launch: Launch, tmp_path: Path) -> None:
+def test_the_lines_with_a_checkpoint_and_pictures_print_what_is_shown(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     lines = [
         line
@@ -223,7 +223,7 @@ def options() -> list[str]:
     return re.findall(r"^\| \[[^|]+\| `(--[^`]+)` \|", README, re.MULTILINE)
 
 
-def test_the_lines_were_found() -> None:
+def test_the_lines_are_found_and_in_the_order_of_installing() -> None:
     found = lines()
     assert set(ELSEWHERE) < set(found)
     for line in ("make run", ". .venv/bin/activate", "make horovod", "pip install 'dualeval[hf]'"):

@@ -164,7 +164,7 @@ def test_all_blocks_are_known() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_python_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_python_block_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.chdir(tmp_path)
     file = tmp_path / (file_of(PYTHON[number]) or "block.py")
@@ -221,7 +221,7 @@ def test_a_package_offers_a_task_and_a_metric(launch: Launch, tmp_path: Path) ->
     assert json.dumps(metrics["close_calls"]).isdigit()
 
 
-def test_the_table_of_examples_tells_their_lines() -> None:
+def test_the_table_of_examples_has_their_numbers_of_lines() -> None:
     rows = dict(re.findall(r"\]\(\.\./examples/(\w+)\.py\) \| (\d+) \|", OWN_PAGE))
     assert rows.keys() == {example.file for example in ALL}
     for example in ALL:

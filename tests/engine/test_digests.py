@@ -50,7 +50,9 @@ def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Digests:
     return dict(zip(LIMITS, digests, strict=True))
 
 
-def test_two_ranks_workers_and_threads(launch: Launch, tmp_path: Path, wanted: Digests) -> None:
+def test_two_ranks_have_the_digest_of_one_with_workers_and_threads(
+    launch: Launch, tmp_path: Path, wanted: Digests
+) -> None:
     """A rank without any data (limit 1) finishes like the other."""
     manners = [(997, 0, 1), (997, 2, 2), (3, 2, 1), (1, 0, 1), (10_000, 0, 1)]
     found = matrix(launch, tmp_path / "out", 2, manners)
@@ -90,7 +92,7 @@ combinations_table = table(
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_combination(
+def test_every_combination_has_the_digest_of_one_process(
     launch: Launch, tmp_path: Path, wanted: Digests, size: int, combinations_table: Table
 ) -> None:
     manners = list(itertools.product(LIMITS, (0, 2), (1, 2)))
@@ -224,7 +226,9 @@ def check(
         *(way.parameter(size) for way, size in FURTHER),
     ],
 )
-def test_every_way_to_start(evaluate: Evaluate, wanted: Digests, way: Way, size: int) -> None:
+def test_every_way_to_start_has_the_digest_of_one_process(
+    evaluate: Evaluate, wanted: Digests, way: Way, size: int
+) -> None:
     evaluation = EMBEDDED if way == SINGLE else PART
     check(evaluate, way, size, evaluation, digest=wanted[evaluation.samples])
 
@@ -267,7 +271,7 @@ def row(
         *(way.parameter(size) for way in MANY for size in (1, 2, 3, 4)),
     ],
 )
-def test_every_launcher_at_every_size(
+def test_every_launcher_at_every_size_has_the_digest(
     evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, launchers_table: Table
 ) -> None:
     result = check(evaluate, way, size, evaluation)

@@ -71,7 +71,7 @@ def test_grouping_of_integer_work_changes_no_bit(
     assert repr(rows(tmp_path / "b")) == repr(rows(tmp_path / "a"))
 
 
-def test_more_batches_than_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_batches_than_chunks_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = evaluate(TinyTask(200), tmp_path / "a", batch_size=4)
     monkeypatch.setattr(plan, "MAX_CHUNKS", 7)
     found = evaluate(TinyTask(200), tmp_path / "b", batch_size=4)
@@ -179,7 +179,9 @@ def writing(name: str) -> TinyTask:
         ),
     ],
 )
-def test_what_cannot_be_evaluated(tmp_path: Path, task: Any, error: type[Exception], said: str) -> None:
+def test_what_cannot_be_evaluated_is_refused(
+    tmp_path: Path, task: Any, error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         evaluate(task, tmp_path / "out", batch_size=8)
     assert not (tmp_path / "out/result.json").exists()
@@ -194,7 +196,7 @@ def test_a_task_has_all_methods() -> None:
         Unfinished()  # type: ignore[abstract]
 
 
-def test_a_file_of_a_tasks_own(out: Path) -> None:
+def test_a_file_of_a_tasks_own_has_the_values_by_id(out: Path) -> None:
     class Writing(TinyTask):
         exports = {"my-losses.json": "loss"}  # noqa: RUF012
 

@@ -65,7 +65,7 @@ def make_model() -> nn.Module:
 evaluate = functools.partial(sessions.evaluate, guest=True)
 
 
-def test_the_bits_are_those_of_an_owner() -> None:
+def test_the_bits_of_a_guest_are_those_of_an_owner() -> None:
     expected = evaluate(TinyTask(200), guest=False, batch_size=16)
     assert evaluate(TinyTask(200), batch_size=16).metrics_digest == expected.metrics_digest
 
@@ -134,7 +134,7 @@ class Spoiling(TrainedTask):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_everything_is_as_it_was(raises: bool) -> None:
+def test_a_callers_model_and_its_hooks_are_as_they_were(raises: bool) -> None:
     model = make_model()
     assert isinstance(model, nn.Sequential)
     model[3].eval()  # one of several modes
@@ -292,7 +292,7 @@ def test_a_note_is_said_once_to_a_training(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_an_outer_autocast_stays_outside(threads: int) -> None:
+def test_an_outer_autocast_does_not_reach_the_evaluation(threads: int) -> None:
     """It keeps casts of weights as they were: those of the training, and none of an evaluation."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -64,7 +64,7 @@ def run(launch: Launch, folder: Path, weights: Path, *options: str) -> tuple[dic
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("form", [large_model.TORCH, large_model.PARTS, large_model.DCP])
-def test_a_model_of_1_gb(launch: Launch, tmp_path: Path, form: str) -> None:
+def test_a_sharded_rank_holds_a_part_of_a_model_of_1_gb(launch: Launch, tmp_path: Path, form: str) -> None:
     [weights] = large_model.write(tmp_path, 1000, [form]).values()
     whole, digest = run(launch, tmp_path / "whole", weights)
     sharded, found = run(launch, tmp_path / "sharded", weights, "--shard", "fsdp")

@@ -83,7 +83,7 @@ def test_the_numbers_are_those_of_all_samples(wanted: Result) -> None:
     assert wanted.folder is None
 
 
-def test_the_same_bits_on_three_ranks_killed_and_resumed(
+def test_a_killed_loop_has_the_same_bits_resumed_on_three_ranks(
     launch: Launch, tmp_path: Path, wanted: Result
 ) -> None:
     ranks(launch, 2, tmp_path, tmp_path / "out", "9")
@@ -97,7 +97,7 @@ def test_the_same_bits_on_three_ranks_killed_and_resumed(
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_the_same_bits_on_several_ranks_without_a_folder(
+def test_a_loop_has_the_same_bits_on_several_ranks_without_a_folder(
     launch: Launch, tmp_path: Path, wanted: Result, size: int
 ) -> None:
     reports = ranks(launch, size, tmp_path, "none")
@@ -161,7 +161,7 @@ def test_what_a_later_run_cannot_know_is_noted(tmp_path: Path) -> None:
     [torch.arange(10.0), np.arange(10.0), [float(i) for i in range(10)], TensorDataset(torch.arange(10.0))],
     ids=["tensor", "array", "list", "TensorDataset"],
 )
-def test_data_sets(dataset: Any, tmp_path: Path) -> None:
+def test_tensors_arrays_and_lists_are_data_sets_with_a_fingerprint(dataset: Any, tmp_path: Path) -> None:
     def fingerprint(data: Any, name: str) -> str:
         with opened(data, tmp_path / name, batch_size=4) as loop:
             for batch in loop.batches():
@@ -178,7 +178,7 @@ def test_data_sets(dataset: Any, tmp_path: Path) -> None:
         assert fingerprint(moved, "moved") != first
 
 
-def test_columns_of_other_kinds_and_metrics_of_ones_own() -> None:
+def test_columns_of_all_kinds_have_a_mean_and_given_metrics_replace_it() -> None:
     data = [float(index) for index in range(20)]
     with opened(data) as loop:
         for batch in loop.batches():
@@ -207,7 +207,7 @@ class Breaking(list[float]):
         return super().__getitem__(index)
 
 
-def test_samples_that_cannot_be_read() -> None:
+def test_samples_that_cannot_be_read_are_left_out_or_refused() -> None:
     def mean(data: Any) -> Result:
         with opened(data, on_error="skip", batch_size=8) as loop:
             for batch in loop.batches():
@@ -281,12 +281,12 @@ def test_misuse_is_said_at_once(use: Callable[[OwnLoop, torch.Tensor, int], obje
         ),
     ],
 )
-def test_a_loop_that_cannot_be_opened(data: Any, options: dict[str, Any], said: str) -> None:
+def test_wrong_data_and_options_of_a_loop_are_refused(data: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said), opened(data, **options):
         pass
 
 
-def test_a_loop_without_a_batch() -> None:
+def test_add_and_result_without_a_batch_are_refused() -> None:
     with opened(NUMBERS) as loop:
         with pytest.raises(UsageError, match="without a loop"):
             loop.result()

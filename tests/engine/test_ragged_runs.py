@@ -65,7 +65,7 @@ def test_the_rows_are_those_that_the_task_has_made(done: tuple[Path, Result]) ->
     assert result.samples == {"total": RAGGED_SAMPLES, "evaluated": len(kept), "failed": len(BROKEN_ROWS)}
 
 
-def test_types_in_parquet(done: tuple[Path, Result]) -> None:
+def test_columns_have_their_own_types_in_parquet(done: tuple[Path, Result]) -> None:
     schema = pyarrow.parquet.read_schema(done[0] / "predictions.parquet")
     found = {name: str(schema.field(name).type).replace("element: ", "") for name in schema.names}
     assert found == {
@@ -84,7 +84,7 @@ def test_types_in_parquet(done: tuple[Path, Result]) -> None:
     }
 
 
-def test_files_of_the_tasks_own(done: tuple[Path, Result]) -> None:
+def test_files_of_the_tasks_own_hold_the_rows_of_their_columns(done: tuple[Path, Result]) -> None:
     table = rows(done[0])
     for name, column in (("tokens.json", "tokens"), ("words.json", "word")):
         found = json.loads((done[0] / name).read_text("ascii"))
@@ -100,7 +100,7 @@ def test_files_of_the_tasks_own(done: tuple[Path, Result]) -> None:
         *(way(*names, 3, long=True) for names in OTHER_WAYS),
     ],
 )
-def test_any_number_of_ranks(
+def test_any_number_of_ranks_has_the_same_digest_and_files(
     launch: Launch, tmp_path: Path, done: tuple[Path, Result], launcher: str, backend: str, size: int
 ) -> None:
     """Two ranks share a folder; of three rank 0 has a disk of its own, the others one together, where nothing

@@ -61,7 +61,7 @@ def on(host: str, numbers: range | list[int], **quotas: float) -> Cores:
         ([on("a", range(8), box=4), on("b", range(8), box=4)], [4, 4]),
     ],
 )
-def test_share_of_cores(everyone: list[Cores], shares: list[int]) -> None:
+def test_ranks_share_the_cores_they_may_use(everyone: list[Cores], shares: list[int]) -> None:
     assert [share_of_cores(own, everyone) for own in everyone] == shares
 
 
@@ -161,7 +161,9 @@ def machine(folder: Path, cgroup: str | None, files: dict[str, str]) -> Path:
         (None, {}, []),
     ],
 )
-def test_cpu_quotas(cgroup: str | None, files: dict[str, str], quotas: list[float], tmp_path: Path) -> None:
+def test_all_cpu_quotas_around_a_process_are_found(
+    cgroup: str | None, files: dict[str, str], quotas: list[float], tmp_path: Path
+) -> None:
     assert sorted(cpu_quotas(machine(tmp_path, cgroup, files)).values()) == quotas
 
 
@@ -207,7 +209,7 @@ ASK = "from dualeval.launch.cores import *; print(usable_cores(), own_cores().qu
 
 
 @pytest.mark.needs("quotas")
-def test_the_kernels_own_quota(limited: Path, launch: Launch) -> None:
+def test_the_kernels_own_quota_limits_the_threads(limited: Path, launch: Launch) -> None:
     """Threads, and what doctor says of them; and the same group, seen from a namespace like a container's."""
     done = launch(["sh", "-c", JOIN, limited, BIN / "dualeval", "doctor", "--json"])
     facts = json.loads(done.stdout)["ranks"]["0"]
@@ -304,7 +306,7 @@ def sights(case: Case) -> list[Sight]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_who_gets_which(case: Case) -> None:
+def test_each_rank_gets_its_gpu_or_the_reason_is_said(case: Case) -> None:
     everyone = sights(case)
 
     def choose() -> list[Gpu | None]:
@@ -349,5 +351,5 @@ def test_a_large_job_is_divided_at_once() -> None:
         ({"NVIDIA_VISIBLE_DEVICES": "MIG-1234"}, "NVIDIA_VISIBLE_DEVICES=MIG-1234"),
     ],
 )
-def test_promises(environ: dict[str, str], promise: str) -> None:
+def test_variables_that_promise_gpus_are_known(environ: dict[str, str], promise: str) -> None:
     assert promised_gpus(environ) == promise

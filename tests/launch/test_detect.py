@@ -85,7 +85,7 @@ def test_left_over_variables_give_way_to_a_launcher(launcher: str, stale: dict[s
         detect({**whole, **stale, MARK: "none"})
 
 
-def test_torchruns_whole_set_that_torchrun_did_not_set() -> None:
+def test_torchruns_variables_without_its_mark_count_if_none_says_else() -> None:
     """It counts where nobody says else; where another launcher does, a person has to choose."""
     unmarked = {name: value for name, value in TORCHRUN.items() if name != MARK}
     assert detect({**SRUN, **unmarked}).launcher == "torchrun"
@@ -119,7 +119,7 @@ def test_what_was_found_is_listed() -> None:
 
 
 @pytest.mark.parametrize("launcher", RECORDED)
-def test_half_set(launcher: str) -> None:
+def test_half_set_variables_of_a_launcher_are_refused(launcher: str) -> None:
     environ, needed = RECORDED[launcher]
     for missing in list(environ)[:needed]:
         # Of MPICH's, the two PMI variables are Slurm's as well, and no trace.
@@ -164,7 +164,9 @@ def wrong_of(environ: Mapping[str, str]) -> list[tuple[Mapping[str, str], str, s
         *(wrong for environ in (HOROVODRUN, OPEN_MPI, MPICH) for wrong in wrong_of(environ)),
     ],
 )
-def test_contradictions(environ: Mapping[str, str], name: str, value: str, problem: str) -> None:
+def test_contradictory_variables_are_refused(
+    environ: Mapping[str, str], name: str, value: str, problem: str
+) -> None:
     with pytest.raises(LaunchError) as caught:
         detect({**environ, name: value})
     assert problem in str(caught.value)
@@ -172,7 +174,7 @@ def test_contradictions(environ: Mapping[str, str], name: str, value: str, probl
     assert "--launcher none" in str(caught.value)
 
 
-def test_settings_are_no_trace() -> None:
+def test_settings_of_a_library_are_no_trace_of_a_launcher() -> None:
     """A user's settings of a library, and what Slurm sets for a step with PMI, place no process."""
     for environ in (
         {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_GLOO_IFACE": "eth0"},
@@ -183,7 +185,7 @@ def test_settings_are_no_trace() -> None:
         assert detect(environ) == World.alone()
 
 
-def test_innermost_launcher_first() -> None:
+def test_the_innermost_launcher_counts() -> None:
     assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).meeting.restarts == 2
     outer = {**SRUN, **OPEN_MPI, **MPICH}
     assert detect({**outer, **HOROVODRUN, **TORCHRUN}).launcher == "torchrun"
@@ -197,7 +199,7 @@ def test_elastic_horovodrun_is_refused() -> None:
     assert "horovodrun -np N dualeval run" in str(caught.value)
 
 
-def test_every_part_of_torchruns_variables() -> None:
+def test_all_of_torchruns_variables_make_a_rank_and_a_part_is_refused() -> None:
     """All of them make a rank, with or without the mark; an address makes none; else it is an error.
 
     Without the mark those that torch.distributed reads are enough, whoever has set them.
@@ -224,7 +226,9 @@ def test_every_part_of_torchruns_variables() -> None:
             assert detect(environ, "none") == World.alone()
 
 
-def test_left_over_or_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_over_variables_are_refused_with_the_line_that_unsets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without torchrun's mark the shell is to blame, and the message has the line that cleans it."""
     for name in os.environ.keys() & TORCHRUN.keys():
         monkeypatch.delenv(name)
@@ -240,7 +244,7 @@ def test_left_over_or_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "unset" not in str(caught.value)
 
 
-def test_launcher_option() -> None:
+def test_the_launcher_option_decides() -> None:
     assert detect(TORCHRUN, "none") == World.alone()
     assert detect(TORCHRUN, "torchrun") == detect(TORCHRUN)
     with pytest.raises(
@@ -253,7 +257,7 @@ def test_launcher_option() -> None:
     ("name", "near"),
     [("torchrn", "torchrun"), ("None", "none"), ("horovod", "horovodrun"), ("open_mpi", "openmpi")],
 )
-def test_unknown_launcher(name: str, near: str) -> None:
+def test_an_unknown_launcher_names_the_nearest(name: str, near: str) -> None:
     with pytest.raises(UsageError, match=f"Did you mean {near}\\?") as caught:
         detect({}, name)
     assert not isinstance(caught.value, LaunchError)
@@ -280,7 +284,7 @@ def test_any_environment_is_a_world_or_a_launch_error(environ: dict[str, str]) -
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
-def test_environment(environment: Environment) -> None:
+def test_each_environment_of_the_table_is_a_world_or_an_error(environment: Environment) -> None:
     if isinstance(environment.expected, World):
         assert detect(environment.variables) == environment.expected
         return
@@ -313,7 +317,7 @@ PMIX = {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.17.3", "PMIX_HOSTNAME": 
 PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "11", "PMI_JOBID": "17.3"}
 
 
-def test_srun() -> None:
+def test_variables_of_srun_make_a_rank() -> None:
     world = detect(SRUN)
     meeting = AtAddress(host="h0", port=16384 + 131 * 17 + 3, run_id="big.17.3.0")
     assert world == world_at("srun", 5, 8, 1, 4, 1, meeting=meeting, node_sizes=(4, 4))
@@ -350,7 +354,7 @@ def test_the_port_of_a_step_is_one_of_its_own() -> None:
         ({"SLURM_PROCID": "0"}, "with --distribution=arbitrary task 0 may run anywhere"),
     ],
 )
-def test_contradictions_of_a_step(changes: dict[str, str], problem: str) -> None:
+def test_contradictory_variables_of_a_step_are_refused(changes: dict[str, str], problem: str) -> None:
     with pytest.raises(LaunchError) as caught:
         detect({**SRUN, **changes})
     assert problem in str(caught.value)
@@ -377,14 +381,14 @@ def test_pmi_of_another_step_is_no_way_into_mpi() -> None:
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID"])
-def test_a_task_without_its_steps_variables(name: str) -> None:
+def test_a_task_without_its_steps_variables_is_refused(name: str) -> None:
     """A batch script is number 0; who is not was started beside others."""
     with pytest.raises(LaunchError, match="srun's variables are half set: SLURM_STEP_NUM_TASKS"):
         detect({**BATCH, name: "3"})
     assert detect({**BATCH, name: "3"}, "none") == World.alone()
 
 
-def test_torchrun_inside_srun() -> None:
+def test_torchruns_numbers_count_inside_srun() -> None:
     """torchrun's agent is the task; the ranks are torchrun's."""
     agent = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     found = examine({**agent, "SLURM_LOCALID": "0", **TORCHRUN})
@@ -410,7 +414,7 @@ def test_torchrun_inside_srun() -> None:
         *(("1", (1,)), ("1(x2)", (1, 1)), ("2(x2),1", (2, 2, 1)), ("3,1(x2),16", (3, 1, 1, 16))),
     ],
 )  # fmt: skip
-def test_hosts_and_tasks(text: str, found: list[str] | tuple[int, ...]) -> None:
+def test_lists_of_hosts_and_tasks_are_expanded(text: str, found: list[str] | tuple[int, ...]) -> None:
     assert (expand_hosts(text) if isinstance(found, list) else expand_tasks(text)) == found
 
 
@@ -418,7 +422,7 @@ NO_HOSTS = ["", ",", "a,", ",a", "a,,b", "n[", "n[1-", "n]", "n[]", "n[a]", "n[1
 NO_TASKS = ["", "x", "2(x)", "2x2", "2(x2", "-1", "1,,2", "1.5"]
 
 
-def test_no_hosts_and_no_tasks() -> None:
+def test_texts_that_are_no_hosts_and_no_tasks_are_refused() -> None:
     for text in NO_HOSTS:
         with pytest.raises(ValueError, match=r"not a (list of hosts|name of hosts|range of numbers)"):
             expand_hosts(text)

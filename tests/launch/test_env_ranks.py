@@ -88,7 +88,7 @@ def test_places_follow_from_hosts(
 @pytest.mark.parametrize(
     "backend", ["torch", pytest.param("horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])]
 )
-def test_plain_variables(backend: str, launch: Launch) -> None:
+def test_plain_variables_make_two_ranks_of_a_node(backend: str, launch: Launch) -> None:
     """MASTER_ADDR may be any name of the host, also where all ranks are on it."""
     done, _ = start_ranks(launch, [*PLACE, backend], told([(0, 2), (1, 2)], socket.gethostname()))
     assert places(done) == [[rank, rank, 2, 0, [2], backend, True] for rank in range(2)]
@@ -159,7 +159,7 @@ def test_rank_0_names_those_that_have_not_come(launch: Launch, tmp_path: Path) -
         process.communicate(timeout=60)
 
 
-def test_a_port_that_is_taken(launch: Launch, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named(launch: Launch, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -170,13 +170,13 @@ def test_a_port_that_is_taken(launch: Launch, tmp_path: Path) -> None:
     )
 
 
-def test_ranks_that_were_told_different_numbers_of_ranks(launch: Launch, tmp_path: Path) -> None:
+def test_ranks_told_different_numbers_of_ranks_are_refused(launch: Launch, tmp_path: Path) -> None:
     said = "rank 1 was told that there are 3 ranks, and rank 0 that there are 2. Set WORLD_SIZE"
     ended = start_ranks(launch, ["dualeval", "run", "--limit", "64"], told([(0, 2), (1, 3)]), tmp_path)
     assert any(said in rank.stderr and rank.returncode == 2 for rank in ended), ended
 
 
-def test_two_processes_of_one_rank(launch: Launch, tmp_path: Path) -> None:
+def test_of_two_processes_of_one_rank_the_later_goes_on(launch: Launch, tmp_path: Path) -> None:
     """The one that came last goes on: a rank may have been started again before all had come."""
     command = ["dualeval", "run", "--limit", "64"]
     with ExitStack() as stack:

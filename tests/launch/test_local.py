@@ -75,7 +75,9 @@ def test_ranks_get_torchruns_variables_and_our_streams(launch: Launch) -> None:
         ),
     ],
 )
-def test_exit_code_and_silence(rank_code: str, expected: int, said: str, launch: Launch) -> None:
+def test_the_parent_has_its_ranks_exit_code_and_says_nothing(
+    rank_code: str, expected: int, said: str, launch: Launch
+) -> None:
     """But for a rank that is killed, the parent has nothing of its own to say."""
     finished = launch(parent(2, rank_code))
     assert finished.returncode == expected, finished.stderr
@@ -95,7 +97,7 @@ def test_exit_code_and_silence(rank_code: str, expected: int, said: str, launch:
         ([-signal.SIGTERM, 1], 143),
     ],
 )
-def test_exit_code_of(codes: list[int], expected: int) -> None:
+def test_the_exit_code_is_that_of_the_cause(codes: list[int], expected: int) -> None:
     assert exit_code_of(codes) == expected
 
 
@@ -126,14 +128,14 @@ def test_ranks_end_with_a_parent_that_is_killed(launch: Launch) -> None:
         assert process.communicate(timeout=60)[0] == "saved\nsaved\n"
 
 
-def test_a_rank_whose_parent_has_ended_before_it_could_hear_of_it(launch: Launch) -> None:
+def test_a_rank_whose_parent_has_ended_before_ends_itself(launch: Launch) -> None:
     code = "import dualeval.process.start as it; it.end_with_launcher()"
     gone = launch([sys.executable, "-c", "import os; print(os.getpid())"]).ok().stdout.strip()
     done = launch([sys.executable, "-c", code], variables={"DUALEVAL_LAUNCHER_PID": gone})
     assert done.returncode == -signal.SIGTERM
 
 
-def test_a_signal_while_the_ranks_are_started(launch: Launch, tmp_path: Path) -> None:
+def test_a_signal_while_the_ranks_are_started_ends_all(launch: Launch, tmp_path: Path) -> None:
     """A signal that comes when the first rank is there and the last is not yet ends all of them.
 
     The first rank signals the parent, which is then still starting the others.
@@ -159,12 +161,12 @@ def test_an_ignored_signal_stays_ignored(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, -1, process_limit(usable_cores()) + 1, 10**9])
-def test_number_of_processes_beyond_reason(processes: int) -> None:
+def test_a_number_of_processes_beyond_reason_is_refused(processes: int) -> None:
     with pytest.raises(UsageError, match=r"takes 1 to \d+ processes"):
         run_local(["true"], processes, os.environ)
 
 
-def test_twice_in_one_process_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_local_leaves_signal_handlers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers and loggers are as before; ``no_leaks`` watches the rest."""
     # torch's launch leaves this one behind; set here, it goes with the test.
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
@@ -239,7 +241,9 @@ def test_the_script_becomes_the_ranks(
     ],
     ids=["c", "standard-input"],
 )
-def test_no_script_to_run_again(launch: Launch, tmp_path: Path, command: list[str], message: str) -> None:
+def test_nproc_without_a_script_to_run_again_is_refused(
+    launch: Launch, tmp_path: Path, command: list[str], message: str
+) -> None:
     (tmp_path / "code").write_text(SCRIPT)
     shell: Words = ["bash", "-c", 'exec "$@" <code', "bash", sys.executable, *command]
     done = launch([*shell, tmp_path / "out", "nproc=2"], cwd=tmp_path)
@@ -249,7 +253,9 @@ def test_no_script_to_run_again(launch: Launch, tmp_path: Path, command: list[st
 
 
 @pytest.mark.long
-def test_under_a_launcher(launch: Launch, script: Path, tmp_path: Path, wanted: str) -> None:
+def test_nproc_under_a_launcher_must_be_its_number_of_ranks(
+    launch: Launch, script: Path, tmp_path: Path, wanted: str
+) -> None:
     torchrun: Words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", script]
     done = launch([*torchrun, tmp_path / "out", "nproc=1"]).ok()
     assert done.stdout.split()[-1] == wanted, "as many: it has nothing to do"
@@ -259,7 +265,7 @@ def test_under_a_launcher(launch: Launch, script: Path, tmp_path: Path, wanted: 
 
 
 @pytest.mark.long
-def test_no_ranks_without_end(launch: Launch, script: Path, tmp_path: Path) -> None:
+def test_a_rank_that_forgets_it_is_one_starts_no_more(launch: Launch, script: Path, tmp_path: Path) -> None:
     forgetful = script.with_name("forgetful.py")
     forgetful.write_text(
         "import os\nfor name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE',"
@@ -271,7 +277,9 @@ def test_no_ranks_without_end(launch: Launch, script: Path, tmp_path: Path) -> N
     assert "no variable of torchrun is set" in done.stderr, done.stderr
 
 
-def test_an_error_of_a_rank(launch: Launch, script: Path, tmp_path: Path) -> None:
+def test_an_error_of_a_rank_is_the_scripts_and_said_once(
+    launch: Launch, script: Path, tmp_path: Path
+) -> None:
     """Its exit code is the script's, and nothing is said twice."""
     done = launch([sys.executable, script, tmp_path / "out", "nproc=2", "precision=fp7"])
     assert done.returncode == 2, done.stderr

@@ -80,7 +80,7 @@ LAST = "--kill-on-bad-exit=1 --mpi=none"
         (MPICH, "srun-mpi", 2, f"{SRUN_2} --kill-on-bad-exit=1 --mpi=pmi2"),
     ],
 )
-def test_words(site: Site, launcher: str, ranks: int, words: str) -> None:
+def test_each_launcher_has_its_start_command(site: Site, launcher: str, ranks: int, words: str) -> None:
     assert shlex.join(start_words(launcher, ranks, site, number=3)) == words
 
 
@@ -132,13 +132,13 @@ WITHOUT_HOROVOD = Libraries(no_horovod="Horovod is not installed", mpi="4.1.2 (O
         (JOB, "srun-mpi", "mpi", 4, "cuda", None),
     ],
 )
-def test_why_not(
+def test_a_start_that_is_not_possible_says_why(
     site: Site, launcher: str, backend: str, ranks: int, device: str, reason: str | None
 ) -> None:
     assert why_not(launcher, backend, ranks, device, site) == reason
 
 
-def test_default_ranks_and_their_nodes() -> None:
+def test_default_ranks_follow_from_the_cores_gpus_and_nodes() -> None:
     one_core = tuple(Node(host=f"n{number}", cores=1) for number in range(3))
     for site, device, ranks in (
         (HERE, "cpu", [1, 2, 4]),
@@ -173,7 +173,7 @@ def test_what_makes_this_process_a_rank_is_not_handed_on() -> None:
     assert child_environ(pmi, "/env/bin") == {**pmi, "PATH": "/env/bin:/usr/bin:/bin"}
 
 
-def test_who_may_start_ranks() -> None:
+def test_only_a_process_alone_may_start_ranks() -> None:
     def may(launcher: str, size: int) -> bool:
         return may_start_ranks(world_at(launcher, 0, size, 0, size, 0))
 
@@ -181,13 +181,13 @@ def test_who_may_start_ranks() -> None:
     assert not any(may(*place) for place in (("env", 2), ("srun", 2), ("openmpi", 1), ("torchrun", 1)))
 
 
-def test_names_of_launchers() -> None:
+def test_launchers_are_chosen_by_their_names() -> None:
     assert choose_ways(["srun", "nproc", "srun"]) == ["nproc", "srun"]
     with pytest.raises(UsageError, match=r"--launchers 'srum': expected some of none, nproc, torchrun"):
         choose_ways(["srum"])
 
 
-def test_starts_of_a_machine() -> None:
+def test_starts_begin_with_the_reference_and_know_what_cannot_start() -> None:
     """The reference is first, and what cannot be started has no self-test."""
     starts = plan_starts(HERE, ["cuda", "cpu"], ["none", "torchrun", "srun"], [1, 2, 4])
     shown = [

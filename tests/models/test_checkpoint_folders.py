@@ -68,7 +68,9 @@ def assert_loads(model: nn.Module, path: Path, wanted: dict[str, Tensor]) -> Loa
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
-def test_several_files(tmp_path: Path, state: dict[str, Tensor], safe: bool) -> None:
+def test_several_files_with_their_index_are_one_checkpoint(
+    tmp_path: Path, state: dict[str, Tensor], safe: bool
+) -> None:
     index = sharded(state, tmp_path, safe=safe)
     files = [path for path in tmp_path.iterdir() if path != index]
     assert len(files) > 1
@@ -80,7 +82,7 @@ def test_several_files(tmp_path: Path, state: dict[str, Tensor], safe: bool) -> 
     assert f"Give the whole: --weights {tmp_path}" in refused(files[0])
 
 
-def test_files_of_another_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     index = sharded(state, tmp_path)
     content = json.loads(index.read_text())
     name = content["weight_map"]["0.weight"]
@@ -101,7 +103,9 @@ def test_files_of_another_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_with_one_file(tmp_path: Path, state: dict[str, Tensor], name: str) -> None:
+def test_a_folder_with_one_file_of_weights_is_read(
+    tmp_path: Path, state: dict[str, Tensor], name: str
+) -> None:
     """As transformers and accelerate save, with an optimizer beside it."""
     if name.endswith("bin"):
         torch.save(state, tmp_path / name)
@@ -120,14 +124,16 @@ def test_of_two_in_a_folder_none_is_taken(tmp_path: Path, state: dict[str, Tenso
     assert message.endswith(f"Say which is meant, such as --weights {tmp_path / 'model.safetensors'}")
 
 
-def test_a_folder_without_a_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     assert "holds no checkpoint (found: nothing)" in refused(tmp_path)
     torch.save({}, tmp_path / "optimizer.pt")
     torch.save(state, tmp_path / "model-00001-of-00002.pt")
     assert "holds no checkpoint (found: model-00001-of-00002.pt, optimizer.pt)" in refused(tmp_path)
 
 
-def test_a_folder_with_one_file_of_a_training_script(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_the_one_file_of_weights_of_a_training_script_is_read(
+    tmp_path: Path, state: dict[str, Tensor]
+) -> None:
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({}, tmp_path / name)
     torch.save({"model": state}, tmp_path / "model.pt")
@@ -140,7 +146,7 @@ def test_a_folder_with_one_file_of_a_training_script(tmp_path: Path, state: dict
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------
 
 
-def test_other_dtypes_and_layouts(tmp_path: Path) -> None:
+def test_all_dtypes_and_layouts_are_read(tmp_path: Path) -> None:
     state = {
         "half": torch.rand(3).half(),
         "brain": torch.rand(3, 2).bfloat16(),
@@ -177,7 +183,7 @@ def test_parts_of_a_tensor_are_put_together(tmp_path: Path, launch: Launch) -> N
     assert max(map(len, parts)) == 2
 
 
-def test_a_folder_that_is_not_whole(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     save_distributed({"model": state}, tmp_path)
     data = tmp_path / "__0_0.distcp"
     assert f"Give the whole: --weights {tmp_path}" in refused(data)
@@ -222,7 +228,7 @@ def save_deepspeed(module: dict[str, Tensor], folder: Path) -> Path:
     return step
 
 
-def test_deepspeed(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_checkpoint_of_deepspeed_is_read(tmp_path: Path, state: dict[str, Tensor]) -> None:
     halves = {name: t.half() if t.is_floating_point() else t for name, t in state.items()}
     step = save_deepspeed(halves, tmp_path)
     for path in (tmp_path, step, step / "mp_rank_00_model_states.pt"):
@@ -234,7 +240,7 @@ def test_deepspeed(tmp_path: Path, state: dict[str, Tensor]) -> None:
     assert torch.equal(model.state_dict()["0.weight"], halves["0.weight"].float())
 
 
-def test_partitioned_parameters_are_refused_with_the_command_that_gathers_them(
+def test_partitioned_parameters_are_refused_with_the_command_for_them(
     tmp_path: Path, state: dict[str, Tensor]
 ) -> None:
     step = save_deepspeed(state, tmp_path)
@@ -268,7 +274,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
     return folder
 
 
-def test_lightning(written: Path) -> None:
+def test_a_checkpoint_of_lightning_is_read(written: Path) -> None:
     wanted = torch.load(written / "a.wanted", weights_only=True)
     kept = next((written / "kept").glob("*.ckpt"))
     for path in (written / "a.ckpt", kept):
@@ -276,7 +282,7 @@ def test_lightning(written: Path) -> None:
         assert (loaded.key, loaded.prefix) == ("state_dict", "model.")
 
 
-def test_timm(written: Path) -> None:
+def test_of_two_state_dicts_of_timm_one_is_chosen_by_its_key(written: Path) -> None:
     path = written / "model_best.pth.tar"
     assert "holds 2 state_dicts: state_dict (9 tensors), state_dict_ema (9 tensors)" in refused(path)
     for key, name in (("state_dict", "model"), ("state_dict_ema", "average")):
@@ -287,7 +293,7 @@ def test_timm(written: Path) -> None:
 # -- tied weights ------------------------------------------------------------------------------------------
 
 
-def test_a_tied_name_that_the_file_leaves_out(tmp_path: Path) -> None:
+def test_a_tied_name_may_be_left_out_of_the_file(tmp_path: Path) -> None:
     model = tied()
     save_model(model, str(tmp_path / "w.safetensors"))
     found = read_state_dict(tmp_path / "w.safetensors")
@@ -298,7 +304,7 @@ def test_a_tied_name_that_the_file_leaves_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["one storage", "two", "folder"])
-def test_tied_names_with_equal_values(tmp_path: Path, form: str) -> None:
+def test_tied_names_with_equal_values_are_read(tmp_path: Path, form: str) -> None:
     model = tied()
     state = model.state_dict()
     if form != "one storage":
@@ -311,7 +317,7 @@ def test_tied_names_with_equal_values(tmp_path: Path, form: str) -> None:
     assert_loads(tied(), path, model.state_dict())
 
 
-def test_tied_names_with_different_values() -> None:
+def test_tied_names_with_different_values_are_refused() -> None:
     model = tied()
     state = {**model.state_dict(), "1.weight": torch.ones(3, 3)}
     with pytest.raises(UsageError, match=r"different values for 0\.weight and 1\.weight"):
@@ -367,7 +373,7 @@ def values() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("compression", "foreign"), [(zipfile.ZIP_DEFLATED, False), (zipfile.ZIP_STORED, True)]
 )
-def test_a_compressed_file_and_one_of_the_other_byte_order(
+def test_compressed_files_and_those_of_other_byte_order_are_read(
     tmp_path: Path, compression: int, foreign: bool
 ) -> None:
     path = tmp_path / "a.pt"
@@ -407,7 +413,7 @@ def test_a_flipped_bit_is_named(tmp_path: Path, record: str, dtype: torch.dtype)
             into[name].copy_(value)
 
 
-def test_a_flipped_bit_of_what_torch_reads_itself(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_what_torch_reads_itself_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save(nn.Linear(4, 3), path)
     flip_a_bit(path, "data/0")
@@ -415,7 +421,7 @@ def test_a_flipped_bit_of_what_torch_reads_itself(tmp_path: Path) -> None:
         read_state_dict(path, trust=True)
 
 
-def test_a_flipped_bit_in_a_distributed_part(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_distributed_part_is_named(tmp_path: Path) -> None:
     save_distributed(values(), tmp_path / "a")
     [file] = (tmp_path / "a").glob("*.distcp")
     content = bytearray(file.read_bytes())
@@ -488,7 +494,7 @@ def test_parameters_in_the_same_memory_are_tied(tmp_path: Path) -> None:
         {"attn_implementation": {"text_config": "a/b"}},
     ],
 )
-def test_configuration_that_names_code_of_a_repository(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_configuration_that_names_foreign_code_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Remove .*attn_implementation from the file"):
         refuse_foreign_kernels(config, tmp_path)
     refuse_foreign_kernels({"_attn_implementation": "sdpa", "name": "a/b"}, tmp_path)

@@ -88,7 +88,7 @@ def test_a_full_pickle_is_read_only_where_it_is_trusted(
         canary.rmdir()
 
 
-def test_a_class_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_cannot_be_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with working_module(
         tmp_path, "theirs", "from torch import nn\nclass Theirs(nn.Linear): pass", monkeypatch
     ):
@@ -125,7 +125,7 @@ def test_programs_are_no_weights(trust: bool) -> None:
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("place", ["planner_data", "storage_meta", "state_dict_metadata"])
-def test_metadata_that_would_run_code(
+def test_what_metadata_would_run_is_passed_over(
     folder: Path, state: dict[str, Tensor], place: str, trust: bool
 ) -> None:
     """What it names is passed over: the fixture sees that nothing of it has run."""
@@ -144,7 +144,7 @@ def test_metadata_that_would_run_code(
 
 
 @pytest.mark.parametrize("place", ["whole", "key"])
-def test_metadata_that_is_code(folder: Path, place: str) -> None:
+def test_metadata_that_is_code_is_refused(folder: Path, place: str) -> None:
     if place == "whole":
         (folder / ".metadata").write_bytes(pickle.dumps(Canary()))
     else:
@@ -152,7 +152,7 @@ def test_metadata_that_is_code(folder: Path, place: str) -> None:
     assert ".metadata is damaged" in refused(folder)
 
 
-def test_the_metadata_of_an_older_torch(folder: Path, state: dict[str, Tensor]) -> None:
+def test_the_metadata_of_an_older_torch_is_read(folder: Path, state: dict[str, Tensor]) -> None:
     """Up to 2.2 two classes were in another module."""
     path = folder / ".metadata"
     content = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)  # noqa: S301 - torch has just written it
@@ -180,7 +180,7 @@ def test_entries_that_are_pickles_are_never_read(folder: Path, state: dict[str, 
     assert "found: an object" in refused(folder, "note")
 
 
-def test_a_pickle_in_the_place_of_a_tensor(folder: Path) -> None:
+def test_a_pickle_in_the_place_of_a_tensor_is_refused(folder: Path) -> None:
     """The metadata says that a parameter is one; it is not taken, and nothing is left at random."""
 
     def hide(metadata: Metadata) -> None:
@@ -199,7 +199,7 @@ def test_the_extra_state_of_a_module_is_not_read(tmp_path: Path, state: dict[str
 
 
 @pytest.mark.parametrize("content", ["canary", "canary in a dict", "list", "another shape", "another dtype"])
-def test_a_part_that_is_no_plain_tensor(folder: Path, content: str) -> None:
+def test_a_part_that_is_no_plain_tensor_is_refused(folder: Path, content: str) -> None:
     data = folder / "__0_0.distcp"
     whole = data.read_bytes()
     saved = {
@@ -258,7 +258,7 @@ def of_parts(*parts: tuple[list[int], list[int]]) -> Metadata:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_forged_metadata(folder: Path, metadata: Metadata, said: str) -> None:
+def test_forged_metadata_is_refused(folder: Path, metadata: Metadata, said: str) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     assert said in refused(folder)
 

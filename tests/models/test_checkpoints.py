@@ -81,7 +81,7 @@ def loaded(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], Loade
 
 @pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_what_may_lie_beside_a_state_dict(
+def test_a_state_dict_is_read_whatever_lies_beside_it(
     tmp_path: Path, state: dict[str, Tensor], name: str, zip_format: bool
 ) -> None:
     content = {"before": EVERYTHING[name], "model": state, "after": [EVERYTHING[name]]}
@@ -98,7 +98,7 @@ def test_what_may_lie_beside_a_state_dict(
     ],
     ids=["scalar of numpy 1", "array of numpy 1", "path of Python 3.13"],
 )
-def test_names_of_other_versions(
+def test_types_named_as_in_other_versions_are_read(
     tmp_path: Path, state: dict[str, Tensor], one: bytes, other: bytes, value: object
 ) -> None:
     torch.save({"model": state, "x": value}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
@@ -157,7 +157,7 @@ def hidden(content: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("place", hidden(None))
-def test_nothing_runs_wherever_it_hides(
+def test_no_code_of_a_checkpoint_runs_wherever_it_hides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Tensor], place: str, zip_format: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def admitted_by_the_program() -> Iterator[list[Any]]:
         yield entries
 
 
-def test_what_a_program_admits_stays_admitted(
+def test_types_that_a_program_admits_stay_admitted(
     tmp_path: Path, state: dict[str, Tensor], admitted_by_the_program: list[Any]
 ) -> None:
     torch.save({"model": state, "c": Config(), "n": np.float32(1), "p": Path("a")}, tmp_path / "w.pt")
@@ -186,7 +186,7 @@ def test_what_a_program_admits_stays_admitted(
     assert set(admitted_by_the_program) <= set(get_safe_globals())
 
 
-def test_nothing_stays_admitted(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_reading_leaves_no_type_admitted(tmp_path: Path, state: dict[str, Tensor]) -> None:
     before = set(get_safe_globals())
     torch.save({"model": state, "x": Path("a")}, tmp_path / "w.pt")
     torch.save(Canary(), tmp_path / "bad.pt")
@@ -199,7 +199,9 @@ def test_nothing_stays_admitted(tmp_path: Path, state: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("key", KNOWN_KEYS)
-def test_one_under_a_known_key(tmp_path: Path, state: dict[str, Tensor], key: str) -> None:
+def test_a_state_dict_under_a_known_key_is_found_and_noted(
+    tmp_path: Path, state: dict[str, Tensor], key: str
+) -> None:
     optimizer, _ = train(small())
     torch.save({"epoch": 3, "optimizer": optimizer.state_dict(), key: state}, tmp_path / "w.pt")
     values, found = loaded(tmp_path / "w.pt")
@@ -228,7 +230,7 @@ def test_of_model_and_average_neither_wins_silently(tmp_path: Path) -> None:
     ]
 
 
-def test_one_under_two_keys_is_one(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_state_dict_under_two_keys_is_one(tmp_path: Path, state: dict[str, Tensor]) -> None:
     torch.save({"state_dict": state, "model": state}, tmp_path / "w.pt")
     assert read_state_dict(tmp_path / "w.pt").key == "state_dict"
 
@@ -262,7 +264,7 @@ def test_arrays_of_numpy_are_named(tmp_path: Path, above: str, key: str | None, 
         (lambda s: {"models": {0: s, 1: {}}}, "models.0"),
     ],
 )
-def test_a_key_leads_anywhere(
+def test_a_key_leads_to_a_state_dict_at_any_depth(
     tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any], Any], key: str
 ) -> None:
     torch.save(content(state), tmp_path / "w.pt")
@@ -271,7 +273,9 @@ def test_a_key_leads_anywhere(
     assert_equal(found.tensors, state)
 
 
-def test_below_a_key_the_same_holds(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_below_a_key_a_state_dict_is_looked_for_in_the_same_way(
+    tmp_path: Path, state: dict[str, Tensor]
+) -> None:
     path = tmp_path / "w.pt"
     torch.save({"teacher": {"state_dict": state, "epoch": 1}, "model": state}, path)
     assert read_state_dict(path, "teacher").key == "teacher.state_dict"
@@ -284,7 +288,7 @@ def test_below_a_key_the_same_holds(tmp_path: Path, state: dict[str, Tensor]) ->
     assert "teacher.own (9 tensors)" in message
 
 
-def test_a_key_that_leads_nowhere(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_key_that_leads_nowhere_is_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     path = tmp_path / "w.pt"
     moments = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}}}
     torch.save({"model": state, "epoch": 3, "args": argparse.Namespace(), "optimizer": moments}, path)
@@ -297,7 +301,7 @@ def test_a_key_that_leads_nowhere(tmp_path: Path, state: dict[str, Tensor]) -> N
     assert "(found: an object)" in refused(path, "args")
 
 
-def test_a_key_where_there_are_none(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_key_for_a_plain_state_dict_is_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     torch.save(state, tmp_path / "w.pt")
     save_file(state, tmp_path / "w.safetensors")
     for name in ("w.pt", "w.safetensors"):
@@ -356,7 +360,9 @@ RIVALS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_none_wins_silently(tmp_path: Path, state: dict[str, Tensor], name: str) -> None:
+def test_of_several_state_dicts_none_is_taken_silently(
+    tmp_path: Path, state: dict[str, Tensor], name: str
+) -> None:
     make, said = RIVALS[name]
     torch.save(make(state), tmp_path / "w.pt")
     message = refused(tmp_path / "w.pt")
@@ -383,7 +389,7 @@ def test_none_wins_silently(tmp_path: Path, state: dict[str, Tensor], name: str)
         (lambda s: {"model": s, "history": [[0.5, {"loss": torch.ones(1)}]]}, "model"),
     ],
 )
-def test_what_is_no_rival(
+def test_what_is_no_other_state_dict_is_no_rival(
     tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any], Any], key: str
 ) -> None:
     torch.save(content(state), tmp_path / "w.pt")
@@ -414,7 +420,7 @@ def test_an_optimizer_is_no_rival(tmp_path: Path, kind: Any, key: str) -> None:
         (lambda a, b: {"x": [a], "x.0": b}, "x.0"),
     ],
 )
-def test_a_key_that_two_things_answer_to(
+def test_a_key_that_two_things_answer_to_is_refused(
     tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any, Any], Any], key: str
 ) -> None:
     path = tmp_path / "w.pt"

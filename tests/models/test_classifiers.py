@@ -127,7 +127,7 @@ def test_a_factory_is_called(factory: str, asked: int | None, got: int) -> None:
 
 @pytest.mark.usefixtures("factories")
 @pytest.mark.parametrize("place", ["zoo/models.py", "../{here}/zoo/models.py", "{path}/zoo/models.py"])
-def test_a_factory_in_a_file(place: str) -> None:
+def test_a_factory_in_a_file_is_found_by_its_path(place: str) -> None:
     """By its path from anywhere, under one name for the identity of the job."""
     source = classifiers.source_of(place.format(path=Path.cwd(), here=Path.cwd().name) + ":with_classes")
     model: Any = source.create(9)
@@ -159,7 +159,7 @@ def test_a_factory_in_a_file(place: str) -> None:
         ("zoo.models", ["Type: --model zoo.models:with_classes."]),
     ],
 )
-def test_a_factory_that_is_none(name: str, words: list[str]) -> None:
+def test_a_factory_that_is_none_is_refused(name: str, words: list[str]) -> None:
     message = fails(name)
     assert message.startswith(f"--model {name}")
     for word in words:
@@ -212,7 +212,7 @@ def test_default_weights_are_of_the_network_that_is_built(name: str) -> None:
     assert count == TORCHVISION.models.get_model_weights(name).DEFAULT.meta["num_params"]
 
 
-def test_old_names_in_densenets_files(tmp_path: Path) -> None:
+def test_old_names_in_densenets_files_are_read(tmp_path: Path) -> None:
     """The published files say denselayer1.norm.1.weight; torchvision renames them on the way."""
     wanted = classifiers.build("densenet121", "random:1", 2)
     old: OrderedDict[str, Tensor] = OrderedDict()
@@ -299,7 +299,7 @@ def test_preprocessing_is_that_of_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fashion-cnn", "zoo.models:make"])
-def test_preprocessing_of_a_model_without_weights(name: str) -> None:
+def test_a_model_without_published_weights_has_no_preprocessing(name: str) -> None:
     """It was ImageNet's."""
     assert classifiers.source_of(name).preprocessing() is None
 
@@ -357,7 +357,9 @@ def resize_of(source: WeightsSource) -> int:
         (f"{LONG}.DEFAULT", 1, 232),
     ],
 )
-def test_weights_by_name(networks: list[nn.Module], weights: str, number: int, resize: int) -> None:
+def test_weights_by_name_have_their_own_preprocessing(
+    networks: list[nn.Module], weights: str, number: int, resize: int
+) -> None:
     """With the preprocessing that belongs to them: not to others of the same model."""
     source = classifiers.source_of(MODEL).find_weights(weights)
     assert bias(classifiers.build(MODEL, source, None)) == bias(networks[number])
@@ -383,7 +385,7 @@ def test_weights_by_name(networks: list[nn.Module], weights: str, number: int, r
         (MODEL, "IMAGENET1K_V1", ["is not in the local cache", "--download"]),
     ],
 )
-def test_a_name_that_is_none(model: str, weights: str, words: list[str]) -> None:
+def test_a_name_of_weights_that_is_none_is_refused(model: str, weights: str, words: list[str]) -> None:
     message = refused(model, weights)
     for word in words:
         assert word in message
@@ -394,7 +396,7 @@ def test_a_missing_file_is_no_misspelt_name() -> None:
     assert "torchvision" not in refused(MODEL, "best.pt")
 
 
-def test_a_damaged_file_in_the_cache(both: list[Path]) -> None:
+def test_a_damaged_file_in_the_cache_is_refused(both: list[Path]) -> None:
     """DEFAULT stands for what was published, and says so in the result."""
     content = bytearray(both[1].read_bytes())
     content[len(content) // 2] ^= 1
@@ -418,7 +420,7 @@ def test_a_published_file_is_known_by_its_bytes(both: list[Path], tmp_path: Path
         assert resize_of(source) == (256, 232)[number]
 
 
-def test_another_file_is_not(both: list[Path], tmp_path: Path) -> None:
+def test_another_file_of_the_same_tensors_is_no_published_one(both: list[Path], tmp_path: Path) -> None:
     """Also one of the same tensors: it may have been trained further, with another recipe."""
     torch.save(
         torch.load(both[1], weights_only=True), tmp_path / "mine.pt", _use_new_zipfile_serialization=False

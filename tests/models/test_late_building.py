@@ -65,7 +65,7 @@ def is_late(model: nn.Module) -> bool:
         "timm:swin_tiny_patch4_window7_224",
     ],
 )
-def test_classifiers_are_the_same(name: str, tmp_path: Path) -> None:
+def test_a_late_classifier_is_the_same(name: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"img_size": 64} if name.startswith("timm") else {}
     if name == "googlenet":
         arguments = {"transform_input": True, "aux_logits": False}
@@ -122,7 +122,7 @@ def save(make: Callable[[], nn.Module], path: Path) -> Path:
     return path
 
 
-def test_a_model_of_ones_own_is_the_same(tmp_path: Path) -> None:
+def test_a_late_model_of_ones_own_is_the_same(tmp_path: Path) -> None:
     path = save(Nested, tmp_path / "w.pt")
     late: Any = dualeval.late_model(Nested, path)
     whole = made(Nested, path)
@@ -158,7 +158,7 @@ def test_parameters_keep_their_strides(tmp_path: Path) -> None:
         assert torch.equal(parameter, whole.get_parameter(name))
 
 
-def test_its_file_may_have_other_dtypes_and_one_of_tied_names(tmp_path: Path) -> None:
+def test_a_late_models_file_may_have_other_dtypes_and_one_tied_name(tmp_path: Path) -> None:
     torch.manual_seed(7)
     state = Nested().half().state_dict()
     del state["head.weight"]
@@ -170,7 +170,7 @@ def test_its_file_may_have_other_dtypes_and_one_of_tied_names(tmp_path: Path) ->
     assert torch.equal(late.embedding.weight + 0, state["embedding.weight"].float())
 
 
-def test_values_that_are_already_in_memory(tmp_path: Path) -> None:
+def test_values_that_are_already_in_memory_are_the_same(tmp_path: Path) -> None:
     torch.save(Nested().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     late: Any = dualeval.late_model(Nested, tmp_path / "old.pt")
     check_same(late, made(Nested, tmp_path / "old.pt"))
@@ -295,7 +295,7 @@ def test_nothing_is_left_changed_and_other_threads_are_not_touched(tmp_path: Pat
     assert len(state) == len(torch.get_rng_state())
 
 
-def test_random_weights_and_wrong_arguments(tmp_path: Path) -> None:
+def test_random_weights_are_built_whole_and_wrong_arguments_refused(tmp_path: Path) -> None:
     notes: list[str] = []
     source = classifiers.source_of("fashion-cnn")
     model = source.build_late(source.find_weights("random:3"), 10, note=notes.append)
@@ -378,7 +378,7 @@ def answers(model: Path, data: Path, **options: Any) -> QuestionAnswering:
 
 
 @pytest.mark.parametrize("form", ["one", "several", "pickled", "half", "weights"])
-def test_questions(form: str, tiny: Path, data: Path, tmp_path: Path) -> None:
+def test_a_late_model_of_questions_is_the_same(form: str, tiny: Path, data: Path, tmp_path: Path) -> None:
     library = questions.transformers()
     folder, options = tmp_path / "model", {}
     shutil.copytree(tiny, folder)

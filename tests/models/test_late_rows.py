@@ -75,7 +75,7 @@ def test_a_dtype_of_its_own_rounds_first(tmp_path: Path) -> None:
         lambda late: late.__setitem__(0, 1.0),
     ],
 )
-def test_what_would_be_lost_is_refused(tmp_path: Path, write: Callable[[Tensor], object]) -> None:
+def test_writing_into_a_late_tensor_is_refused(tmp_path: Path, write: Callable[[Tensor], object]) -> None:
     torch.save({"weight": torch.eye(2)}, tmp_path / "w.pt")
     late = nn.Parameter(read_state_dict(tmp_path / "w.pt").tensors["weight"])
     assert isinstance(late, LateTensor)

@@ -113,7 +113,9 @@ def fails(name: str, weights: str | None = None, **options: Any) -> str:
 
 @deprecated
 @pytest.mark.parametrize("make", [scripted, in_training_mode, traced, frozen])
-def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+def test_a_torchscript_archive_has_the_numbers_of_its_model(
+    make: Callable[[nn.Module], Any], tmp_path: Path
+) -> None:
     path = tmp_path / "net.pt"
     make(net()).save(str(path))
     model = classifiers.build(str(path), None, None, trust=True)
@@ -125,7 +127,7 @@ def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path)
 
 
 @deprecated
-def test_a_program_with_a_flipped_bit(tmp_path: Path) -> None:
+def test_a_program_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "net.pt2"
     scripted(net()).save(str(path))
     weights = max((value for value in net().state_dict().values()), key=torch.numel).numpy().tobytes()
@@ -156,7 +158,7 @@ def test_a_program_is_opened_where_it_is_trusted(tmp_path: Path) -> None:
         ({"weight": torch.zeros(1)}, "If it holds tensors, name the model, and give it with --weights"),
     ],
 )
-def test_a_file_that_is_no_program(content: Any, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_program_is_refused(content: Any, words: str, tmp_path: Path) -> None:
     path = tmp_path / "net.pt2"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -188,7 +190,7 @@ def program(path: str) -> tuple[ModelSource, nn.Module]:
     return source, source.build(source.find_weights(None), None)
 
 
-def test_a_program_of_torch_export(programs: dict[str, str]) -> None:
+def test_a_program_of_torch_export_has_the_numbers_of_its_model(programs: dict[str, str]) -> None:
     _, model = program(programs["any"])
     assert torch.equal(model(IMAGES), net()(IMAGES))
     assert not any(module.training for module in model.eval().modules())
@@ -196,7 +198,7 @@ def test_a_program_of_torch_export(programs: dict[str, str]) -> None:
     assert identity(program(programs["some"])[1])[0] != identity(model)[0]
 
 
-def test_a_program_exported_in_training_mode(programs: dict[str, str]) -> None:
+def test_a_program_exported_in_training_mode_is_refused(programs: dict[str, str]) -> None:
     message = fails(programs["training"], None, trust=True)
     assert "was exported in training mode (in it, batch_norm, dropout work" in message
     assert "after model.eval()" in message
@@ -218,7 +220,7 @@ def test_a_program_exported_in_training_mode(programs: dict[str, str]) -> None:
         ("four", 8, 3, "has one of 3. Give --batch-size 4; or export it with a dynamic batch dimension"),
     ],
 )
-def test_batches_of_a_program(
+def test_batches_that_a_program_does_not_take_are_refused(
     programs: dict[str, str], name: str, batch: int, samples: int, words: str | None
 ) -> None:
     source, _ = program(programs[name])
@@ -266,7 +268,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 @deprecated
 @pytest.mark.usefixtures("factories")
-def test_a_dynamically_quantised_model(tmp_path: Path) -> None:
+def test_a_dynamically_quantised_model_is_built_from_its_weights(tmp_path: Path) -> None:
     name, path = "nets_of_sources:quantised_net", tmp_path / "quantised.pt"
     torch.save(quantised(net()).state_dict(), path)
     model = classifiers.build(name, str(path), None)
@@ -361,7 +363,7 @@ HELD: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("with_arguments")
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("held", [*HELD])
-def test_arguments_in_a_checkpoint_that_no_tensor_shows(held: str, trust: bool, tmp_path: Path) -> None:
+def test_arguments_that_no_tensor_shows_are_asked_for(held: str, trust: bool, tmp_path: Path) -> None:
     path, objects = tmp_path / "ck.pt", {"object": Path} if trust else {}
     torch.save({"state_dict": net_of("Net").state_dict(), **HELD[held], **objects}, path)
 
@@ -418,12 +420,12 @@ def test_no_alarm_where_arguments_decide_nothing(tmp_path: Path) -> None:
     ["seed", "mode", "name", "path", "resume", "model"]
     + ["drop_path_rate", "attn_drop", "hidden_dropout_prob", "dropout1", "p_drop", "max_lr", "lr_scheduler"],
 )
-def test_names_of_training(name: str) -> None:
+def test_arguments_of_training_decide_nothing(name: str) -> None:
     assert _OF_TRAINING.fullmatch(name)
 
 
 @pytest.mark.parametrize("name", ["drop_cls_token", "dropkey", "beta_schedule", "num_steps", "temperature"])
-def test_names_that_decide(name: str) -> None:
+def test_other_arguments_decide(name: str) -> None:
     assert not _OF_TRAINING.fullmatch(name)
 
 
@@ -481,7 +483,9 @@ def evaluated():
 """
 
 
-def test_a_train_that_returns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_train_returns_nothing_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then ``eval()`` returns None."""
     with working_module(tmp_path, "merges", MERGES, monkeypatch):
         made = classifiers.create("merges:Low", None)
@@ -499,7 +503,7 @@ def test_a_train_that_returns_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("factory", ["trained", "evaluated"])
-def test_weights_that_eval_merges(
+def test_weights_that_eval_merges_are_those_of_the_file(
     factory: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As loralib's layers: what is merged are the weights of the file, not those that were drawn."""
@@ -515,7 +519,7 @@ def test_weights_that_eval_merges(
 
 
 @pytest.mark.usefixtures("factories")
-def test_arguments_of_a_factory() -> None:
+def test_a_factory_gets_its_arguments_and_wrong_ones_are_named() -> None:
     arguments = classifiers.arguments_of(["widths=[2, 4]", "kind=wide one"])
     assert arguments == {"widths": [2, 4], "kind": "wide one"}
     model: Any = classifiers.create("nets_of_sources:make", 5, arguments)
@@ -530,7 +534,7 @@ def test_arguments_of_a_factory() -> None:
     assert "has no callable 'foo'. It has make, " in fails("nets_of_sources:foo", "random:0")
 
 
-def test_arguments_of_a_torchvision_model() -> None:
+def test_a_torchvision_model_gets_its_arguments() -> None:
     model = classifiers.create("squeezenet1_1", 2, {"dropout": 0.25})
     assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.25]
     assert "cannot be made with --model-arg depth" in fails(
@@ -549,7 +553,7 @@ def test_arguments_of_a_torchvision_model() -> None:
         (["a=1", "a=2"], "--model-arg a is given twice"),
     ],
 )
-def test_malformed_arguments(words: list[str], message: str) -> None:
+def test_malformed_arguments_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         classifiers.arguments_of(words)
 
@@ -559,7 +563,7 @@ def test_malformed_arguments(words: list[str], message: str) -> None:
 TIMM = "timm:test_resnet.r160_in1k"
 
 
-def test_a_model_of_timm() -> None:
+def test_a_model_of_timm_has_its_classes_and_preprocessing() -> None:
     first, again, other = (classifiers.build(TIMM, f"random:{seed}", CLASSES) for seed in (1, 1, 2))
     assert identity(first) == identity(again) != identity(other)
     assert not first.training
@@ -584,7 +588,7 @@ def test_a_model_of_timm() -> None:
         ("timm:gcvit_tiny.in1k", "DEFAULT", ["for timm:gcvit_tiny.in1k on the hub (url: https://"]),
     ],
 )
-def test_what_timm_has_not(name: str, weights: str, words: list[str]) -> None:
+def test_what_timm_has_not_is_refused(name: str, weights: str, words: list[str]) -> None:
     message = fails(name, weights)
     for word in words:
         assert word in message
@@ -599,7 +603,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def test_published_weights_of_timm(hub: Path) -> None:
+def test_published_weights_of_timm_are_read_from_the_cache(hub: Path) -> None:
     from safetensors.torch import save_file
 
     message = fails(TIMM, "DEFAULT")
@@ -658,7 +662,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_classifier_of_transformers(vit: Path, tmp_path: Path) -> None:
+def test_a_classifier_of_transformers_is_read_from_its_folder(vit: Path, tmp_path: Path) -> None:
     assert len(list(vit.glob("model-*.safetensors"))) > 1
     source = classifiers.source_of(f"hf:{vit}")
     model: Any = source.build(source.find_weights(None), CLASSES)
@@ -684,7 +688,7 @@ def test_a_classifier_of_transformers(vit: Path, tmp_path: Path) -> None:
     assert (known.names, known.wnids) == (("cat", "dog", "ant"), ())
 
 
-def test_classes_of_imagenet_by_the_names_of_their_lists(tmp_path: Path) -> None:
+def test_classes_of_imagenet_are_known_by_the_names_of_their_list(tmp_path: Path) -> None:
     from dualeval.models import published
 
     names = [f"{name}, and more" for name in published.imagenet_classes().names]
@@ -698,7 +702,7 @@ def test_classes_of_imagenet_by_the_names_of_their_lists(tmp_path: Path) -> None
     assert source.known_classes(WeightsSource(text="")) is None
 
 
-def test_folders_that_are_none(vit: Path, tmp_path: Path) -> None:
+def test_folders_that_hold_no_classifier_are_refused(vit: Path, tmp_path: Path) -> None:
     import transformers
 
     assert "nowhere does not exist" in fails("hf:nowhere")
@@ -718,7 +722,9 @@ def test_folders_that_are_none(vit: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "library"), [("timm:resnet18", "timm"), ("hf:vit", "transformers")])
-def test_a_library_that_is_not_installed(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_named(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == library else find(asked))
     extra = {"transformers": "hf"}.get(library, library)
@@ -754,7 +760,7 @@ def test_folders_are_known_by_the_names_of_a_model_beside_a_job_file(
     assert (one.metrics_digest, one.fingerprint) == (two.metrics_digest, two.fingerprint)
 
 
-def test_a_program_whose_last_batch_does_not_fit(programs: dict[str, str], pictures: Path) -> None:
+def test_a_program_whose_last_batch_does_not_fit_is_refused(programs: dict[str, str], pictures: Path) -> None:
     given: dict[str, Any] = {"model": programs["four"], "trust_checkpoint": True}
     task = ImageClassification(**given, data=pictures, preprocessing="imagenet", resize=SIZE, crop=SIZE)
     with pytest.raises(UsageError, match="Give --batch-size 4 and --limit 8"):
@@ -772,7 +778,7 @@ def test_arguments_are_part_of_the_identity(pictures: Path) -> None:
     assert fingerprint("dropout=0.25") != fingerprint("dropout=0.5") != fingerprint()
 
 
-def test_paths_in_a_job_file(tmp_path: Path) -> None:
+def test_paths_of_models_count_from_the_job_file(tmp_path: Path) -> None:
     assert model_beside("hf:vit", tmp_path) == f"hf:{tmp_path / 'vit'}"
     assert model_beside("net.pt2", tmp_path) == str(tmp_path / "net.pt2")
     names = ["resnet18", "timm:a.b", "a.b:c"]
@@ -782,7 +788,7 @@ def test_paths_in_a_job_file(tmp_path: Path) -> None:
 # -- a module and a folder, from Python ----------------------------------------------------------------
 
 
-def test_a_module_and_a_folder(pictures: Path, tmp_path: Path) -> None:
+def test_a_module_and_a_folder_have_the_digest_of_the_named_model(pictures: Path, tmp_path: Path) -> None:
     size_of: dict[str, Any] = {"preprocessing": "imagenet", "resize": SIZE, "crop": SIZE}
     job = ImageClassification(
         model="torchvision.models:resnet18", weights="random:0", data=pictures, **size_of
@@ -825,7 +831,7 @@ def test_a_module_and_a_folder(pictures: Path, tmp_path: Path) -> None:
         ({"download": True}, "download"),
     ],
 )
-def test_what_a_module_and_a_folder_cannot_have(
+def test_options_that_a_module_cannot_have_are_refused(
     options: dict[str, Any], message: str, pictures: Path
 ) -> None:
     with pytest.raises((UsageError, TypeError), match=message):

@@ -120,7 +120,7 @@ def test_a_prefix_that_not_all_names_have_stays(tmp_path: Path, state: dict[str,
     assert "The names that begin with 'module.' are those of the model: --weights-prefix module." in message
 
 
-def test_a_layout_that_a_module_converts_behind_a_prefix(tmp_path: Path) -> None:
+def test_a_module_converts_its_older_layout_behind_a_prefix(tmp_path: Path) -> None:
     old: OrderedDict[str, Tensor] = OrderedDict({"module.kernel": torch.ones(2)})
     old._metadata = OrderedDict({"": {"version": 1}, "module": {"version": 1}})  # type: ignore[attr-defined]
     model = Renamed()
@@ -143,7 +143,7 @@ def inside(state: dict[str, Tensor], wrapper: str, *, of: str = "1.", before: st
         *(("module", "model."), ("_orig_mod.module", ""), ("_fsdp_wrapped_module", "model.")),
     ],
 )
-def test_a_wrapped_part_of_a_model(
+def test_the_wrapper_of_a_part_of_a_model_is_removed(
     tmp_path: Path, state: dict[str, Tensor], wrapper: str, before: str
 ) -> None:
     """The versions of its modules as well: without them a batch norm may count anew."""
@@ -264,7 +264,7 @@ def test_only_names_with_the_prefix_are_taken(
     assert f"prefix {inner!r} removed, 2 left out: " in note
 
 
-def test_a_prefix_without_a_dot(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_prefix_without_a_dot_is_removed(tmp_path: Path, state: dict[str, Tensor]) -> None:
     found = saved(tmp_path / "w.pt", {f"ema_{name}": tensor for name, tensor in state.items()})
     model = small()
     assert load(model, found, "ema_").prefix == "ema_"
@@ -278,7 +278,7 @@ def test_no_prefix_at_all_may_be_asked_for(tmp_path: Path, state: dict[str, Tens
 
 
 @pytest.mark.parametrize("prefix", ["modul", "teacher.", "module.0.weight", "0."])
-def test_a_prefix_that_no_name_has(tmp_path: Path, state: dict[str, Tensor], prefix: str) -> None:
+def test_a_prefix_that_no_name_has_is_refused(tmp_path: Path, state: dict[str, Tensor], prefix: str) -> None:
     found = saved(tmp_path / "w.pt", {f"module.{name}": tensor for name, tensor in state.items()})
     message = refused(small(), found, prefix)
     if prefix == "modul":

@@ -58,13 +58,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", FEW, ids=lambda path: path.stem)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_timm(path: Path, config: dict[str, Any]) -> None:
+def test_preprocessing_of_timm_has_its_bits(path: Path, config: dict[str, Any]) -> None:
     whole = timm_data.resolve_data_config(pretrained_cfg=config, args={"chans": 3} if not config else {})
     wanted = timm_models.preprocessing_of(whole, "timm:any")
     assert torch.equal(ours(path, wanted), timm_data.create_transform(**whole)(picture(path)))
 
 
-def test_an_interpolation_that_only_timm_has() -> None:
+def test_an_interpolation_that_only_timm_has_is_refused() -> None:
     config = timm_data.resolve_data_config(pretrained_cfg={"interpolation": "random"})
     with pytest.raises(UsageError, match="interpolation 'random'"):
         timm_models.preprocessing_of(config, "timm:any")
@@ -98,7 +98,9 @@ def processor(folder: Path, name: str, values: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("path", FEW, ids=lambda path: path.stem)
 @pytest.mark.parametrize(("name", "values"), PROCESSORS.values(), ids=PROCESSORS)
-def test_transformers(path: Path, name: str, values: dict[str, Any], tmp_path: Path) -> None:
+def test_preprocessing_of_transformers_has_its_bits(
+    path: Path, name: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     library = processor(tmp_path, name, values)
     assert "Pil" in type(library).__name__
     own = np.asarray(library(picture(path))["pixel_values"][0])
@@ -121,7 +123,7 @@ def test_transformers(path: Path, name: str, values: dict[str, Any], tmp_path: P
         ("ConvNextImageProcessor", {"do_center_crop": True, "crop_size": 8}, ["cuts out twice"]),
     ],
 )
-def test_what_dualeval_does_not_do(
+def test_steps_that_dualeval_does_not_do_are_refused(
     name: str, values: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     processor(tmp_path, name, values)
@@ -149,7 +151,7 @@ def test_steps_that_are_not_used_leave_an_identity_as_it_was() -> None:
     }
 
 
-def test_steps_in_words() -> None:
+def test_steps_are_said_in_words() -> None:
     assert str(Preprocessing(resize_mode="squash", resize=224)) == (
         "exactly 224 x 224 bilinear, crop 224, ImageNet mean and std"
     )

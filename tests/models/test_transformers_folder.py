@@ -56,7 +56,7 @@ def test_files_beside_the_weights_of_a_plain_folder_are_named(folder: Path, tmp_
     assert model.notes() == [f"weights: not read in {tmp_path}: ema.pt"]
 
 
-def test_a_folder_with_more_layers_than_its_configuration_says(folder: Path) -> None:
+def test_a_folder_with_more_layers_than_its_configuration_is_refused(folder: Path) -> None:
     change(folder / "config.json", num_hidden_layers=1)
     for build in (TextModel.build, late):
         with pytest.raises(

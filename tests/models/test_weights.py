@@ -43,7 +43,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.bin", "w"])
 @pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
-def test_reads_what_torch_saved(
+def test_files_that_torch_saved_are_read(
     tmp_path: Path, state: dict[str, Tensor], name: str, zip_format: bool
 ) -> None:
     torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zip_format)
@@ -65,7 +65,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, state: dict[str, T
         assert "\n" not in str(caught.value)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.pt", tmp_path / "none.safetensors"):
         with pytest.raises(UsageError, match=r"does not exist.*--weights PATH"):
             read_state_dict(path)
@@ -247,7 +247,7 @@ def test_an_extra_state_is_handed_on(tmp_path: Path, scale: Any, key: str) -> No
         ("unknown", "do not fit the model Scaled: 'unknown'"),
     ],
 )
-def test_an_extra_state_that_cannot_be_read(tmp_path: Path, scale: Any, said: str) -> None:
+def test_an_extra_state_that_cannot_be_read_is_named(tmp_path: Path, scale: Any, said: str) -> None:
     torch.save(Scaled(scale).state_dict(), tmp_path / "w.pt")
     found = checkpoint.read_state_dict(tmp_path / "w.pt")
     with pytest.raises(UsageError) as caught:

@@ -58,7 +58,7 @@ def test_no_file_and_no_flags_is_the_embedded_job() -> None:
     assert (job.batch_size, job.limit, job.precision, job.on_error) == (64, None, "fp32", "stop")
 
 
-def test_every_key_of_a_file(tmp_path: Path) -> None:
+def test_every_key_of_a_file_is_an_option(tmp_path: Path) -> None:
     assert Job.read(write(tmp_path, FILE), {}) == Job.of(
         model="resnet18",
         weights=str(tmp_path / "ckpt/best.pt"),
@@ -81,7 +81,7 @@ def test_every_key_of_a_file(tmp_path: Path) -> None:
     )
 
 
-def test_flags_win(tmp_path: Path) -> None:
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
     own = {"model": "resnet50", "weights": "other.pt", "data": Path("here"), "mean": (0.1, 0.2, 0.3)}
     common = {"metric": ("top1",), "batch_size": 8, "workers": 2, "on_error": "stop"}
     job = Job.read(write(tmp_path, FILE), {**own, **common})
@@ -117,7 +117,7 @@ def test_words_for_weights_are_no_paths(tmp_path: Path, weights: str) -> None:
 
 
 @pytest.mark.parametrize("weights", ["DEFAULTS/w.pt", "./DEFAULT", "IMAGENET1K_V1.pt", "my_Weights.pt"])
-def test_a_path_that_begins_like_a_word(tmp_path: Path, weights: str) -> None:
+def test_a_path_that_begins_like_a_word_is_a_path(tmp_path: Path, weights: str) -> None:
     job = Job.read(write(tmp_path, f'weights = "{weights}"\n'), {})
     assert job.options.weights == str(tmp_path / weights)
 
@@ -167,7 +167,7 @@ WRONG_FLAGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("flags", "says"), WRONG_FLAGS)
-def test_wrong_flags(flags: dict[str, Any], says: str) -> None:
+def test_wrong_flags_are_refused(flags: dict[str, Any], says: str) -> None:
     assert re.search(says, fails(None, **flags))
 
 
@@ -198,13 +198,13 @@ WRONG_FILES: list[tuple[str | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("text", "says"), WRONG_FILES)
-def test_wrong_files(tmp_path: Path, text: str | bytes, says: str) -> None:
+def test_wrong_files_are_refused(tmp_path: Path, text: str | bytes, says: str) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(text if isinstance(text, bytes) else f"{text}\n".encode())
     assert re.search(f"(?s){says}", fails(path))
 
 
-def test_least_numbers(tmp_path: Path) -> None:
+def test_least_numbers_are_taken(tmp_path: Path) -> None:
     """Also where a flag of 0 stands against the file."""
     for name in ("batch_size", "limit", "num_classes", "resize", "crop"):
         assert Job.read(None, {name: 1}).to_json()[name] == 1
@@ -213,7 +213,7 @@ def test_least_numbers(tmp_path: Path) -> None:
     assert "--limit 0" in fails(path, limit=0)
 
 
-def test_missing_files(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     assert "none.toml cannot be read: No such file" in fails(tmp_path / "none.toml")
     assert "cannot be read: Is a directory" in fails(tmp_path)
 

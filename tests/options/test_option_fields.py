@@ -47,7 +47,7 @@ class Options:
 FIELDS = {each.name: each for each in fields_of(Options)}
 
 
-def test_what_a_field_says() -> None:
+def test_a_field_has_its_flag_default_group_and_help() -> None:
     folder, count, words = FIELDS["folder"], FIELDS["count"], FIELDS["words"]
     assert (folder.flag, folder.is_required, folder.help, folder.metavar) == (
         *("--folder", True),
@@ -77,7 +77,7 @@ TEXTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts(name: str) -> None:
+def test_texts_become_values_of_the_fields_type(name: str) -> None:
     for text, value in TEXTS[name].items():
         parsed = FIELDS[name].parse(text, "-T x")
         assert parsed == value
@@ -97,7 +97,7 @@ def test_texts(name: str) -> None:
         ("step", "z", "expected one of x, y"),
     ],
 )
-def test_texts_that_stand_for_nothing(name: str, text: str, message: str) -> None:
+def test_texts_that_stand_for_no_value_are_refused(name: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         FIELDS[name].parse(text, f"-T {name}")
 
@@ -182,7 +182,7 @@ def test_arguments_are_options() -> None:
         options.rate = 3
 
 
-def test_an_annotation_that_only_a_type_checker_sees() -> None:
+def test_an_argument_of_an_unseen_type_cannot_be_set() -> None:
     def make(good: int = 1, strange: Unseen = None) -> None:  # type: ignore[name-defined]  # noqa: F821
         pass
 
@@ -262,7 +262,7 @@ def test_the_options_that_a_session_has_are_taken() -> None:
     check_session_options({"heartbeat_timeout": 5, "stop_signals": ["SIGTERM"], "stop": lambda: False})
 
 
-def test_a_value_that_stays(tmp_path: Path) -> None:
+def test_options_cannot_be_changed(tmp_path: Path) -> None:
     options = RunOptions(out=str(tmp_path))
     assert options.path == tmp_path
     assert RunOptions(out=NEW_FOLDER).path is RunOptions().path is None

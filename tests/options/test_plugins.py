@@ -143,7 +143,7 @@ def refused(task: str, **options: object) -> str:
 
 
 @pytest.mark.parametrize("name", ["Mine", "WithOptions", "Annotated", "made"])
-def test_a_task_of_a_file(mine: str, name: str) -> None:
+def test_a_task_of_a_file_gets_its_options(mine: str, name: str) -> None:
     job = Job.read(None, {"task": f"{mine}:{name}"}, {"threshold": "0.5"})
     task = job.make_task()
     assert task.threshold == 0.5  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def test_a_task_of_a_file(mine: str, name: str) -> None:
     assert job.to_json()["threshold"] == 0.5
 
 
-def test_a_task_of_a_module_and_one_that_is_ready(mine: str) -> None:
+def test_a_task_of_a_module_and_one_that_is_ready_are_found(mine: str) -> None:
     task: Any = Job.of(f"tasks.{NAME}:Mine", threshold=1.0).make_task()
     assert type(task).__module__ == f"tasks.{NAME}"
     kind = task_kind(f"{mine}:ready")
@@ -173,7 +173,7 @@ def test_paths_of_a_job_file_count_from_it(mine: str, here: Path, monkeypatch: p
     assert job.make_task().threshold == 1.0  # type: ignore[attr-defined]
 
 
-def test_options_that_are_wrong(mine: str) -> None:
+def test_wrong_options_of_a_task_are_refused(mine: str) -> None:
     task = f"{mine}:Mine"
 
     def said(text: str, **flags: object) -> str:
@@ -201,7 +201,7 @@ def test_options_that_are_wrong(mine: str) -> None:
         ("Clash", ["its option limit is a str, but --limit is an option of every run"]),
     ],
 )
-def test_what_is_no_task(mine: str, name: str, words: list[str]) -> None:
+def test_what_is_no_task_is_refused(mine: str, name: str, words: list[str]) -> None:
     message = refused(f"{mine}:{name}")
     for word in words:
         assert word in message
@@ -227,14 +227,16 @@ except RuntimeError as e:
         ("import no_library\n", "{}:Mine", f"module {NAME} cannot be imported: .*'no_library'"),
     ],
 )
-def test_a_file_that_cannot_be_imported(here: Path, text: str, task: str, says: str) -> None:
+def test_a_file_that_cannot_be_imported_is_named_with_the_reason(
+    here: Path, text: str, task: str, says: str
+) -> None:
     (here / f"{NAME}.py").write_text(text)
     with pytest.raises(LibraryError, match=says):
         task_kind(task.format(NAME))
     assert NAME not in sys.modules
 
 
-def test_the_lines_of_a_file_that_cannot_be_imported(here: Path) -> None:
+def test_a_failed_import_shows_the_lines_of_its_own_file_alone(here: Path) -> None:
     file = here / f"{NAME}.py"
     file.write_text("def f():\n    return nothing_here\n\nx = f()\n")
     with pytest.raises(LibraryError) as caught:
@@ -257,13 +259,13 @@ def test_the_lines_of_a_file_that_cannot_be_imported(here: Path) -> None:
         ("json.py:Mine", "would hide the module 'json'"),
     ],
 )
-def test_names_that_lead_nowhere(here: Path, task: str, message: str) -> None:
+def test_names_that_lead_nowhere_are_refused(here: Path, task: str, message: str) -> None:
     (here / "json.py").write_text("")
     with pytest.raises(UsageError, match=message):
         task_kind(task)
 
 
-def test_the_page_s_own_examples(here: Path) -> None:
+def test_the_pages_own_examples_run(here: Path) -> None:
     page = (ROOT / "docs/command-line.md").read_text("utf-8")
     function, written = (part.partition("```")[0] for part in page.split("```python\n")[1:])
     (here / f"{NAME}.py").write_text(function + written.replace("def __init__(self, options): ...", "pass"))
@@ -311,7 +313,7 @@ def package(here: Path) -> Path:
     return site
 
 
-def test_a_task_of_a_package(package: Path) -> None:
+def test_a_task_of_a_package_is_found_by_its_name(package: Path) -> None:
     job = Job.of("even-numbers", threshold=0.5)
     assert job.kind.origin == "package dualeval-test-plugin 1.2"
     assert type(job.make_task()).__name__ == "Mine"
@@ -348,7 +350,7 @@ def test_lists_name_what_is_broken_and_go_on(package: Path) -> None:
     assert "  cracked    cannot be imported" in done.stdout
 
 
-def test_metrics_by_name(package: Path) -> None:
+def test_metrics_are_found_by_name(package: Path) -> None:
     own = [classification_metric(name, 3) for name in ("loss", "top1")]
     assert chosen_metrics((), own) == own
     assert chosen_metrics(("top1",), own) == [own[1]]
@@ -379,7 +381,7 @@ def test_a_column_of_predictions_may_hold_scores() -> None:
         chosen_metrics((scores,), [], ["prediction", "target", "rank"])
 
 
-def test_which_metrics_the_task_chooses_itself(package: Path, mine: str) -> None:
+def test_a_built_in_task_chooses_its_own_metrics(package: Path, mine: str) -> None:
     built_in = Job.of(metric=("top1", "rightness", "torchmetrics:X()"))
     assert built_in.options.metric == ("top1",)
     assert built_in.metric_of_run == built_in.metric

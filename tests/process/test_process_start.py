@@ -63,7 +63,7 @@ def signalled(
         ),
     ],
 )
-def test_a_signal_before_anything_has_begun(
+def test_a_signal_before_anything_has_begun_exits_75(
     launch: Launch, tmp_path: Path, module: str, number: signal.Signals
 ) -> None:
     code, said = signalled(launch, [*RUN, "--out", "out"], number, module, 1, tmp_path)
@@ -72,7 +72,7 @@ def test_a_signal_before_anything_has_begun(
     assert "Traceback" not in said
 
 
-def test_a_signal_before_python_runs_our_code(launch: Launch, tmp_path: Path) -> None:
+def test_a_signal_before_python_runs_our_code_leaves_no_traceback(launch: Launch, tmp_path: Path) -> None:
     code, said = signalled(launch, RUN, TERM, "encodings", 1, tmp_path)
     assert (code, said) in [(-TERM, ""), (75, "dualeval: stopped by SIGTERM. Nothing was started.\n")]
 
@@ -89,7 +89,7 @@ def test_a_signal_before_python_runs_our_code(launch: Launch, tmp_path: Path) ->
         pytest.param("dualeval.cli", 2, INT, marks=pytest.mark.long),
     ],
 )
-def test_a_signal_to_the_parent_of_ranks(
+def test_an_early_signal_to_the_parent_of_ranks_exits_75(
     launch: Launch, tmp_path: Path, module: str, times: int, number: signal.Signals
 ) -> None:
     code, said = signalled(launch, [*RUN, "--nproc", "2", "--out", "out"], number, module, times, tmp_path)
@@ -120,7 +120,7 @@ def test_other_commands_end_as_ever(
     assert (found, heard.lstrip("\n")) == (code, said)
 
 
-def test_one_rank_says_it_for_all() -> None:
+def test_one_rank_prints_for_all() -> None:
     assert may_print({}) and may_print({"RANK": "0"})
     assert not may_print({"RANK": "0", "SLURM_PROCID": "3"})
     for launcher in LAUNCHERS.values():
@@ -148,7 +148,7 @@ def in_shell(launch: Launch, command: list[str], redirected: str, cwd: Path) -> 
         pytest.param("| sleep 0", ["--json"], "Broken pipe", marks=pytest.mark.long),
     ],
 )
-def test_a_finished_run_has_succeeded(
+def test_a_finished_run_exits_0_whatever_became_of_its_streams(
     launch: Launch, tmp_path: Path, redirected: str, words: list[str], why: str | None
 ) -> None:
     """Whatever has become of its standard streams: the result is in the folder."""
@@ -177,7 +177,7 @@ def test_what_is_only_printed_has_to_be_printed(
     assert (done.returncode, done.stderr) == (code, said)
 
 
-def test_a_standstill_with_standard_error_closed(launch: Launch, tmp_path: Path) -> None:
+def test_a_standstill_is_noticed_with_standard_error_closed(launch: Launch, tmp_path: Path) -> None:
     """A rank that stands still is noticed all the same."""
     model = [
         "--model",

@@ -102,7 +102,7 @@ assert state() == before
         pytest.param(WHAT_IS_NOT_ITS_OWN, id="what-is-not-its-own"),
     ],
 )
-def test_in_a_script(launch: Launch, tmp_path: Path, script: str) -> None:
+def test_a_script_takes_signals_and_gives_them_back(launch: Launch, tmp_path: Path, script: str) -> None:
     # Whoever started the tests may ignore some signals, and what they start would inherit that.
     command: list[str | Path] = [
         *("env", "--default-signal", sys.executable, "-c", BEGIN + script, tmp_path / "file")

@@ -158,7 +158,7 @@ def test_ctrl_c_says_that_nothing_was_begun(folder: Path, more: list[str]) -> No
     assert not (folder / "runs").exists()
 
 
-def test_a_refusal_stands_alone(folder: Path) -> None:
+def test_a_refusal_leaves_no_status_line(folder: Path) -> None:
     (folder / "waiting.py").write_text("import torch\n\ndef net():\n    raise ValueError('no such model')\n")
     with Terminal(RUN, folder) as terminal:
         assert terminal.end() == 1
@@ -218,7 +218,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drawn]:
     os.close(ours)
 
 
-def test_it_is_drawn_anew_where_something_else_is_done(drawn: Drawn) -> None:
+def test_the_line_is_drawn_anew_where_something_else_is_done(drawn: Drawn) -> None:
     line = drawn.begin(speaks=True)
     assert drawn.written() == "|dualeval: starting"
     assert line.show("listing the files of a\x1b[2Jb") == "starting"
@@ -235,7 +235,7 @@ def test_it_is_drawn_anew_where_something_else_is_done(drawn: Drawn) -> None:
     assert drawn.written() == ""
 
 
-def test_other_ranks_erase_it_and_draw_nothing(drawn: Drawn) -> None:
+def test_other_ranks_erase_the_line_and_draw_nothing(drawn: Drawn) -> None:
     line = drawn.begin(speaks=False)
     assert drawn.written() == ""
     line.before_output(b"half a line")
@@ -314,7 +314,7 @@ def test_what_takes_long_is_a_line_of_its_own_once(heard: Heard) -> None:
     assert LINE.name is None
 
 
-def test_whoever_takes_the_notes_reads_none(heard: Heard) -> None:
+def test_a_caller_that_takes_the_notes_reads_no_lines(heard: Heard) -> None:
     notes: list[str] = []
 
     def net() -> torch.nn.Module:

@@ -49,7 +49,7 @@ NAN = float("nan")
         pytest.param({}, [None, NAN, 0.1], "-s-", 2, id="stops where nothing was ever finite"),
     ],
 )
-def test_when_it_stops(
+def test_training_stops_after_patience_without_an_improvement(
     measured: Result, options: dict[str, Any], values: list[Any], decisions: str, best_epoch: int
 ) -> None:
     stopping = EarlyStopping(**{"metric": "top1", "patience": 2, **options})
@@ -62,7 +62,7 @@ def test_when_it_stops(
     assert stopping.best is results[best_epoch]
 
 
-def test_a_direction_where_the_metric_has_none(measured: Result) -> None:
+def test_a_metric_without_a_direction_needs_one(measured: Result) -> None:
     undirected = dataclasses.replace(of(measured, 1.0), directions={})
     with pytest.raises(
         UsageError, match=r"whether higher or lower is better for 'top1': pass .*direction='hi"
@@ -75,7 +75,7 @@ def test_a_direction_where_the_metric_has_none(measured: Result) -> None:
         EarlyStopping("top1", 1, direction="lower").update(measured)
 
 
-def test_what_a_result_lacks(measured: Result) -> None:
+def test_a_result_without_the_metric_is_refused_and_not_counted(measured: Result) -> None:
     stopping = EarlyStopping("top_1", 1)
     with pytest.raises(UsageError, match=r"no metric 'top_1': it has loss, top1, .* Did you mean top1\?"):
         stopping.update(measured)
@@ -98,7 +98,7 @@ def test_what_a_result_lacks(measured: Result) -> None:
         ({"backend": "torch"}, "backend 'torch': expected a Backend, such as session.backend"),
     ],
 )
-def test_wrong_options(options: dict[str, Any], said: str) -> None:
+def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         EarlyStopping(**{"metric": "top1", "patience": 1, **options})
 
@@ -125,7 +125,7 @@ def test_a_resumed_training_decides_as_one_that_was_not_stopped(measured: Result
     assert not longer.should_stop
 
 
-def test_a_state_that_is_none(measured: Result) -> None:
+def test_a_state_that_is_none_is_refused(measured: Result) -> None:
     stopping = EarlyStopping("top1", 1)
     with pytest.raises(UsageError, match=r"belongs to EarlyStopping\('loss', ...\)"):
         stopping.load_state_dict(EarlyStopping("loss", 1).state_dict())

@@ -171,7 +171,7 @@ def of_two_ranks(fashion: Path, tmp_path_factory: pytest.TempPathFactory, launch
     return out
 
 
-def test_torchrun(of_two_ranks: Path, fashion: Path) -> None:
+def test_two_ranks_of_torchrun_log_the_digests_of_dualeval_run(of_two_ranks: Path, fashion: Path) -> None:
     assert sorted(path.name for path in of_two_ranks.iterdir()) == FILES
     run, log = read(of_two_ranks / "run.json"), log_of(of_two_ranks)
     expected = {"world_size": 2, "backend": "torch", "launcher": "torchrun", "batch_size": 16}
@@ -243,7 +243,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
         ("bf16", "amp-bf16"),
     ],
 )
-def test_the_bits_of_each_precision(
+def test_evaluations_change_no_bit_of_a_training_in_each_precision(
     example: Any, fashion: Path, tmp_path: Path, precision: str, evaluation: str
 ) -> None:
     options = ["--precision", precision]
@@ -285,7 +285,9 @@ def test_a_resume_has_the_bits_of_a_run_without_a_break(
     assert elapsed[1] > elapsed[0]
 
 
-def test_a_tree_of_classes_and_a_model_of_torchvision(example: Any, pictures: Path, tmp_path: Path) -> None:
+def test_a_tree_of_classes_and_a_torchvision_model_have_the_digest(
+    example: Any, pictures: Path, tmp_path: Path
+) -> None:
     options = ["--model", "squeezenet1_1", "--size", "32", "--resize", "36", "--batch-size", "4"]
     run = trained(example, pictures, tmp_path / "run", *options, "--epochs", "1", "--limit-train", "9")
     [entry] = log_of(run)

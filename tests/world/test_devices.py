@@ -51,7 +51,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         *((wanted, r".* are not supported: type --device cpu") for wanted in ("mps", "mps:0", "xpu:1")),
     ],
 )
-def test_no_device(wanted: Any, hint: str) -> None:
+def test_what_is_no_device_is_refused(wanted: Any, hint: str) -> None:
     with pytest.raises(UsageError, match=f"is not a device: expected cpu, cuda{hint}"):
         connect(None, ALONE, wanted)
 
@@ -69,7 +69,7 @@ def test_the_cpu_where_no_gpu_is_seen(works: list[torch.device]) -> None:
     ("wanted", "index"),
     [(None, 0), ("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), (torch.device("cuda", 1), 1)],
 )
-def test_devices_with_gpus(
+def test_the_device_asked_for_is_taken_and_the_first_gpu_by_default(
     wanted: str | torch.device | None, index: int | None, works: list[torch.device]
 ) -> None:
     expected = torch.device("cpu") if index is None else torch.device("cuda", index)
@@ -78,7 +78,7 @@ def test_devices_with_gpus(
     assert works == ([] if index is None else [expected])
 
 
-def test_a_promise_that_is_not_kept(works: list[torch.device]) -> None:
+def test_a_promised_gpu_that_is_not_seen_is_an_error(works: list[torch.device]) -> None:
     promised = replace(ALONE, promised_gpus="SLURM_GPUS_ON_NODE=4")
     with pytest.raises(UsageError, match=r"although SLURM_GPUS_ON_NODE=4 promises one on .* --device cpu"):
         connect(None, promised)
@@ -88,7 +88,7 @@ def test_a_promise_that_is_not_kept(works: list[torch.device]) -> None:
         assert backend.device == torch.device("cuda", 0)
 
 
-def test_why_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_reason_why_no_gpu_is_seen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
 
@@ -105,7 +105,7 @@ def test_why_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_gpu_that_is_seen_and_does_not_work() -> None:
+def test_a_gpu_that_is_seen_and_does_not_work_is_named() -> None:
     """This torch has no CUDA, so that a played GPU breaks when it is used."""
     with (
         played_gpus("A"),
@@ -216,7 +216,7 @@ def test_ranks_with_different_options_are_told(works: list[torch.device]) -> Non
         take_device(_Several([{"asked": asked, "sight": sight}]))
 
 
-def test_before_ranks_are_started(works: list[torch.device]) -> None:
+def test_a_device_is_chosen_before_ranks_are_started(works: list[torch.device]) -> None:
     with played_gpus("AB"):
         assert device_here(None, 2, ALONE) == torch.device("cuda", 1)
         assert device_here(None, 5, ALONE, allow_shared_gpu=True) == torch.device("cuda", 0)

@@ -100,7 +100,7 @@ def test_who_comes_first_waits(port: int) -> None:
 @pytest.mark.parametrize(
     "answer", [None, b"", b"SSH-2.0-OpenSSH\r\n", b'{"run": "c.2.0", "payload": 1}', b"[1]"]
 )
-def test_the_next_port_where_another_program_has_it(
+def test_a_meeting_takes_the_next_port_where_another_program_has_it(
     port: int, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(at_address, "_ANSWER_S", 0.2)
@@ -108,14 +108,14 @@ def test_the_next_port_where_another_program_has_it(
         assert come(LOOPBACK, port, "c.1.0") == WORDS
 
 
-def test_found_on_a_later_port_after_the_other_program_has_left(port: int) -> None:
+def test_a_meeting_is_found_on_a_later_port_when_the_first_is_free(port: int) -> None:
     with contextlib.ExitStack() as held:
         with other_program(port, b""):
             held.enter_context(meeting(port, "c.1.0", WORDS))
         assert come(LOOPBACK, port, "c.1.0") == WORDS
 
 
-def test_two_meetings_of_one_run(port: int) -> None:
+def test_two_meetings_of_one_run_are_told_apart(port: int) -> None:
     with meeting(port, "c.1.0", "first", "the doctor"), meeting(port, "c.1.0", "second", "torch"):
         assert come_to_meeting(LOOPBACK, port, "c.1.0", OTHER, "torch") == "second"
         assert come_to_meeting(LOOPBACK, port, "c.1.0", OTHER, "the doctor") == "first"
@@ -145,7 +145,7 @@ def test_no_free_port_is_an_error(port: int, monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
-def test_a_meeting_that_never_is(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meeting_that_never_is_ends_with_an_error(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host answers, so it is only late, for as long as ranks may be."""
     monkeypatch.setattr(at_address, "_UNREACHABLE_S", 0.0)
     monkeypatch.setattr(at_address, "LATE_S", 0.0)
@@ -164,7 +164,7 @@ def test_a_name_that_leads_nowhere_is_an_error_at_once(port: int) -> None:
 
 
 @pytest.mark.skipif(not network._ipv6_addresses(every=True), reason="this kernel has no IPv6")
-def test_both_families(port: int) -> None:
+def test_ranks_meet_over_ipv4_and_ipv6(port: int) -> None:
     assert own_address_towards("::1") == "::1"
     assert interface_of("::1") == interface_of("0:0:0:0:0:0:0:1") == interface_towards("::1") == "lo"
     assert interface_of("2001:db8::1") is None
@@ -177,7 +177,9 @@ def test_both_families(port: int) -> None:
     assert at("n1", 7) == "n1:7"
 
 
-def test_offered_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_master_and_permanent_addresses_are_offered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     table = tmp_path / "if_inet6"
     table.write_text(
         "00000000000000000000000000000001 01 80 10 80       lo\n"
@@ -345,7 +347,7 @@ def test_horovod_over_ipv6_is_refused() -> None:
             horovod._require_ipv4(host, 3)
 
 
-def test_what_tells_nccl_its_network() -> None:
+def test_nccl_is_told_its_network_by_a_variable() -> None:
     assert rendezvous.nccl_variables("ib0") == {"NCCL_SOCKET_IFNAME": "=ib0"}
     assert rendezvous.nccl_variables(None) == {}
 

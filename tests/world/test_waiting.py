@@ -37,7 +37,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECOND_WORD_S", 2 * SOON_S)
 
 
-def test_when_a_wait_speaks() -> None:
+def test_a_wait_speaks_after_10_s_and_at_doubled_times() -> None:
     assert list(itertools.islice(module._times(), 5)) == [10, 60, 120, 240, 480]
 
 
@@ -49,7 +49,7 @@ def test_a_short_wait_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert "dualeval-waiting" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_what_a_long_wait_says(soon: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_wait_says_what_is_known_each_time(soon: None, capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = iter(["", "ranks 4 to 7 have not come", "rank 7 has not come"])
     fourth = threading.Event()
 
@@ -98,7 +98,7 @@ def standard_error_in_a_pipe() -> Iterator[int]:
             os.close(number)
 
 
-def test_a_wait_that_keeps_pythons_lock(soon: None) -> None:
+def test_a_wait_that_keeps_pythons_lock_speaks_too(soon: None) -> None:
     """As MPI_Init does in mpi4py: no thread of the process can speak."""
     library = ctypes.PyDLL(None)  # calls of it keep the lock
     with standard_error_in_a_pipe() as end:
@@ -136,7 +136,7 @@ def worlds(local_sizes: Sequence[int]) -> list[World]:
         ([8] * 125, [0, 999], [0, 1, *range(8, 1000, 8)]),
     ],
 )
-def test_who_speaks(
+def test_the_first_and_last_rank_or_one_of_each_node_speak(
     local_sizes: list[int], of_all: list[int], of_each_node: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand ranks do not say the same; where rank 0 is what is missing, somebody says so."""
@@ -170,7 +170,7 @@ def test_who_speaks(
         (range(1, 1000, 2), "ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more"),
     ],
 )
-def test_ranks_in_a_message(ranks: Sequence[int], expected: str) -> None:
+def test_ranks_in_a_message_are_ranges_of_which_many_are_counted(ranks: Sequence[int], expected: str) -> None:
     assert name_ranks(ranks) == expected
     assert not_come(ranks) == f"{expected} {'has' if len(ranks) == 1 else 'have'} not come"
     assert not_come([]) == ""
@@ -206,7 +206,7 @@ MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
         *(way("mpirun", backend, 1, MPIRUN, long=True) for backend in ("mpi", "horovod", "torch")),
     ],
 )
-def test_a_rank_is_late(
+def test_ranks_that_wait_for_a_late_one_say_so_and_go_on(
     launcher: str, backend: str, late: int, joining: str, launch: Launch, tmp_path: Path
 ) -> None:
     """The others say so at each place where they wait, and go on when it has come."""

@@ -178,7 +178,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_it_fails_on_the_first_batch(tmp_path: Path, name: str) -> None:
+def test_what_is_wrong_fails_on_the_first_batch(tmp_path: Path, name: str) -> None:
     options, words = FAILURES[name]
     task = Custom(**options)
     with pytest.raises(UsageError, match=words):

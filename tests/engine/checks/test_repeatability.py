@@ -108,7 +108,7 @@ def of_global() -> tuple[nn.Module, dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("made", [of_attribute, of_hook, of_global])
-def test_what_a_forward_keeps_is_named_and_batches_are_computed_one_at_a_time(
+def test_what_a_forward_keeps_is_named_and_its_batches_run_alone(
     evaluate: Evaluate, made: Callable[[], tuple[nn.Module, dict[str, Any], str]]
 ) -> None:
     model, given, place = made()
@@ -372,7 +372,7 @@ class WritesInput(Net):
         return super().forward(rows.mul_(2))
 
 
-def test_a_forward_that_writes_into_its_input_is_computed_from_the_same_input(evaluate: Evaluate) -> None:
+def test_a_forward_that_writes_into_its_input_is_given_it_unchanged(evaluate: Evaluate) -> None:
     result, said = evaluate(WritesInput())
     assert result.deterministic is True and said == "" and len(THREADS) > 1
 
@@ -523,7 +523,7 @@ def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: 
 
 
 @pytest.mark.parametrize("made", [Lazy, Memo])
-def test_what_a_metric_may_keep(made: Callable[[], Any]) -> None:
+def test_a_metric_may_keep_what_follows_from_a_sample_alone(made: Callable[[], Any]) -> None:
     """A table that it builds once, and what follows from a sample alone."""
     result = dualeval.evaluate(model=Net(), data=data(), metrics=[Mean("loss"), made()], batch_size=BATCH)
     assert result.metrics["adding"] == SAMPLES

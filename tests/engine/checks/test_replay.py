@@ -85,7 +85,9 @@ def test_other_numbers_are_refused_by_name(there: Path, monkeypatch: pytest.Monk
     assert finish(there).replay == "same bits"
 
 
-def test_it_can_be_left_out_and_the_result_says_so(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_that_is_left_out_is_skipped_in_the_result(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(unnamed, "factor", 2.0)
     assert finish(there, replay=False).replay == "skipped"
 

@@ -65,7 +65,7 @@ def test_nobody_goes_on_before_the_last_has_come() -> None:
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero", 1),
     ],
 )
-def test_the_first_failure_is_everybodys(error: Exception, said: str, code: int) -> None:
+def test_the_first_failure_is_that_of_all_ranks(error: Exception, said: str, code: int) -> None:
     def work(rank: int, control: ControlPlane) -> Any:
         control.meet()
         if rank == 1:
@@ -131,7 +131,7 @@ def test_a_store_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_without_rank_0_it_is_said_so() -> None:
+def test_a_missing_rank_0_is_named() -> None:
     met, ended = threading.Event(), threading.Event()
 
     def work(rank: int, control: ControlPlane) -> Any:
@@ -215,7 +215,9 @@ def test_another_ranks_usage_error_is_caught_as_ones_own() -> None:
         *((earlier, "attempt", 0) for earlier in VERDICTS),
     ],
 )
-def test_which_verdict_holds(clients: list[TCPStore], first: str, second: str, holds: int) -> None:
+def test_the_first_verdict_holds_but_a_stop_gives_way(
+    clients: list[TCPStore], first: str, second: str, holds: int
+) -> None:
     """The first one, but that a stop gives way; whoever proposes reads what holds."""
     proposed = [VERDICTS[first](0), VERDICTS[second](1)]
     assert propose(clients[0], "verdict", proposed[0]) == proposed[0]
@@ -223,7 +225,7 @@ def test_which_verdict_holds(clients: list[TCPStore], first: str, second: str, h
     assert Verdict.read(clients[0].get("verdict")) == proposed[holds]
 
 
-def test_one_of_many_verdicts_wins(clients: list[TCPStore]) -> None:
+def test_one_of_many_verdicts_at_once_holds_for_all(clients: list[TCPStore]) -> None:
     """All proposed at the same moment, each by its rank."""
     with ThreadPoolExecutor(16) as pool:
         stores = [clients[0].clone() for _ in range(16)]  # type: ignore[attr-defined]

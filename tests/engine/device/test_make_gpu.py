@@ -48,7 +48,7 @@ def test_a_row_that_fails_stops_no_other(gpu: Any) -> None:
     )
 
 
-def test_without_a_gpu(
+def test_without_a_gpu_it_ends_with_2_and_writes_nothing(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -58,7 +58,7 @@ def test_without_a_gpu(
 
 
 @pytest.mark.long
-def test_on_a_cpu(launch: Launch, tmp_path: Path) -> None:
+def test_on_a_cpu_its_steps_pass(launch: Launch, tmp_path: Path) -> None:
     options = ["--device", "cpu", "--images", "64", "--steps", "transports,waits,sharding"]
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--results", str(tmp_path), *options]
     launch(command, timeout=240).ok()

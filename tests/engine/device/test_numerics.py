@@ -287,7 +287,7 @@ def test_a_script_with_a_default_device_has_the_same_bits(scratch: None, device:
     assert torch.get_default_device() == torch.device(device)
 
 
-def test_inside_of_a_devices_context_is_refused() -> None:
+def test_a_run_inside_of_a_devices_context_is_refused() -> None:
     before = state()
     with torch.device("cpu"), pytest.raises(UsageError, match=r"inside 'with torch\.device.*call it out"):
         noted(Changing())
@@ -307,7 +307,7 @@ def test_grad_mode_is_the_callers(no_look: None) -> None:
     assert met == [True, False, False, False, False]
 
 
-def test_a_program_that_used_the_newer_settings_first(scratch: None) -> None:
+def test_the_newer_settings_of_a_program_are_set_and_put_back(scratch: None) -> None:
     newer()
     BACKENDS.cudnn.rnn.fp32_precision = "ieee"
     with pytest.raises(RuntimeError):
@@ -323,7 +323,7 @@ def test_a_program_that_used_the_newer_settings_first(scratch: None) -> None:
     ]
 
 
-def test_put_back_where_a_run_fails() -> None:
+def test_settings_are_put_back_where_a_run_fails() -> None:
     def fail() -> None:
         medium_then_older()
         BACKENDS.cudnn.benchmark = True
@@ -401,6 +401,6 @@ assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) =
 """
 
 
-def test_a_pytorch_without_the_newer_settings(launch: Launch) -> None:
+def test_a_pytorch_without_the_newer_settings_has_the_older_ones(launch: Launch) -> None:
     """In a process of its own, where nobody uses the newer ones."""
     launch([sys.executable, "-W", "error", "-c", OLDER]).ok()

@@ -46,7 +46,7 @@ def own_bits(precision: Precision = FP32) -> str:
         return numeric_bits(CPU, precision)
 
 
-def test_the_same_in_every_process(launch: Launch) -> None:
+def test_the_bits_are_the_same_in_every_process(launch: Launch) -> None:
     done = launch(
         [sys.executable, "-c", PRINT_BITS, *(each.name for each in ON_CPUS)],
         variables={"OMP_NUM_THREADS": "4"},
@@ -54,7 +54,7 @@ def test_the_same_in_every_process(launch: Launch) -> None:
     assert done.stdout.split() == [own_bits(precision) for precision in ON_CPUS]
 
 
-def test_the_same_in_every_thread() -> None:
+def test_the_bits_are_the_same_in_every_thread() -> None:
     wanted = own_bits()
     with ThreadPoolExecutor(3, initializer=numerics.set_thread) as pool:
         assert set(pool.map(lambda _: numeric_bits(CPU, FP32), range(12))) == {wanted}
@@ -64,7 +64,7 @@ def test_a_precision_has_bits_of_its_own() -> None:
     assert len({own_bits(precision) for precision in ON_CPUS}) == len(ON_CPUS)
 
 
-def test_it_reads_no_random_numbers() -> None:
+def test_the_probe_reads_no_random_numbers() -> None:
     before = torch.get_rng_state()
     torch.manual_seed(1)
     first = own_bits()

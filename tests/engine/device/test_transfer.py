@@ -260,7 +260,7 @@ class Pair:
         self.one, self.other = one, other
 
 
-def test_a_class_of_ones_own_that_pytree_knows() -> None:
+def test_a_class_of_ones_own_that_pytree_knows_is_a_nest() -> None:
     register: Any = pytree.register_pytree_node
     register(Pair, lambda pair: (iter((pair.one, pair.other)), None), lambda parts, _: Pair(*parts))
     found = map_batch(torch.neg, [Pair(ONES, 2 * ONES)])[0]
@@ -434,5 +434,5 @@ def test_a_lack_of_memory_is_known_by_its_words(error: Exception) -> None:
     ],
     ids=lambda error: str(error)[:60],
 )
-def test_other_failures_are_none(error: Exception) -> None:
+def test_other_failures_are_no_lack_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)

@@ -139,7 +139,9 @@ def test_a_signal_saves_and_ends(
     assert result["chunks"]["resumed"] == status["chunks_saved"]
 
 
-def test_a_signal_in_the_middle_of_a_long_forward(launch: Launch, out: Path, wanted: str) -> None:
+def test_a_signal_in_a_long_forward_of_one_rank_stops_the_run_at_once(
+    launch: Launch, out: Path, wanted: str
+) -> None:
     """One rank is in a forward of 10 s; the signal reaches the other one, which writes it down at once."""
     with at_work(launch, [*RUN, "--nproc", "2"], out, "slow 0 0;long 1 10") as process:
         await_line("fault: long", process)
@@ -278,7 +280,7 @@ def test_a_stop_needs_nobody_who_reads(launch: Launch, out: Path, wanted: str) -
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "TERM"])
-def test_signals_that_stop_no_run(launch: Launch, tmp_path: Path, name: str) -> None:
+def test_signals_that_cannot_stop_a_run_are_refused(launch: Launch, tmp_path: Path, name: str) -> None:
     done = launch([*RUN, "--stop-signals", name], cwd=tmp_path)
     assert done.returncode == 2 and f"'{name}' is not a signal that can stop a run" in done.stderr
 
@@ -342,7 +344,9 @@ def test_a_full_disk_is_said_so(launch: Launch, out: Path, wanted: str) -> None:
         pytest.param("exit:0 0 20", "sys.exit(0)", marks=pytest.mark.long),
     ],
 )
-def test_a_model_that_ends_its_rank(launch: Launch, out: Path, fault: str, said_of_it: str) -> None:
+def test_a_model_that_ends_its_rank_is_a_failure_and_no_stop(
+    launch: Launch, out: Path, fault: str, said_of_it: str
+) -> None:
     """On one rank of two, in the loop or while it is built: that is a failure, and no stop."""
     done = launch([*start("torchrun", 2), *RUN, *JOB, "--out", out], variables={FAULT: fault})
     assert done.returncode == 1, done.stderr
@@ -361,7 +365,7 @@ def test_a_model_that_ends_its_rank(launch: Launch, out: Path, fault: str, said_
 SMALL: Words = [sys.executable, "-m", "dualeval", "run", "--limit", "64", "--no-progress", "--out", "out"]
 
 
-def test_a_killed_reading_process(launch: Launch, out: Path, wanted: str) -> None:
+def test_a_killed_reading_process_is_named(launch: Launch, out: Path, wanted: str) -> None:
     with at_work(launch, [*RUN, "--workers", "2"], out) as process:
         readers = [
             child for child in psutil.Process(process.pid).children() if "--workers" in child.cmdline()
@@ -376,7 +380,7 @@ def test_a_killed_reading_process(launch: Launch, out: Path, wanted: str) -> Non
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
-def test_an_error_beside_reading_processes(launch: Launch, tmp_path: Path) -> None:
+def test_an_error_beside_reading_processes_ends_the_run(launch: Launch, tmp_path: Path) -> None:
     """Its traceback holds them, and SIGTERM, which would end them as Python ends, is blocked in them."""
     command = [*RUN, *JOB, "--workers", "2", "--out", tmp_path / "out"]
     done = launch(command, variables={FAULT: "raise 0 20"}, timeout=60)
@@ -388,7 +392,9 @@ def test_an_error_beside_reading_processes(launch: Launch, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "code"), [(["--nproc", "2"], 2), pytest.param([], 0, marks=pytest.mark.long)]
 )
-def test_a_host_name_of_64_letters(launch: Launch, tmp_path: Path, words: list[str], code: int) -> None:
+def test_a_host_name_of_64_letters_is_refused_where_ranks_are_started(
+    launch: Launch, tmp_path: Path, words: list[str], code: int
+) -> None:
     """Linux takes it; torch's launch, which looks it up, does not."""
     named = 'hostname "$1" && shift && exec "$@"'
     command = ["unshare", "--uts", "bash", "-c", named, "bash", "h" * 64, *SMALL, *words]
@@ -400,7 +406,7 @@ def test_a_host_name_of_64_letters(launch: Launch, tmp_path: Path, words: list[s
 
 @pytest.mark.needs("cluster")
 @pytest.mark.parametrize("words", [[], pytest.param(["--nproc", "2"], marks=pytest.mark.long)])
-def test_without_proc(launch: Launch, tmp_path: Path, words: list[str]) -> None:
+def test_a_run_needs_no_proc(launch: Launch, tmp_path: Path, words: list[str]) -> None:
     mounted = 'mount -t tmpfs tmpfs /proc && exec "$@"'
     launch(["unshare", "--mount", "bash", "-c", mounted, "bash", *SMALL, *words], cwd=tmp_path).ok()
     assert read(tmp_path / "out/result.json")["samples"]["evaluated"] == 64

@@ -53,7 +53,9 @@ def of_ends(ends: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("nproc 2 store SIGTERM 1 0", [0], "done"),
     ],
 )
-def test_a_row(ends: Any, of_ends: Any, row: str, code: list[int], state: str) -> None:
+def test_a_run_that_is_hit_in_its_end_has_code_and_state_of_its_row(
+    ends: Any, of_ends: Any, row: str, code: list[int], state: str
+) -> None:
     played = of_ends.play(ends.Case.read(row))
     assert (played["problems"], played["codes"], played["state"]) == ([], code, state), played
 
@@ -61,7 +63,7 @@ def test_a_row(ends: Any, of_ends: Any, row: str, code: list[int], state: str) -
 @pytest.mark.long
 @pytest.mark.needs("mpi", "horovod")
 @pytest.mark.parametrize("launcher", ["nproc", "torchrun", "horovodrun", "mpirun"])
-def test_a_few_rows_of_each_launcher(ends: Any, of_ends: Any, launcher: str) -> None:
+def test_drawn_rows_of_each_launcher_have_no_problems(ends: Any, of_ends: Any, launcher: str) -> None:
     drawn = [
         case for case in ends.cases([launcher], [2, 3], [*ends.STEPS], 0.05, 7) if case.fault != ends.DISK
     ]
@@ -78,7 +80,7 @@ def test_the_page_has_a_cell_for_every_row(ends: Any) -> None:
     assert "| status | 0/-9 done 1.0 **!!** |" in page and "`variables 2 status SIGKILL 1 1.5`: hangs" in page
 
 
-def test_what_is_wanted(ends: Any) -> None:
+def test_each_wrong_ending_is_found(ends: Any) -> None:
     """A run that says 0 without a result, leaves a half, or ends with a traceback, is found."""
     case = ends.Case.read("variables 1 ledger SIGTERM 0 0")
     again = {"codes": [0], "state": "done", "result": "whole", "left": []}

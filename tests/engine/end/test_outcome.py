@@ -75,7 +75,9 @@ def failed(turn: Turn, line: str, *, code: int = 1, writes: bool = False) -> Out
         ),
     ],
 )
-def test_a_failure(verdict: PeerError, role: dict[str, Any], wanted: Outcome) -> None:
+def test_each_rank_says_its_part_of_a_failure(
+    verdict: PeerError, role: dict[str, Any], wanted: Outcome
+) -> None:
     assert outcome_of(verdict, Role(**{"met": verdict, **role})) == wanted
 
 
@@ -94,6 +96,6 @@ def test_a_failure(verdict: PeerError, role: dict[str, Any], wanted: Outcome) ->
         ({"rank": 2, "is_done": True, "end_code": 75}, 75, False),
     ],
 )
-def test_a_stop(role: dict[str, Any], code: int, says: bool) -> None:
+def test_a_stop_exits_75_where_all_have_saved(role: dict[str, Any], code: int, says: bool) -> None:
     turn = Turn.AT_ONCE if says else None
     assert outcome_of(STOP, Role(**role)) == Outcome(exit_code=code, writes=says and code != 0, turn=turn)

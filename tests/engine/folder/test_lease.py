@@ -105,7 +105,7 @@ def watched() -> None:
     raise InterruptedError
 
 
-def test_taken_renewed_and_released(tmp_path: Path) -> None:
+def test_a_lease_is_taken_renewed_and_released(tmp_path: Path) -> None:
     lease = Lease.take(tmp_path, "mine", waiting=never)
     path = tmp_path / "lease.json"
     first = path.stat()
@@ -164,7 +164,7 @@ def test_a_stopped_run_gives_way_in_time_and_learns_of_it(
     "content",
     [None, b"", b'{"pid": 1}', b'{"host": "", "pid": "1", "space": "", "start": ""}', b"\xff" * 1200],
 )
-def test_what_nothing_is_known_of_is_watched(
+def test_a_lease_of_an_unknown_process_is_watched_before_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
     monkeypatch.setattr(lease_module, "TAKE_OVER_AFTER_S", 0.2)
@@ -180,7 +180,7 @@ def test_what_nothing_is_known_of_is_watched(
 
 
 @pytest.mark.parametrize(("said", "pid"), [("node7 (pid 41)", 41), ("an unknown host", None)])
-def test_what_moves_is_alive(tmp_path: Path, said: str, pid: int | None) -> None:
+def test_a_lease_that_moves_is_of_a_living_run(tmp_path: Path, said: str, pid: int | None) -> None:
     (tmp_path / "other").mkdir()
     moved = dead_lease(tmp_path / "other", host="node7", pid=pid, counter=7).read_bytes()
     path = dead_lease(tmp_path, space="another kernel")
@@ -204,7 +204,7 @@ def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, 
         Lease.take(tmp_path, "second", waiting=never).close()
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_lease_of_a_folder_that_is_gone_is_refused_or_let_go(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with pytest.raises(FileNotFoundError):
         Lease.take(folder, "first", waiting=never)

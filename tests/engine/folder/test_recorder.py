@@ -198,7 +198,7 @@ def folded(*chunks: int, last: tuple[int, int] | None = None) -> Ledger:
 @pytest.mark.parametrize(
     ("ledger", "totals"), [(folded(2, 0, 1), (10, 0)), (folded(0, 1, last=(1, 1)), (9, 1))]
 )
-def test_each_chunk_once_is_right(ledger: Ledger, totals: tuple[int, int]) -> None:
+def test_a_ledger_with_each_chunk_once_is_right(ledger: Ledger, totals: tuple[int, int]) -> None:
     ledger.verify_exactly_once()
     assert ledger.totals() == totals
 

@@ -103,13 +103,15 @@ def test_what_was_finished_is_not_evaluated_again(tmp_path: Path, wanted: str) -
     assert rest == list(range(230, SAMPLES))
 
 
-def test_it_goes_on_again_and_again(tmp_path: Path, wanted: str) -> None:
+def test_a_run_that_is_stopped_several_times_goes_on_each_time(tmp_path: Path, wanted: str) -> None:
     for _ in range(3):
         begin(tmp_path / "out", batches=9)  # those of the comparison are put back, and not counted
     check(tmp_path / "out", go_on(tmp_path / "out"), wanted, resumed=27)
 
 
-def test_all_was_finished_but_the_end(out: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_end_alone_failed_evaluates_nothing_again(
+    out: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(finish, "write_predictions", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -271,7 +271,7 @@ def at_work(folder: Path) -> Iterator[None]:
         (".", lambda out: share(out, 2), "is being finished"),
     ],
 )
-def test_nothing_is_done_by_two_at_once(
+def test_a_share_or_finish_at_work_is_not_begun_again(
     out: Path, monkeypatch: pytest.MonkeyPatch, where: str, call: Callable[[Path], object], said: str
 ) -> None:
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.1)
@@ -376,7 +376,7 @@ def test_a_run_of_the_whole_job_gets_no_folder_of_shares(tmp_path: Path) -> None
     assert not (tmp_path / "out/shares").exists()
 
 
-def test_the_machine_of_the_shares_stays(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_finish_leaves_the_machine_of_the_shares(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     all_shares(out)
     before = (out / "job.json").read_text()
     with monkeypatch.context() as patch:

@@ -246,7 +246,7 @@ def made(factor, default=1.0):
 """
 
 
-def test_what_the_source_of_a_metric_leaves_open(
+def test_values_that_a_metrics_source_reads_from_outside_count(
     sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one source, with other numbers: from the environment, a caller, or an assignment."""

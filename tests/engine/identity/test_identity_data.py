@@ -140,7 +140,7 @@ def test_a_changed_picture_is_a_failed_sample(
 # The option
 
 
-def test_the_option_in_a_job(tmp_path: Path) -> None:
+def test_a_job_takes_data_fingerprint_and_refuses_wrong_values(tmp_path: Path) -> None:
     assert Job.of(data_fingerprint="content").options.data_fingerprint == "content"
     with pytest.raises(
         UsageError, match=r"--data-fingerprint 'contents': .*ends, content\. Did you mean content"

@@ -60,13 +60,13 @@ def test_what_changes_a_number_changes_the_structure(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_same_model_made_twice_and_copied(name: str) -> None:
+def test_a_model_made_twice_or_copied_has_one_identity(name: str) -> None:
     wanted = identity(BY_NAME[name])
     assert identity(BY_NAME[name]) == wanted
     assert identity(lambda: copy.deepcopy(BY_NAME[name]())) == wanted
 
 
-def test_another_process_finds_the_same(launch: Launch) -> None:
+def test_another_process_finds_the_same_identity(launch: Launch) -> None:
     """Sets of strings have another order in each process, and objects other addresses."""
     done = launch(
         [sys.executable, "-m", "tests.vehicles.made_models"], variables={"PYTHONHASHSEED": "1"}
@@ -111,7 +111,7 @@ def test_where_a_thing_lies_or_runs_and_when_it_was_made_does_not_count(tmp_path
         assert found(one) != found(other)
 
 
-def test_loops_and_depth_end() -> None:
+def test_objects_in_a_loop_are_read_and_too_deep_ones_refused() -> None:
     deep: list[Any] = []
     for _ in range(100):
         deep = [deep]
@@ -124,7 +124,7 @@ def test_loops_and_depth_end() -> None:
         structure(Holder(deep))
 
 
-def test_code_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_without_a_file_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook: the class, what it derives from, and what its functions look up."""
     program = """
 import torch, json
@@ -249,7 +249,7 @@ def tensors_of_all_kinds() -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:torch.quantize")
-def test_tensors_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_tensors_of_all_kinds_have_different_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
     same = [pair for pair in itertools.combinations(found, 2) if found[pair[0]] == found[pair[1]]]
     assert not same
@@ -267,7 +267,7 @@ def test_strides_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_tensor(torch.ones(1).expand(5, 4)) == with_tensor(torch.ones(5, 4))
 
 
-def test_tied_tensors() -> None:
+def test_tied_tensors_count_once_and_have_the_weights_of_untied_ones() -> None:
     assert model_fingerprint(tied())["elements"] == 18
     model = seeded(tied)
     apart = copy.deepcopy(model)
@@ -342,7 +342,7 @@ def test_each_object_of_a_graph_is_looked_at_a_few_times(name: str, monkeypatch:
 # What is another at each start
 
 
-def test_a_key_that_is_the_id_of_a_parameter() -> None:
+def test_a_key_that_is_the_id_of_a_parameter_counts_as_its_name() -> None:
     def made(names: str = "ab") -> nn.Module:
         model = nn.Linear(2, 2)
         model.groups = {id(item): name for item, name in zip(model.parameters(), names, strict=True)}  # type: ignore[assignment]
@@ -459,7 +459,7 @@ def test_a_text_is_a_path_where_its_first_folder_is_there(
     assert (first == second) == same
 
 
-def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_identity() -> None:
+def test_what_torch_keeps_beside_a_function_does_not_count() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model: Any = checkpoint_wrapper(nn.Linear(2, 2))

@@ -80,7 +80,7 @@ REACHED: dict[str, tuple[str, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", REACHED)
-def test_a_change_in_a_module_that_is_reached(home: Path, name: str) -> None:
+def test_a_change_in_a_module_that_is_reached_is_found(home: Path, name: str) -> None:
     says, others = REACHED[name]
     first = found(home, {"net.py": f"{says}\n{NET}", **others})
     assert found(home, {}) == first
@@ -89,7 +89,7 @@ def test_a_change_in_a_module_that_is_reached(home: Path, name: str) -> None:
     assert {name for name in first if first[name] != other[name]} == {changed.removesuffix(".py")}
 
 
-def test_relative_imports_and_packages(home: Path) -> None:
+def test_modules_reached_by_relative_imports_and_their_package_count(home: Path) -> None:
     files = {
         "pkg/__init__.py": "x = 1\n",
         "pkg/net.py": "from .ops import act\nfrom . import more\nfrom .last import x as y\n" + NET,
@@ -146,7 +146,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_a_file(home: Path, name: str) -> None:
+def test_a_function_of_a_file_counts_without_the_rest_of_the_file(home: Path, name: str) -> None:
     one, other, item = FUNCTIONS[name]
     assert digest(home, one, item) == digest(home, one + "\nmore = 1\n", item) != digest(home, other, item)
 
@@ -221,7 +221,7 @@ INSTALLED: dict[str, tuple[dict[str, str], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_installed_is_what_a_distribution_owns(
+def test_a_library_is_what_a_distribution_owns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     files, module, wanted = INSTALLED[name]
@@ -230,7 +230,7 @@ def test_installed_is_what_a_distribution_owns(
     assert library_of(tmp_path / module) == wanted
 
 
-def test_a_file_of_ones_own_that_is_called_as_one_of_pythons(tmp_path: Path) -> None:
+def test_a_file_of_ones_own_called_as_one_of_pythons_is_no_library(tmp_path: Path) -> None:
     assert library_of(tmp_path / "statistics.py") is None
 
 

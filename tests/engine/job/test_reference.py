@@ -110,7 +110,7 @@ def test_the_numbers_are_those_of_the_two_files(
     assert evaluate(Seeded(seed=1), None, batch_size=16, reference=first, job=job).reference == found
 
 
-def test_it_decides_neither_identity_nor_digest(first: Path, tmp_path: Path) -> None:
+def test_a_reference_decides_neither_identity_nor_digest(first: Path, tmp_path: Path) -> None:
     alone = evaluate(Seeded(seed=2), tmp_path, batch_size=32)
     shown = evaluate(Seeded(seed=2), tmp_path, batch_size=32, reference=first)
     assert shown.earlier and shown.reference["samples"] == COUNT
@@ -186,7 +186,9 @@ def test_without_prediction_and_loss_the_columns_of_both_are_compared(tmp_path: 
 
 
 @pytest.mark.parametrize("options", [{"limit": 40}, {"sample": 30, "seed": 3}])
-def test_a_part_of_the_data(tmp_path: Path, first: Path, options: dict[str, Any]) -> None:
+def test_a_part_is_compared_only_to_the_same_part(
+    tmp_path: Path, first: Path, options: dict[str, Any]
+) -> None:
     evaluate(Seeded(), tmp_path / "a", **options)
     found = evaluate(Seeded(seed=1), tmp_path / "b", reference=tmp_path / "a", **options).reference
     assert found["samples"] == (options.get("limit") or options["sample"])
@@ -195,7 +197,9 @@ def test_a_part_of_the_data(tmp_path: Path, first: Path, options: dict[str, Any]
     assert not (tmp_path / "c").exists(), "nothing is made where nothing can be compared"
 
 
-def test_what_is_refused(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_cannot_be_compared_is_refused_at_the_start(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Seeded, "forward", lambda *_: pytest.fail("something was evaluated"))
     unfinished, without = changed(first, tmp_path / "unfinished"), changed(first, tmp_path / "without")
     status = json.loads((first / STATUS).read_text())
@@ -221,7 +225,7 @@ def test_what_is_refused(first: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "b").exists()
 
 
-def test_a_loop_of_one_s_own(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_is_compared(tmp_path: Path) -> None:
     def run(out: Path | None, factor: float, **options: Any) -> Result:
         with dualeval.Session(launcher="none", device="cpu") as session:
             for batch in session.batches(torch.arange(20.0), batch_size=4, out=out, **options):
@@ -250,11 +254,13 @@ NAN = float("nan")
         ([1, 2], [1.0, 2.5], [True, False]),
     ],
 )
-def test_equal_entries(one: list[Any], other: list[Any], same: list[bool]) -> None:
+def test_missing_entries_are_equal_and_texts_are_no_numbers(
+    one: list[Any], other: list[Any], same: list[bool]
+) -> None:
     assert same_entries(pyarrow.array(one), pyarrow.array(other)).tolist() == same
 
 
-def test_kinds_that_can_be_compared() -> None:
+def test_numbers_of_one_shape_and_form_can_be_compared() -> None:
     single, double = np.zeros((2, 3), np.float32), np.zeros((2, 3))
     pair = as_one_kind(single, double)
     assert pair is not None
@@ -271,7 +277,7 @@ def test_no_text_is_not_the_empty_one() -> None:
     assert difference.to_json() == {"rows_differ": 1, "first": "0"}
 
 
-def test_which_predictions_are_right() -> None:
+def test_a_prediction_is_right_by_its_target_and_an_answer_by_exact_match() -> None:
     columns = {
         "prediction": np.array([1, 2]),
         "target": np.array([1, 3]),

@@ -131,7 +131,7 @@ def hooked() -> nn.Module:
         (hooked(), 4, 100, 4),
     ],
 )
-def test_threads_where_the_model_allows_them(
+def test_a_model_has_as_many_threads_as_it_and_its_batches_allow(
     model: nn.Module, threads: int, batches: int, expected: int
 ) -> None:
     assert usable_threads(TinyTask(1), model, CPU, threads, batches) == expected

@@ -102,7 +102,7 @@ OF_TRANSFORMERS = ("vit_b_32", "convnext_tiny", "swin_t", "maxvit_t")
     ("name", "layout"),
     [*((name, CHANNELS_LAST) for name in CONVOLUTIONAL), *((name, CONTIGUOUS) for name in OF_TRANSFORMERS)],
 )
-def test_the_layout_that_auto_gives_torchvisions_models(name: str, layout: str) -> None:
+def test_auto_gives_torchvisions_convolutional_models_channels_last(name: str, layout: str) -> None:
     options = {"init_weights": False} if name == "googlenet" else {}
     with torch.device("meta"):
         model = torchvision().models.get_model(name, **options)
@@ -180,7 +180,7 @@ def tried() -> tuple[str, str | None, list[str]]:
         ("never", (CHANNELS_LAST, None, 1)),
     ],
 )
-def test_the_layout_that_a_trial_comes_to(
+def test_a_trial_falls_back_to_contiguous_where_channels_last_fails(
     monkeypatch: pytest.MonkeyPatch, fails: str, expected: tuple[str, str | None, int]
 ) -> None:
     """Numbers are not compared; what fails in both layouts is the run's own error."""
@@ -235,7 +235,7 @@ def test_a_layout_is_in_the_identity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("owned", [False, True])
-def test_a_cast_model(precision: str, owned: bool) -> None:
+def test_a_cast_model_has_the_numbers_of_a_cast_by_hand(precision: str, owned: bool) -> None:
     model = prepared(made(), precision=precision, owned=owned)
     assert {tensor.dtype for tensor in model.parameters()} == {HALF[precision]}
     assert {name: tensor.dtype for name, tensor in model.named_buffers()} == {
@@ -251,7 +251,7 @@ def test_a_cast_model(precision: str, owned: bool) -> None:
     assert torch.equal(found, outputs(by_hand, given).float())
 
 
-def test_batch_norms_are_kept() -> None:
+def test_batch_norms_are_kept_in_fp32() -> None:
     model = prepared(made(), precision="bf16", keep_batchnorm_fp32=True)
     dtypes = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {
@@ -287,7 +287,7 @@ class Nested(nn.Module):
         return {"pair": Pair(found, given.numbers), "given": Given(found, given.numbers), "none": None}
 
 
-def test_nests_at_the_door() -> None:
+def test_nested_inputs_and_outputs_are_cast_in_their_own_types() -> None:
     model = prepared(Nested().eval(), precision="bf16")
     given = Given(torch.rand(4, 3), torch.arange(4))
     found = outputs(model, given, more={"list": [torch.rand(2).double()], "text": "text"})
@@ -335,7 +335,9 @@ def test_a_part_that_is_called_by_itself_says_why_it_fails() -> None:
         ),
     ],
 )
-def test_what_has_no_meaning_for_a_model(make: Any, options: dict[str, Any], words: str) -> None:
+def test_options_without_a_meaning_for_the_model_are_refused(
+    make: Any, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         check_model(make(), RunOptions(**options))
 
@@ -362,7 +364,7 @@ def fused_by_torch(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels-last"])
-def test_folded_batch_norms(layout: str) -> None:
+def test_folded_batch_norms_have_the_numbers_of_torchs_own_fusing(layout: str) -> None:
     model = made()
     before = {id(tensor): tensor.clone() for tensor in model.parameters()}
     folded: Any = prepared(model, optimize="fold", layout=layout)
@@ -467,7 +469,7 @@ def test_a_forward_of_the_object_is_not_the_one_that_is_traced() -> None:
         prepared(model, optimize="fold")
 
 
-def test_a_model_that_cannot_be_traced() -> None:
+def test_folding_a_model_that_cannot_be_traced_is_refused() -> None:
     class Branching(Small):
         def forward(self, images: Tensor) -> Tensor:
             return super().forward(images if images.sum() > 0 else -images)
@@ -578,7 +580,7 @@ def test_without_a_compiler_nothing_begins(launch: Launch, tmp_path: Path) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
-def test_torchvisions_models_compute_channels_last(name: str) -> None:
+def test_torchvisions_models_have_the_same_numbers_channels_last(name: str) -> None:
     options = {"init_weights": False} if name == "googlenet" else {}
     model = torchvision().models.get_model(name, **options).eval()
     given = torch.rand(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))

@@ -103,7 +103,7 @@ def test_reading_processes_share_no_position_in_a_file(
             file.close()
 
 
-def test_an_error_of_ours_says_no_type() -> None:
+def test_an_error_of_our_own_is_said_without_its_type() -> None:
     assert with_type(UsageError("a mask is no picture")) == "a mask is no picture"
     assert with_type(ValueError("a mask is no picture")) == "ValueError: a mask is no picture"
 
@@ -119,7 +119,7 @@ def test_an_unreadable_sample_becomes_zeros(workers: int) -> None:
         assert torch.equal(batch.data["features"][index], whole.data["features"][index])
 
 
-def test_it_is_tried_twice() -> None:
+def test_an_unreadable_sample_is_tried_twice() -> None:
     task = TinyTask(3, broken=[1])
     read(task, [range(3)])
     assert task.dataset().reads.count(1) == 2
@@ -131,7 +131,7 @@ def test_a_batch_without_a_readable_sample_has_no_data() -> None:
     assert [sample.index for sample in batch.failed] == [0, 1]
 
 
-def test_no_batches() -> None:
+def test_no_batches_give_nothing() -> None:
     assert read(TinyTask(2), [], workers=2) == []
 
 
@@ -441,7 +441,7 @@ def rows_of(out: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_the_others_rows_are_the_same(inputs: Path, tmp_path: Path, kind: str) -> None:
+def test_a_failed_sample_changes_no_other_row(inputs: Path, tmp_path: Path, kind: str) -> None:
     found = []
     for number, failing in enumerate(FAILING[kind]):
         task = tasks(inputs)[kind]()

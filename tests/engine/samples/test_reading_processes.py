@@ -59,7 +59,7 @@ def set_to(monkeypatch: pytest.MonkeyPatch) -> Any:
     return choose
 
 
-def test_they_inherit_what_cannot_be_pickled() -> None:
+def test_reading_processes_inherit_what_cannot_be_pickled() -> None:
     expected, _ = evaluated(TinyTask(40))
     found, _ = evaluated(Holding(40), batch_size=8, workers=2)
     assert found.metrics == expected.metrics
@@ -76,7 +76,9 @@ def test_they_inherit_what_cannot_be_pickled() -> None:
         ("spawn", "forkserver", "started by spawn"),
     ],
 )
-def test_what_the_program_has_chosen(set_to: Any, method: str | None, usual: str, words: str | None) -> None:
+def test_another_start_method_that_the_program_has_chosen_is_named(
+    set_to: Any, method: str | None, usual: str, words: str | None
+) -> None:
     set_to(method, usual=usual)
     why = why_not_forked()
     assert why is None if words is None else words in str(why)
@@ -89,7 +91,7 @@ def test_spawn_is_refused_with_what_to_type(set_to: Any) -> None:
     assert evaluated(TinyTask(8), workers=0)[0].samples["evaluated"] == 8
 
 
-def test_nobody_s_choice_becomes_none_with_a_note(set_to: Any) -> None:
+def test_workers_that_nobody_chose_become_none_with_a_note(set_to: Any) -> None:
     set_to("spawn")
     assert automatic_workers(Holding(40), TinyTask(40).dataset(), 2) == 0
     result, notes = evaluated(Holding(40))
@@ -99,7 +101,7 @@ def test_nobody_s_choice_becomes_none_with_a_note(set_to: Any) -> None:
     assert not [note for note in notes if "forked" in note], "this one reads from memory"
 
 
-def test_systems_where_a_fork_is_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_where_a_fork_is_not_safe_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert why_not_forked() == "reading processes are forked, which is not safe on darwin"
 
@@ -123,7 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_they_end_with_the_process_that_they_read_for(tmp_path: Path, launch: Launch) -> None:
+def test_reading_processes_end_with_the_process_they_read_for(tmp_path: Path, launch: Launch) -> None:
     """One that hangs in a read, too."""
     (tmp_path / "killed.py").write_text(KILLED)
     # Fails where a process is left behind.
@@ -210,7 +212,7 @@ for work, size in ((read, "256k"), (door, "1m"), (read, "16k")):
 
 
 @pytest.mark.needs("mounts")
-def test_a_shared_memory_without_room(launch: Launch) -> None:
+def test_a_shared_memory_without_room_is_named_and_pipes_are_used(launch: Launch) -> None:
     """As in a container: torch alone would lose batches, and wait for ever."""
     mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" "$@"'
     words = ["unshare", "--mount", "sh", "-c", mount, sys.executable, "-c", SMALL_MEMORY]

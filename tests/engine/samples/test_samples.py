@@ -69,7 +69,7 @@ class Letters(Dataset[dict[str, Any]]):
         (rows(), None, ["0", "1", "2"]),
     ],
 )
-def test_ids(data: Any, ids: Any, expected: list[str]) -> None:
+def test_samples_have_the_given_ids_or_their_numbers(data: Any, ids: Any, expected: list[str]) -> None:
     wrapped = dualeval.wrap(data, ids=ids)
     assert [wrapped.id(index) for index in range(3)] == expected
 
@@ -91,7 +91,7 @@ def test_ids(data: Any, ids: Any, expected: list[str]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_wrapped(wrap: Callable[[], Any], message: str) -> None:
+def test_what_cannot_be_wrapped_is_refused(wrap: Callable[[], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         wrap()
 
@@ -202,7 +202,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("unanswerable", [False, True])
-def test_questions_as_rows(tmp_path: Path, model: Path, unanswerable: bool) -> None:
+def test_questions_as_rows_have_the_digest_of_their_file(
+    tmp_path: Path, model: Path, unanswerable: bool
+) -> None:
     file = questions.write_questions(tmp_path / "data.json", unanswerable=unanswerable)
     of_rows = datasets.Dataset.from_list(squad_rows(file))
     results = [
@@ -224,7 +226,7 @@ def test_questions_as_rows(tmp_path: Path, model: Path, unanswerable: bool) -> N
         ({"id": "first"}, "question ids must be unique"),
     ],
 )
-def test_rows_that_are_no_questions(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_rows_that_are_no_questions_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     from dualeval.data.squad import questions_of_rows
 
     row = {"id": "first", "context": "c", "question": "q", "answers": {"text": ["c"], "answer_start": [0]}}
@@ -292,11 +294,11 @@ def test_rows_of_tensors_are_stacked_as_torch_collates_them(layout: torch.memory
 
 
 @pytest.mark.parametrize("data", [[torch.zeros(2)] * 3, torch.zeros(3, 2), ["a"] * 3])
-def test_other_samples_are_not_stacked(data: Any) -> None:
+def test_samples_without_tensors_of_a_data_set_are_not_stacked(data: Any) -> None:
     assert dualeval.wrap(data).stacker(COLLATES) is None
 
 
-def test_who_collates_gets_samples(tmp_path: Path) -> None:
+def test_a_collate_of_ones_own_gets_samples(tmp_path: Path) -> None:
     data = TensorDataset(torch.rand(10, 4), torch.arange(10) % 3)
     seen: list[Any] = []
 
@@ -322,7 +324,7 @@ def test_a_data_set_derived_from_one_of_tensors_gives_its_own_samples() -> None:
     assert samples.stacker(COLLATES) is None
 
 
-def test_ids_that_are_no_unicode(tmp_path: Path) -> None:
+def test_ids_that_are_no_unicode_are_escaped(tmp_path: Path) -> None:
     """As os.listdir gives names in Latin-1: they are spelled, in a file too."""
     data = TensorDataset(torch.randn(4, 3), torch.arange(4) % 3)
     wrapped = dualeval.wrap(data, ids=[f"caf\udce9-{number}" for number in range(4)])

@@ -65,7 +65,7 @@ def by_hand(ids: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("count", [1, 64, 65, 130])
-def test_it_is_what_the_docs_say_at_any_number_of_ranks(count: int) -> None:
+def test_the_digest_is_what_the_docs_say_at_any_number_of_ranks(count: int) -> None:
     data = Named([f"é {index}" for index in range(count)])
     samples = wrap(data, ids=data.names)
     wanted = by_hand(data.names)
@@ -84,9 +84,7 @@ def test_other_samples_have_other_digests_of_equal_metrics() -> None:
     assert of_names("abc").samples_digest == found[0].samples_digest == by_hand("abc")
 
 
-def test_it_is_the_same_with_a_folder_and_without_of_a_part_and_shown_again(
-    tmp_path: Path, out: Path
-) -> None:
+def test_the_digest_is_the_same_without_a_folder_in_a_part_and_again(tmp_path: Path, out: Path) -> None:
     ids = [f"tiny/{index}" for index in range(200)]
     for folder in (None, out, out):
         assert evaluate(TinyTask(200, [3]), folder, on_error="skip").samples_digest == by_hand(ids)
@@ -96,7 +94,7 @@ def test_it_is_the_same_with_a_folder_and_without_of_a_part_and_shown_again(
     assert drawn.samples_digest == by_hand(rows(tmp_path / "drawn")["id"])
 
 
-def test_a_loop_of_ones_own() -> None:
+def test_a_loop_of_ones_own_has_the_samples_digest() -> None:
     with dualeval.Session(launcher="none") as session:
         for batch in session.batches(wrap(Named("abc"), ids=list("abc"))):
             session.add(batch, one=batch["x"][:, 0])

@@ -80,7 +80,7 @@ def test_the_same_ids_are_drawn_everywhere() -> None:
         assert parts.draw(Named(names), count, 7).tolist() == smallest(names, count, 7)
 
 
-def test_ids_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_equal_ids_are_drawn_in_data_set_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """In data-set order; and a larger sample keeps the smaller one."""
     monkeypatch.setattr(parts, "_IDS_AT_ONCE", 64)
     names = [f"{index % 150}" for index in range(300)]
@@ -125,7 +125,7 @@ def test_another_sample_is_another_job_and_the_same_one_goes_on(tmp_path: Path) 
             evaluate(TinyTask(60), tmp_path, batch_size=8, **options)
 
 
-def test_a_sample_that_is_all(tmp_path: Path) -> None:
+def test_a_sample_of_all_is_the_job_without_one(tmp_path: Path) -> None:
     """It is the job without a sample."""
     said: list[str] = []
     evaluate(TinyTask(20), tmp_path)
@@ -136,7 +136,7 @@ def test_a_sample_that_is_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_failed_samples_of_a_part(tmp_path: Path, workers: int) -> None:
+def test_failed_samples_of_a_part_are_named_by_their_own_index(tmp_path: Path, workers: int) -> None:
     chosen = smallest([f"tiny/{index}" for index in range(40)], 12, 0)
     task = TinyTask(40, [chosen[3], chosen[7]])
     result = evaluate(task, tmp_path, batch_size=4, sample=12, on_error="skip", workers=workers)
@@ -204,12 +204,12 @@ class Numbers(Asking):
         (Numbers, "postprocess gave no rows of the column 'loss' for samples"),
     ],
 )
-def test_a_postprocess_that_is_wrong(task: type[Asking], message: str) -> None:
+def test_a_postprocess_with_other_rows_is_refused(task: type[Asking], message: str) -> None:
     with pytest.raises(ExactlyOnceError, match=message):
         evaluate(task(90), None, batch_size=8, sample=40)
 
 
-def test_data_of_ones_own() -> None:
+def test_data_of_ones_own_is_drawn_by_its_ids() -> None:
     data = [(row, index % 4) for index, row in enumerate(torch.randn(50, 4))]
     chosen = smallest([str(index) for index in range(50)], 10, 2)
     result = dualeval.evaluate(model=nn.Identity(), data=data, sample=10, seed=2, metrics=["top1"])
@@ -220,7 +220,7 @@ def test_data_of_ones_own() -> None:
         dualeval.evaluate(model=nn.Identity(), data=wrong, sample=10, seed=2)
 
 
-def test_a_column_of_ids() -> None:
+def test_a_column_of_ids_is_read_as_a_whole() -> None:
     """Read as a whole, not one by one."""
     names = [f"n{index * 7 % 100:03}" for index in range(100)]
     data = datasets.Dataset.from_dict({"name": names, "x": list(range(100))})
@@ -240,7 +240,7 @@ def test_a_column_of_ids() -> None:
     assert one != other
 
 
-def test_a_folder_of_images(tmp_path: Path) -> None:
+def test_pictures_of_a_folder_are_drawn_and_no_other_is_looked_at(tmp_path: Path) -> None:
     for number in range(12):
         save(tmp_path / f"{'abc'[number // 4]}/{number:02}.png")
     whole = ImageFolder(tmp_path, Preprocessing(resize=20, crop=16))
@@ -320,7 +320,7 @@ class Holding(TinyDataset):
         (None, False),
     ],
 )
-def test_classes_of_a_data_set_that_says_them(targets: Any, is_known: bool) -> None:
+def test_a_part_says_how_many_classes_its_known_targets_have(targets: Any, is_known: bool) -> None:
     data = TinyDataset(4)
     data.targets = targets  # type: ignore[attr-defined]
     for dataset in (data, Holding(data)):
@@ -328,7 +328,7 @@ def test_classes_of_a_data_set_that_says_them(targets: Any, is_known: bool) -> N
         assert (part.get("classes"), part.get("of_classes")) == ((2, 3) if is_known else (None, None))
 
 
-def test_intervals_of_the_whole_set_and_beyond_it(tmp_path: Path) -> None:
+def test_intervals_of_the_whole_set_are_narrower_than_beyond_it(tmp_path: Path) -> None:
     result = evaluate(TinyTask(200), tmp_path, batch_size=8, sample=150)
     assert {*result.whole_set_intervals} == {*result.intervals} != set()
     for name, (low, high) in result.intervals.items():
@@ -394,7 +394,7 @@ def test_the_interval_of_the_whole_set_covers_it() -> None:
         ({"seed": 3}, "seed 3 alone draws nothing: give sample N too"),
     ],
 )
-def test_options_that_make_no_part(options: dict[str, Any], message: str) -> None:
+def test_options_that_make_no_part_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         RunOptions(**options)
     with pytest.raises(UsageError, match="--" + message.split()[0]):
@@ -412,7 +412,7 @@ def seeded(seed: int = 3, count: int = 20):
 """
 
 
-def test_a_task_with_a_seed_of_its_own(tmp_path: Path) -> None:
+def test_a_task_with_a_seed_of_its_own_keeps_it(tmp_path: Path) -> None:
     """It had one before runs had: it keeps its default, gets what is given, and is told apart by it."""
     (tmp_path / "with_own_seed.py").write_text(OWN_SEED)
     task = f"{tmp_path}/with_own_seed.py:seeded"
@@ -458,7 +458,7 @@ class Selecting(Named):
     [3, Named(["0", "1"]), Named(["8", "14", "49", "57", "60", "95"])],
     ids=["int", "few", "other"],
 )
-def test_a_select_that_gives_other_samples(returned: object) -> None:
+def test_a_select_that_gives_other_samples_is_refused(returned: object) -> None:
     data = Selecting([str(index) for index in range(100)], returned)
     options = RunOptions(sample=6, seed=0)
     said = (

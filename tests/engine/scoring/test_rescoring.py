@@ -202,7 +202,7 @@ def test_a_task_of_ones_own_is_scored_from_python(tmp_path: Path) -> None:
         metrics_of_run(tmp_path / "job.json")
 
 
-def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_scored_are_refused(tmp_path: Path) -> None:
     metrics = [Mean("loss")]
     with pytest.raises(UsageError, match="there is no folder"):
         dualeval.rescore(tmp_path / "nowhere", metrics=metrics)
@@ -240,7 +240,7 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_job_files_that_say_too_little(tmp_path: Path, content: str, said: str) -> None:
+def test_job_files_that_say_too_little_are_refused(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "job.json").write_text(content)
     with pytest.raises(DualevalError, match=said):
         metrics_of_run(tmp_path / "job.json")
@@ -311,7 +311,7 @@ def test_each_fixture_is_of_the_version_that_its_folder_names() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_verify_and_score(runs: Path, name: str) -> None:
+def test_earlier_runs_are_verified_and_scored_to_the_same_digest(runs: Path, name: str) -> None:
     digest, values = WANTED[name]
     before = {path.name: path.read_bytes() for path in (runs / name).iterdir()}
     checks = json.loads(call("verify", runs / name, "--json"))
@@ -401,7 +401,7 @@ def test_the_loss_of_right_answers_alone_is_rough() -> None:
         assert "of 40 clusters" in by_group["rough"]["loss"]
 
 
-def test_a_task_of_ones_own(runs: Path) -> None:
+def test_an_earlier_run_of_a_task_of_ones_own_is_scored_from_its_file(runs: Path) -> None:
     """Its metrics are known to its file alone; columns of every form, and a sample that failed."""
     digest, values = WANTED["own"]
     found = list(rescoring.verify(runs / "own", own_metrics(runs)))
@@ -413,7 +413,7 @@ def test_a_task_of_ones_own(runs: Path) -> None:
         call("verify", runs / "own")
 
 
-def test_compare(runs: Path) -> None:
+def test_earlier_runs_are_compared(runs: Path) -> None:
     found = json.loads(call("compare", runs / "images-a", runs / "images-b", "--json"))
     assert (found["pairs"], found["agreement"]) == (40, 6)
     assert found["a"]["samples_digest"] is None, "version 2 had none"
@@ -426,7 +426,7 @@ def test_compare(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_export(runs: Path, name: str) -> None:
+def test_earlier_runs_are_exported(runs: Path, name: str) -> None:
     digest, values = WANTED[name]
     call("export", runs / name, "--to", f"jsonl:{runs / 'log.jsonl'}")
     [line] = (runs / "log.jsonl").read_text().splitlines()

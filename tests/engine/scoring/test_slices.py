@@ -123,7 +123,7 @@ def test_what_is_not_asked_for_costs_nothing_and_changes_no_job(tmp_path: Path) 
         ("index", "--keep index: the rows have a column of this name"),
     ],
 )
-def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: str) -> None:
+def test_kept_names_that_collide_or_are_not_there_are_refused(tmp_path: Path, keep: str, says: str) -> None:
     class Colliding(Scanned):
         def columns(self, indices: Sequence[int]) -> Mapping[str, Any]:
             more = {"loss": [0.5] * len(indices), "index": [3] * len(indices), "note": ["x"] * len(indices)}
@@ -165,7 +165,7 @@ def test_names_that_collide_or_are_not_there(tmp_path: Path, keep: str, says: st
         (lambda indices: {"a" if 0 in indices else "b": [1.0] * len(indices)}, "gives no 'a' for samples 64"),
     ],
 )
-def test_columns_that_are_none(tmp_path: Path, made: Callable[..., Any], says: str) -> None:
+def test_columns_that_are_none_are_refused(tmp_path: Path, made: Callable[..., Any], says: str) -> None:
     class Odd(TinyDataset):
         def columns(self, indices: Sequence[int]) -> Any:
             return made(indices)
@@ -177,7 +177,7 @@ def test_columns_that_are_none(tmp_path: Path, made: Callable[..., Any], says: s
         evaluate(task, tmp_path / "out")
 
 
-def test_a_gap_in_a_later_batch(tmp_path: Path) -> None:
+def test_a_column_has_the_type_of_all_its_values(tmp_path: Path) -> None:
     """The type of a column is that of all its values, and not that of a batch."""
 
     class Gaps(TinyDataset):
@@ -236,7 +236,7 @@ def test_a_killed_run_goes_on_with_its_columns(
     assert found.slices == whole.slices and found.metrics_digest == whole.metrics_digest
 
 
-def test_columns_of_hugging_face(tmp_path: Path) -> None:
+def test_columns_of_hugging_face_are_kept_and_sliced(tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict(
         {
             "x": [[float(at)] * 2 for at in range(60)],
@@ -278,7 +278,7 @@ def test_columns_of_hugging_face(tmp_path: Path) -> None:
 # -- groups --------------------------------------------------------------------------------------------
 
 
-def test_groups_of_each_kind_of_column() -> None:
+def test_each_kind_of_column_has_its_groups() -> None:
     def labels(values: Any, **options: Any) -> list[tuple[str, int]]:
         found = groups_of("a", {"a": values}, **options)
         assert [len(places) for places in found.members()] == np.bincount(found.places).tolist()
@@ -319,7 +319,7 @@ def test_a_cross_has_the_groups_that_there_are() -> None:
     assert [places.tolist() for places in found.members()] == [[3], [0, 2], [1]]
 
 
-def test_bins_cut_a_cross() -> None:
+def test_bins_cut_the_numbers_of_a_cross() -> None:
     ages, grades = np.arange(60), np.arange(60) % 3
     keys: Mapping[str, Any] = {"age": ages, "grade": grades, "sex": ["f", "m"] * 30}
     assert groups_of("age*grade", keys, (30,)).labels[:3] == ["<30 * 0", "<30 * 1", "<30 * 2"]
@@ -390,7 +390,7 @@ def test_a_finished_run_is_sliced_from_its_rows(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_clusters_inside_of_groups(tmp_path: Path) -> None:
+def test_the_intervals_of_a_group_allow_for_its_clusters(tmp_path: Path) -> None:
     """A column of the data may say which samples go together; a group's intervals allow for its own."""
     result = evaluate(ScannedTask(), tmp_path / "out", batch_size=32, by=("scanner",), cluster="age")
     assert result.clusters == {"column": "age", "count": 90}
@@ -516,7 +516,7 @@ def test_the_command_slices_by_columns(
         (("--by", "scanner", "--bins", "40,60"), "such as n/a means a missing number, leave its cell empty"),
     ],
 )
-def test_wrong_usage_of_the_command(
+def test_wrong_usage_of_the_command_is_refused(
     command: Callable[..., tuple[int, str, str]], run_of_images: Path, words: Sequence[str], says: str
 ) -> None:
     code, out, err = command(run_of_images, *words)

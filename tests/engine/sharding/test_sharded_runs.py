@@ -92,7 +92,7 @@ def check(found: dict[str, Any], wanted: dict[str, Any], size: int, samples: int
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_size(
+def test_every_size_has_the_digest_of_the_whole_model(
     evaluate: Callable[..., Finished], whole: Run, job: Job, size: int, tmp_path: Path
 ) -> None:
     """Two ranks have another number of batches than each other, and so have three."""
@@ -144,6 +144,8 @@ def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
-def test_random_kills(launch: Launch, tmp_path: Path, digest: str, seed: int) -> None:
+def test_a_run_killed_at_random_has_the_digest_of_the_whole_model(
+    launch: Launch, tmp_path: Path, digest: str, seed: int
+) -> None:
     played = play(launch, tmp_path, KINDS[seed % len(KINDS)], f"sharded {seed}", digest, sharded=True)
     assert played.went_well, played

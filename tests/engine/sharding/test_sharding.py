@@ -60,7 +60,7 @@ def test_one_process_divides_nothing_and_has_the_same_numbers(tmp_path: Path) ->
     assert not torch.distributed.is_initialized(), "the group of one ends with the evaluation"
 
 
-def test_another_precision() -> None:
+def test_a_sharded_model_in_bf16_has_the_digest_of_the_whole_one() -> None:
     sharded = evaluated(shard="fsdp", precision="bf16")
     assert sharded.metrics_digest == evaluated(precision="bf16").metrics_digest
 
@@ -114,7 +114,7 @@ def of_some_rows(model: Reader, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("function", [of_all_parameters, of_some_rows])
-def test_a_forward_that_reads_numbers_of_a_parts_weights_is_told_what_to_do(
+def test_a_forward_that_reads_values_of_a_part_is_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch, function: Callable[[Reader, Tensor], Any]
 ) -> None:
     # A rank would read those of its own rows, and nobody would hear of it.
@@ -180,13 +180,13 @@ def test_a_part_that_returns_its_own_parameters_is_told_what_to_do(monkeypatch: 
         ({"shard": "fsdp", "offload": True}, "this run computes there"),
     ],
 )
-def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_go_with_shard_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         evaluated(**options)
 
 
 @pytest.mark.parametrize("words", [["bench", "--dry-run"], ["doctor", "--invariance"]])
-def test_commands_that_look_at_whole_models(words: list[str], tmp_path: Path) -> None:
+def test_commands_that_look_at_whole_models_refuse_shard(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('shard = "fsdp"\n')
     with pytest.raises(UsageError, match="shard belongs to 'dualeval run'"):
         command.main([*words, "--config", str(tmp_path / "job.toml")], standalone_mode=False)
@@ -246,12 +246,12 @@ def scripted() -> nn.Module:
         (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), "ModuleDict, which has no forward"),
     ],
 )
-def test_models_that_cannot_be_divided(make: Callable[[], nn.Module], said: str) -> None:
+def test_models_that_cannot_be_divided_are_refused(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parameters_of(make())
 
 
-def test_parameters_go_by_their_first_names_and_small_ones_leave_ranks_without_rows() -> None:
+def test_parameters_go_by_their_first_names_also_where_ranks_get_no_row() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
     model[1].weight = model[0].weight
     found = parameters_of(model)
@@ -285,7 +285,9 @@ def test_an_identity_keeps_no_parameter_alive() -> None:
         (2, {"precision": "bf16", "keep_batchnorm_fp32": True}),
     ],
 )
-def test_all_kinds_of_models(launch: Launch, ranks: int, options: dict[str, Any]) -> None:
+def test_all_kinds_of_models_have_the_numbers_of_the_whole_one(
+    launch: Launch, ranks: int, options: dict[str, Any]
+) -> None:
     with_norms = ["resnet18", "mobilenet_v3_small"]
     all_kinds = models_for(options.get("precision", "fp32"))
     names = with_norms if "keep_batchnorm_fp32" in options else all_kinds
