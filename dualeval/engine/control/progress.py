@@ -156,25 +156,25 @@ class Work:
             seconds = now - self._since
             if seconds >= _WINDOW_S:
                 before, self._cpu_s = self._cpu_s, self._seconds_by_thread()
-                taken = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
+                cpu_s = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
                 bytes_before, self._bytes = self._bytes, self._bytes_moved()
                 moved = self._bytes - bytes_before
                 self._since = now
-                if taken >= _LEAST_CORES * seconds or moved >= _LEAST_BYTES_A_S * seconds:
+                if cpu_s >= _LEAST_CORES * seconds or moved >= _LEAST_BYTES_A_S * seconds:
                     self._count += 1
             return self._count
 
     def _seconds_by_thread(self) -> dict[int, float]:
-        found = {}
+        seconds = {}
         for thread in threading.enumerate():
             number = thread.native_id
             if number is not None and not _is_helper(thread.name):
                 try:
                     # On Linux, the CPU clock of a thread by its id; an error if the thread has ended.
-                    found[number] = time.clock_gettime(~number << 3 | 6)
+                    seconds[number] = time.clock_gettime(~number << 3 | 6)
                 except OSError:
                     continue
-        return found
+        return seconds
 
     def _bytes_moved(self) -> int:
         try:
