@@ -111,18 +111,18 @@ class Conclusion:
         status.json. The session goes on.
         """
         folder = self.watch.folder
-        own = None if isinstance(error, PeerError) else error
+        raised = None if isinstance(error, PeerError) else error
         if error is not None:
             close_displays()
             self._save(error)
-        if own is not None:
-            self._control.fail_attempt(own)
+        if raised is not None:
+            self._control.fail_attempt(raised)
             if self._is_owner:
                 with _surviving("print the traceback"):
-                    say_traceback(own, whole=self._debug)
+                    say_traceback(raised, whole=self._debug)
         failure = self._control.end_attempt(went_well=error is None)
         if failure is not None:
-            if failure.rank == 0 or (own is not None and text_of(own) == text_of(failure)):
+            if failure.rank == 0 or (raised is not None and text_of(raised) == text_of(failure)):
                 # An error that rank 0 met as well is not specific to one rank.
                 failure.where = None
             if self._control.name.rank == 0:
