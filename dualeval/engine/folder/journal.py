@@ -178,9 +178,9 @@ class FinishedChunks:
     # The left-out files that belong to another job.
     foreign: frozenset[Path] = frozenset()
 
-    def machine(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    def machine(self, current: Mapping[str, Any]) -> Mapping[str, Any]:
         """The machine that the result names: this run's, or that of the first file if no chunk remains."""
-        return own if self.remaining or not self.files else self.files[0].machine
+        return current if self.remaining or not self.files else self.files[0].machine
 
     def add_to(self, ledger: Tensor) -> None:
         """Add the files' deltas to a ledger's vector."""
@@ -204,32 +204,32 @@ def read_journal(
     with a failed sample are left out, so that these chunks are tried again. ``remaining`` are those of the
     ``wanted`` chunks, or of all, that none of these files holds.
     """
-    found: list[JournalFile] = []
+    readable: list[JournalFile] = []
     files = []
     left_out = []
     foreign = set()
-    taken = np.zeros(plan.num_chunks, np.bool_)
+    held = np.zeros(plan.num_chunks, np.bool_)
     sizes = plan.chunk_sizes()
     asked = range(plan.num_chunks) if wanted is None else wanted
     for path in (path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))):
         try:
-            found.append(read_journal_file(path))
+            readable.append(read_journal_file(path))
         except (DualevalError, OSError) as error:
             left_out.append(str(error))
         each()
-    for file in sorted(found, key=lambda file: file.failed > 0):
+    for file in sorted(readable, key=lambda file: file.failed > 0):
         if file.fingerprint != fingerprint:
             foreign.add(file.path)
         retries = file.path.parent == retried
-        reason = _reason_to_leave_out(file, sizes, fingerprint, taken, retries=retries)
+        reason = _reason_to_leave_out(file, sizes, fingerprint, held, retries=retries)
         if reason is None:
             files.append(file)
-            taken[list(file.chunks)] = True
+            held[list(file.chunks)] = True
         elif reason:
             left_out.append(reason)
     return FinishedChunks(
         files=tuple(files),
-        remaining=tuple(chunk for chunk in asked if not taken[chunk]),
+        remaining=tuple(chunk for chunk in asked if not held[chunk]),
         left_out=tuple(left_out),
         foreign=frozenset(foreign),
     )
@@ -239,7 +239,7 @@ def _reason_to_leave_out(
     file: JournalFile,
     sizes: npt.NDArray[np.int64],
     fingerprint: str,
-    taken: npt.NDArray[np.bool_],
+    held: npt.NDArray[np.bool_],
     *,
     retries: bool,
 ) -> str | None:
@@ -252,7 +252,7 @@ def _reason_to_leave_out(
     # Chunk sizes are not in the fingerprint: no number depends on them.
     if chunks.max() >= len(sizes) or not np.array_equal(sizes[chunks], file.rows):
         return f"{file.path} was written by a version of dualeval that divides the data set into other chunks"
-    again = chunks[taken[chunks]]
+    again = chunks[held[chunks]]
     if len(again):
         return f"{file.path} holds chunk {again[0]}, which another file holds already"
     return None

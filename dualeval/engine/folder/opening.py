@@ -250,12 +250,12 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
     """Check the files beside a result.json against the checksums in it."""
     for name, wanted in result.files.items():
         try:
-            found = checksum_of(path / name, step)
+            checksum = checksum_of(path / name, step)
         except OSError as error:
             gone = isinstance(error, FileNotFoundError)
-            said = "is missing" if gone else f"cannot be read: {error.strerror or error}"
-            raise DualevalError(f"{path / name} {said}") from error
-        if found != wanted:
+            problem = "is missing" if gone else f"cannot be read: {error.strerror or error}"
+            raise DualevalError(f"{path / name} {problem}") from error
+        if checksum != wanted:
             raise DualevalError(
                 f"{path / name} is damaged: its content does not fit its checksum in {RESULT}"
             )

@@ -75,10 +75,10 @@ class Ledger:
         folded, evaluated, failed = self.values[: 3 * self._plan.num_chunks].view(3, -1)
         sizes = torch.from_numpy(self._plan.chunk_sizes())
         wrong = ((folded != 1) | (evaluated + failed != sizes)).nonzero().flatten().tolist()
-        said = []
+        sentences = []
         for chunk in wrong[:_NAMED_AT_MOST]:
             samples = self._plan.chunk_samples(chunk)
-            said.append(
+            sentences.append(
                 f"chunk {chunk} (samples {samples.start} to {samples.stop - 1}): folded {folded[chunk]} "
                 f"times, {evaluated[chunk]} evaluated and {failed[chunk]} failed of {len(samples)}"
             )
@@ -86,7 +86,7 @@ class Ledger:
             more = f"; and {len(wrong) - _NAMED_AT_MOST} more" if len(wrong) > _NAMED_AT_MOST else ""
             raise ExactlyOnceError(
                 f"{len(wrong)} of {self._plan.num_chunks} chunks were not counted exactly once: "
-                f"{'; '.join(said)}{more}"
+                f"{'; '.join(sentences)}{more}"
             )
 
 
@@ -157,13 +157,13 @@ class _Part:
 
     def evaluated(self) -> Tensor:
         """Which rows belong to samples that could be read, bool of shape (rows,)."""
-        found = torch.ones(self.rows, dtype=torch.bool)
+        mask = torch.ones(self.rows, dtype=torch.bool)
         start = 0
         for finished in self.batches:
             if finished.failed:
-                found[[start + row for row in finished.failed]] = False
+                mask[[start + row for row in finished.failed]] = False
             start += finished.rows
-        return found
+        return mask
 
     def columns(self, empty: Mapping[str, Column]) -> dict[str, Column]:
         """All rows; ``empty`` has the columns' dtypes and row shapes."""
@@ -273,7 +273,7 @@ class Recorder:
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
                     self._late_kind = columns.kind if isinstance(columns, LateColumns) else None
-                columns, ragged_bytes = self._taken(columns, self._empty, batch, samples)
+                columns, ragged_bytes = self._checked(columns, self._empty, batch, samples)
             rows_failed = tuple([sample.index - samples.start for sample in failed]) if failed else ()
             self._chunk.append(_Finished(len(samples), columns, rows_failed, ragged_bytes))
             if work.is_last:
@@ -285,13 +285,13 @@ class Recorder:
         self._chunk_failures += failures
         self.first_failed = min(failures[0], self.first_failed or failures[0])
 
-    def _taken(
+    def _checked(
         self, columns: Mapping[str, Column], kinds: Mapping[str, Column], batch: int, samples: range
     ) -> tuple[Mapping[str, Column], int]:
         """The columns that are used, each in memory of its own; and the bytes of the ragged ones' values."""
         if isinstance(columns, LateColumns) and columns.kind == self._late_kind:
             return columns, 0
-        taken: dict[str, Column] = {}
+        used: dict[str, Column] = {}
         ragged_bytes = 0
         for name, like in kinds.items():
             column = columns.get(name)
@@ -301,18 +301,18 @@ class Recorder:
                 and column.shape[1:] == like.shape[1:]
             )
             if column is None or not (is_alike or kind_of(column) == kind_of(like)):
-                found = "is not there" if column is None else f"is {kind_text(column)}"
+                problem = "is not there" if column is None else f"is {kind_text(column)}"
                 raise UsageError(
                     f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) "
-                    f"{found}, and in the first batch it was {kind_text(like)}: each "
+                    f"{problem}, and in the first batch it was {kind_text(like)}: each "
                     "batch must give the same columns, of the same dtype and row shape"
                 )
             if isinstance(column, Ragged):
-                taken[name] = each_part(_with_own_memory, column)
+                used[name] = each_part(_with_own_memory, column)
                 ragged_bytes += column.values.nbytes
             else:
-                taken[name] = _with_own_memory(column)
-        return taken, ragged_bytes
+                used[name] = _with_own_memory(column)
+        return used, ragged_bytes
 
     def _finish_chunk(self, chunk: int) -> None:
         start = perf_counter()

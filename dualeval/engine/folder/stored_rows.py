@@ -157,10 +157,10 @@ class StoredRows:
         wanted = np.unique(np.asarray(places, np.int64))
         with self._opened() as file:
             for number, rows in _groups(file):
-                own = wanted[(wanted >= rows.start) & (wanted < rows.stop)]
-                if len(own):
-                    found = file.read_row_group(number).take(pyarrow.array(own - rows.start)).to_pylist()
-                    yield from zip(own.tolist(), found, strict=True)
+                part = wanted[(wanted >= rows.start) & (wanted < rows.stop)]
+                if len(part):
+                    dicts = file.read_row_group(number).take(pyarrow.array(part - rows.start)).to_pylist()
+                    yield from zip(part.tolist(), dicts, strict=True)
 
     @property
     def _but_ids(self) -> list[str]:
@@ -312,7 +312,7 @@ def collect_rows(
     writer: object, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
 ) -> list[MemoryRows]:
     """Bring the rows in all ranks' memory to rank 0, one part of each rank a round. A collective."""
-    found, parts = [], []
+    collected, parts = [], []
     if isinstance(writer, MemoryWriter):
         parts, writer.written = writer.written[::-1], []
     for _ in range(rounds):
@@ -325,7 +325,7 @@ def collect_rows(
         for rank, (described, values) in enumerate(zip(headers, contents, strict=True)):
             if described is not None:
                 rows = tuple(described["rows"])
-                found.append(
+                collected.append(
                     MemoryRows(
                         path=Path(f"the memory of rank {rank}"),
                         chunks=tuple(described["chunks"]),
@@ -335,4 +335,4 @@ def collect_rows(
                     )
                 )
         step()
-    return found
+    return collected
