@@ -53,14 +53,14 @@ class _Source:
     @cached_property
     def imported(self) -> list[tuple[int, str, list[str]]]:
         """The text's imports: level of a relative import, module, and names that may be modules in it."""
-        found: list[tuple[int, str, list[str]]] = []
+        imports: list[tuple[int, str, list[str]]] = []
         with suppress(SyntaxError):  # changed since it was imported
             for node in ast.walk(ast.parse(self.text or "")):
                 if isinstance(node, ast.Import):
-                    found += [(0, each.name, []) for each in node.names]
+                    imports += [(0, each.name, []) for each in node.names]
                 elif isinstance(node, ast.ImportFrom):
-                    found.append((node.level, node.module or "", [each.name for each in node.names]))
-        return found
+                    imports.append((node.level, node.module or "", [each.name for each in node.names]))
+        return imports
 
 
 _sources: dict[str, _Source] = {}
@@ -145,21 +145,21 @@ def source_fingerprints(used: Iterable[str], code: Mapping[str, list[bytes]]) ->
     for name, text in _reached(used).items():
         parts[module_name(name)] = [text.encode("utf-8", "surrogateescape")]
     for name in sorted({*used, *code}):
-        found = _source(name)
+        source = _source(name)
         # Sorted: a model may hold its modules in another order.
         digests = sorted(code.get(name, ()))
         if name.partition(".")[0] == _OWN_PACKAGE:
             parts[_OWN_PACKAGE] += digests
-        elif found.library is None:
+        elif source.library is None:
             parts[module_name(name)] += digests
         else:
-            libraries[found.library] += [
+            libraries[source.library] += [
                 name.encode(),
-                (found.text or "").encode("utf-8", "surrogateescape"),
+                (source.text or "").encode("utf-8", "surrogateescape"),
                 *digests,
             ]
     return {
-        "source": {name: _hash(found) for name, found in parts.items() if found},
+        "source": {name: _hash(digests) for name, digests in parts.items() if digests},
         "libraries": {
             name: f"{version} {_hash(libraries[library])}".strip()
             for library in libraries
