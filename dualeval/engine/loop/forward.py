@@ -41,7 +41,7 @@ from dualeval.options.choices import COMPILE
 from dualeval.result import TimedStage
 from dualeval.tasks import Dataset, Task
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 # Samples that are computed to learn the columns, and batches that are searched for readable ones.
 _FEW = 2
@@ -84,8 +84,8 @@ def _of_widest(evaluation: Evaluation, widest: Widest, seconds: float) -> tuple[
     batches = max(widest.batches, 1)
     if is_short(seconds * ALONE / batches, ALONE, batches * evaluation.plan.batch_size):
         with suppress(Exception):  # some models want batches of one size
-            said, is_other = widest.warnings(evaluation, partial(compute_of, evaluation))
-            return ([], [LATER]) if is_other else (said, [])
+            warnings, is_other = widest.warnings(evaluation, partial(compute_of, evaluation))
+            return ([], [LATER]) if is_other else (warnings, [])
     return [], []
 
 
@@ -193,13 +193,13 @@ def settle_layout(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> N
     if run.options.shard is not None or is_sharded(model):
         layout = layout_of(model, run.options.layout)
     else:
-        layout, said = layout_by_trial(model, run.options.layout, compute_in)
-        run.note_all([] if said is None else [said])
-    given = {name: getattr(run.options, name) for name in _SHOWN}
-    run.decide({**given, **run.job, "layout": layout}, layout=layout)
+        layout, note = layout_by_trial(model, run.options.layout, compute_in)
+        run.note_all([] if note is None else [note])
+    shown = {name: getattr(run.options, name) for name in _SHOWN}
+    run.decide({**shown, **run.job, "layout": layout}, layout=layout)
 
 
-def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Found]) -> _Found:
+def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Result]) -> _Result:
     """The result of ``compute`` for the first samples that can be read."""
     plan, options = evaluation.plan, evaluation.run.options
     failed: tuple[FailedSample, ...] = ()
@@ -208,9 +208,9 @@ def of_first(evaluation: Evaluation, compute: Callable[[Any, range], _Found]) ->
         # Compiling for a shape takes seconds: a compiled model is tried only with the loop's shape.
         few = [] if options.optimize == COMPILE else [samples[:_FEW]]
         for some in (*few, samples):
-            found, failed = compute_alone(evaluation, some, compute)
-            if found is not None:
-                return found
+            result, failed = compute_alone(evaluation, some, compute)
+            if result is not None:
+                return result
     raise unreadable(evaluation.dataset, failed[0], skips=options.on_error == "skip")
 
 

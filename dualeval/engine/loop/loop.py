@@ -249,12 +249,12 @@ class Loop:
         tries += [] if self._run.precision.autocast is not None else ["--precision amp-bf16 on a GPU"]
         tries += ["on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks", "a device with more memory"]
         # Python's MemoryError has no text.
-        said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        text = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
             f" {self.recorder.chunks_saved} finished chunks of this rank are kept for the same command on a "
             "machine with more memory; another batch size is another job, which starts over."
         )
         return DualevalError(
-            f"out of memory on {self._run.device} with --batch-size {options.batch_size}: {said}. "
+            f"out of memory on {self._run.device} with --batch-size {options.batch_size}: {text}. "
             f"Try {'; '.join(tries)}.{saved if options.out is not None else ''}"
         )
