@@ -104,7 +104,7 @@ def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
     read = {node.target for node in graph.nodes if node.op == "get_attr"}
     names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     read_tensors = {id(tensor) for name, tensor in names if name in read}
-    found = []
+    pairs = []
     for node in graph.nodes:
         if node.op != "call_module" or calls[node.target] > 1:
             continue
@@ -122,8 +122,8 @@ def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
             and not _does_more(convolution, read_tensors)
             and not _does_more(norm, read_tensors)
         ):
-            found.append((str(before.target), str(node.target)))
-    return found
+            pairs.append((str(before.target), str(node.target)))
+    return pairs
 
 
 def _does_more(module: nn.Module, read: Collection[int]) -> bool:
