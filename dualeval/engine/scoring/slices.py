@@ -70,13 +70,13 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     names = columns_of_groups([by])
     cut = _cut(names, keys) if bins else ()
     groups = (_of_column(name, keys[name], bins if name in cut else ()) for name in names)
-    found = reduce(_crossed, groups)
-    if len(found.labels) > _MOST_GROUPS:
+    crossed = reduce(_crossed, groups)
+    if len(crossed.labels) > _MOST_GROUPS:
         raise UsageError(
-            f"--by {by}: there are {len(found.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
+            f"--by {by}: there are {len(crossed.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
             "column with fewer values."
         )
-    return found
+    return crossed
 
 
 def _cut(names: Sequence[str], keys: Mapping[str, Keys]) -> Sequence[str]:
@@ -104,9 +104,9 @@ def bins_without_use(by: Sequence[str], bins: Sequence[float], kinds: Mapping[st
 
 
 def _distinct(keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    found = np.unique(keys)
-    is_number: npt.NDArray[np.bool_] = found == found  # NaN is not equal to itself
-    numbers: npt.NDArray[Any] = found[is_number]
+    values = np.unique(keys)
+    is_number: npt.NDArray[np.bool_] = values == values  # NaN is not equal to itself
+    numbers: npt.NDArray[Any] = values[is_number]
     return numbers
 
 
@@ -210,15 +210,15 @@ def _measured_of(
     """A metric's measurement of some rows of mapped columns."""
     of_ledger, of_rows = split_by_kind([metric])
     for row_metric in of_rows:
-        own = {name: columns[name][places] for name in metric.columns}
-        return plain(metric.name, row_metric.compute(columns_of(metric, own)))
-    [found] = of_ledger
-    ledger = torch.zeros(found.size, dtype=torch.int64)
+        part = {name: columns[name][places] for name in metric.columns}
+        return plain(metric.name, row_metric.compute(columns_of(metric, part)))
+    [ledger_metric] = of_ledger
+    ledger = torch.zeros(ledger_metric.size, dtype=torch.int64)
     for start in range(0, len(places), WINDOW_ROWS):
         window = places[start : start + WINDOW_ROWS]
         of_window = {name: to_column(columns[name][window]) for name in metric.columns}
-        update(found, ledger, of_window, [len(window)])
-    return plain(metric.name, found.compute(ledger))
+        update(ledger_metric, ledger, of_window, [len(window)])
+    return plain(metric.name, ledger_metric.compute(ledger))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class Slicing:
         there = []
         with MappedColumns(None) as mapped:
             for window in rows.windows(None if texts else wanted or rows.names[:1]):
-                for name, own in texts.items():
+                for name, of_column in texts.items():
                     if name not in window.texts:
                         known = [*rows.names, *window.texts]
                         raise UsageError(
@@ -251,7 +251,7 @@ class Slicing:
                             f"{', '.join(known)}. A run keeps those of its data that --keep names."
                             f"{did_you_mean(name, known)}"
                         )
-                    own += compress(window.texts[name], window.evaluated)
+                    of_column += compress(window.texts[name], window.evaluated)
                 mapped.append({name: window.columns[name] for name in wanted})
                 there.append(window.evaluated)
                 self.step()
@@ -271,8 +271,8 @@ class Slicing:
             slices[by] = [self._group(columns, value, label, places) for value, label, places in members]
         unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
         without = ", ".join(name for name in unsliced if name in result.metrics)
-        said = f"no slices of {without}: their columns are not kept, or they need whole batches"
-        return replace(result, slices=slices, warnings=[*result.warnings, *([said] if without else [])])
+        warning = f"no slices of {without}: their columns are not kept, or they need whole batches"
+        return replace(result, slices=slices, warnings=[*result.warnings, *([warning] if without else [])])
 
     def _wanted(self, result: Result, kept: Sequence[str]) -> list[str]:
         """The columns that slices are computed from."""
@@ -309,9 +309,9 @@ class Slicing:
         fields, _ = clustered_fields(measured, self.cluster, [*columns], read)
         count = fields.get("clusters", {}).get("count")
         numbers = {
-            name: found
-            for name, found in fields["metrics"].items()
-            if found is None or (isinstance(found, (int, float)) and not isinstance(found, bool))
+            name: number
+            for name, number in fields["metrics"].items()
+            if number is None or (isinstance(number, (int, float)) and not isinstance(number, bool))
         }
         return {
             "group": dict(value),
