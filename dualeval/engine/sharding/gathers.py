@@ -219,10 +219,10 @@ class Gathers:
                 self.is_complete = self._join_gathers_left()
                 self._control.is_missed = bool(self._units) and not self.is_complete and self._world.size > 1
                 raise
-            said = text_of(error).strip().rstrip(".") or type(error).__name__
+            text = text_of(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
                 f"torch.distributed broke on rank {self._world.rank} of {self._world.size} while gathering "
-                f"the parameters of {self._gathered}: {said}. Where another rank failed first, its message "
+                f"the parameters of {self._gathered}: {text}. Where another rank failed first, its message "
                 "has the cause."
             ) from error
         finally:

@@ -81,11 +81,11 @@ class Lockstep(Strategy):
 
         The returned function holds no collective, and gives the columns of another forward at each call.
         """
-        own = [[batch.samples.start, batch.samples.stop] for batch in stored]
-        shared = [range(*limits) for limits in evaluation.run.from_rank_0(own)]
+        spans = [[batch.samples.start, batch.samples.stop] for batch in stored]
+        shared = [range(*limits) for limits in evaluation.run.from_rank_0(spans)]
         # Twice: rank 0 may ask whether the model gives the same bits again.
-        found = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
-        return lambda samples: found[samples].pop()
+        results = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
+        return lambda samples: results[samples].pop()
 
     def evaluate_remaining(self, evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
         """Compute one batch a round on every rank. A collective."""
@@ -168,12 +168,12 @@ class _Rounds:
                 self._loop.unlike = differences(columns, computed, stand_in, again, lambda: _RANDOM)
         return stand_in
 
-    def _start(self, given: tuple[Any, Any]) -> Pending | None:
+    def _start(self, batch: tuple[Any, Any]) -> Pending | None:
         """Start a batch; an error after its forward is raised when the other ranks know of it.
 
-        ``given`` holds its data, None if none of its samples could be read, and the data to compute instead.
+        ``batch`` holds its data, None if none of its samples could be read, and the data to compute instead.
         """
-        data, stand_in = given
+        data, stand_in = batch
         try:
             pending = self._compute.start(stand_in if data is None else data)
             # A batch without a readable sample has no columns to keep.
@@ -201,9 +201,9 @@ class _Rounds:
 
     def _agree_to_stop(self, problem: Exception | None) -> bool:
         """Whether all ranks stop here; a collective."""
-        own = torch.tensor([self._control.stopping is not None, problem is not None], dtype=torch.int64)
+        flags = torch.tensor([self._control.stopping is not None, problem is not None], dtype=torch.int64)
         try:
-            stops, fails = self._backend.all_reduce(own, "max").tolist()
+            stops, fails = self._backend.all_reduce(flags, "max").tolist()
         except BackendError as error:
             raise (problem or error) from (None if problem is None else error)
         if problem is not None:
