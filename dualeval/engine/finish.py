@@ -22,8 +22,8 @@ from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.layout import what_they_said
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
+from dualeval.engine.folder.row_windows import PLAIN, RowsOfChunks, read_columns
 from dualeval.engine.folder.stored_rows import MemoryWriter, NewRows, collect_rows
-from dualeval.engine.folder.windows import PLAIN, RowsOfChunks, read_columns
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.loop.loop import Loop, unwritable
@@ -173,8 +173,8 @@ class _Ended:
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """The rows of all chunks, checked, on rank 0; empty on the others. A collective."""
-        parts = [report["files"] if report["in_memory"] else 0 for report in reports]
-        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._run.backend, max(parts), self._step)]
+        held = [report["files"] if report["in_memory"] else 0 for report in reports]
+        rows: list[RowsOfChunks] = [*collect_rows(self._writer, self._run.backend, max(held), self._step)]
         if self._folder is not None and self._is_main:
             files = [0 if report["in_memory"] else report["files"] for report in reports]
             rows += self._folder.merged_files(self._previous, files, self._step)
@@ -268,7 +268,7 @@ class _Ended:
         read = partial(self._columns, rows)
         names = sorted({name for metric in row_metrics for name in metric.columns})
         columns = read(names) if names else {}
-        measured = measure(self._ledger.parts(), row_metrics, columns)
+        measured = measure(self._ledger.slots(), row_metrics, columns)
         fields, of_clusters = clustered_fields(measured, cluster, self._evaluation.kept, read)
         machines = chunks_by_machine(
             [
@@ -300,7 +300,7 @@ class _Ended:
 
     def _mistakes(self, rows: Sequence[RowsOfChunks], samples: int) -> list[str]:
         """Warnings of common mistakes that counts or rows show, given the number of independent samples."""
-        if (warnings := mistakes.of_counts(self._ledger.parts(), samples)) is not None:
+        if (warnings := mistakes.of_counts(self._ledger.slots(), samples)) is not None:
             return warnings
         known = {name: column for file in rows for name, column in file.columns.items()}
         scalar = [name for name, column in known.items() if column.form == PLAIN and not column.row_shape]

@@ -191,23 +191,23 @@ class OwnLoop:
         self._samples_of_rank = self._plan.samples_in(mine)
         compute_s = 0.0
         with loop.running():
-            for work, data in loop.read():
+            for handed, data in loop.read():
                 columns: Columns | None = None
-                if self._first is not None and self._first[0] == work.batch and data is not None:
+                if self._first is not None and self._first[0] == handed.batch and data is not None:
                     columns, self._first = self._first[1], None
                 elif data is not None:
                     start = perf_counter()
                     try:
-                        columns = yield from self._hand_out(data, work.samples)
+                        columns = yield from self._hand_out(data, handed.samples)
                     except GeneratorExit:
                         # A batch that was added before the caller left the loop is finished.
                         if (columns := self._take_added()) is not None:
-                            loop.count(work, columns)
-                            self._done += len(work.samples)
+                            loop.count(handed, columns)
+                            self._done += len(handed.samples)
                         raise
                     compute_s += perf_counter() - start
-                loop.count(work, columns)
-                self._done += len(work.samples)
+                loop.count(handed, columns)
+                self._done += len(handed.samples)
         loop.times[TimedStage.COMPUTE] = compute_s
 
     def _learn_columns(self) -> Generator[Any, None, None]:
@@ -298,8 +298,8 @@ class LoopTask(Task):
         for rank, others in known:
             if others != first:
                 raise UsageError(
-                    f"rank {rank} has added other columns than rank {first_rank} ({_listed(others)}; "
-                    f"{_listed(first)}): add the same columns, of the same dtype, on every rank"
+                    f"rank {rank} has added other columns than rank {first_rank} ({_kinds_listed(others)}; "
+                    f"{_kinds_listed(first)}): add the same columns, of the same dtype, on every rank"
                 )
         self.kinds = first
         self._make_metrics()
@@ -465,7 +465,7 @@ def _kind_for_all(column: Column) -> list[Any]:
     return [str(dtype), 1 + len(row_shape), *([] if form == "plain" else [form])]
 
 
-def _listed(kinds: Mapping[str, Sequence[Any]]) -> str:
+def _kinds_listed(kinds: Mapping[str, Sequence[Any]]) -> str:
     return ", ".join(
         f"{name}: {' '.join([*form, dtype.removeprefix('torch.')])}"
         for name, (dtype, _, *form) in kinds.items()

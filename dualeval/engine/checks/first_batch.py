@@ -17,7 +17,7 @@ from torch import Tensor
 from dualeval.columns.ragged import Column, Ragged, Rows, parts_of, to_rows
 from dualeval.columns.ragged import copied as copied_column
 from dualeval.engine.folder.predictions import json_entries, write_to_memory
-from dualeval.engine.folder.windows import EVALUATED, read_only
+from dualeval.engine.folder.row_windows import EVALUATED, read_only
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.job.evaluation import RESERVED, Evaluation

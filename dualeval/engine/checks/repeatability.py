@@ -363,7 +363,7 @@ def differences(
     if not names and not is_other:
         return []
     cause = _OTHER_DATA if is_other else why()
-    again_other = f"the same samples give different numbers when they are computed again ({_listed(names)}): "
+    again_other = f"the same samples give different numbers when they are computed again ({_unique(names)}): "
     return [
         f"{again_other if names else ''}{cause}. Another run, or another number of processes, gives a "
         "different result"
@@ -432,7 +432,7 @@ def _in_threads(
         unlike = [name for one, other in zip(alone, together, strict=True) for name in differing(one, other)]
         if not unlike:
             return []
-        problem = f"give different numbers when two are computed at the same time ({_listed(unlike)})"
+        problem = f"give different numbers when two are computed at the same time ({_unique(unlike)})"
     cause = f": {_changes(changed)} from one to the next" if changed else ""
     return [
         f"batches {problem}{cause}. So they are computed one at a time; in Python let the outputs of forward "
@@ -478,8 +478,8 @@ def _state_of(model: nn.Module) -> Snapshot:
 
 
 def _changes(places: Sequence[str]) -> str:
-    return f"{_listed(places)} {'change' if len({*places}) > 1 else 'changes'}"
+    return f"{_unique(places)} {'change' if len({*places}) > 1 else 'changes'}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _unique(names: Sequence[str]) -> str:
     return listed(dict.fromkeys(names), _NAMED)

@@ -23,8 +23,8 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.machines import is_same
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.recorder import Ledger
+from dualeval.engine.folder.row_windows import EVALUATED, evaluated_of
 from dualeval.engine.folder.stored_rows import StoredRows, Window
-from dualeval.engine.folder.windows import EVALUATED, evaluated_of
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.job.opened import Opened
 from dualeval.engine.samples.feed import FailedSample
@@ -288,7 +288,7 @@ class Proof:
         self, column: str, row: int, there: Rows, now: Rows | None, unsteady: Sequence[str] = ()
     ) -> NoReturn:
         index = self.stored.samples[int(np.flatnonzero(self.stored.evaluated)[row])]
-        here = "no such column" if now is None else _shown(now[row])
+        here = "no such column" if now is None else _repr_of(now[row])
         why = (
             "The job's identity is unchanged, so something outside of it has changed: an imported helper, a "
             "file or variable that the model reads, or the middle of a picture (--data-fingerprint content "
@@ -301,7 +301,7 @@ class Proof:
             )
         raise UsageError(
             f"{self.place} holds other numbers than this job gives now: sample {self.name(index)}, column "
-            f"{column!r}: {_shown(there[row])} there, {here} now. {why} {self.start_over}; --no-replay "
+            f"{column!r}: {_repr_of(there[row])} there, {here} now. {why} {self.start_over}; --no-replay "
             "continues without this comparison."
         )
 
@@ -366,7 +366,7 @@ def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], pla
     there = Ledger(plan, metrics)
     there.values.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
     return [
-        metric.name for metric, slots in there.parts() if not torch.equal(slots, now.get(metric.name, slots))
+        metric.name for metric, slots in there.slots() if not torch.equal(slots, now.get(metric.name, slots))
     ]
 
 
@@ -376,7 +376,7 @@ def counted(
     """The ledger's slots of each metric whose columns are kept, for the rows of some batches."""
     ledger = Ledger(EvalPlan(num_samples=1, batch_size=1), [*filter(keeps_rows, metrics)])
     ledger.update({name: to_column(values) for name, values in columns.items()}, batches)
-    return ledger.parts()
+    return ledger.slots()
 
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) -> int | None:
@@ -388,7 +388,7 @@ def _first_difference(there: Rows, now: Rows, tolerance: float | None = None) ->
     return int(wrong[0]) if len(wrong) > allowed else None
 
 
-def _shown(value: Any) -> str:
+def _repr_of(value: Any) -> str:
     # repr of a Python float shows every bit; numpy's repr adds its type.
     text = repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dualeval.backends.base import Backend
 from dualeval.engine.control.ending import Ending, how_it_ended
 from dualeval.engine.control.monitor import Clock, Limits, Monitor
-from dualeval.engine.control.progress import Heartbeat, Name, Progress, Stage, Tally, Work
+from dualeval.engine.control.progress import Activity, Heartbeat, Name, Progress, Stage, Tally
 from dualeval.engine.control.verdict import NO_VERDICT, VERDICT, Action, Turn, Verdict
 from dualeval.errors import LaunchError, PeerError, Stopped
 from dualeval.process.speech import say
@@ -78,7 +78,7 @@ class ControlPlane(Ending):
         # Counts the store's answers to this rank's heartbeats.
         self.answers = 0
         self._server = server
-        self._work = Work()
+        self._activity = Activity()
         self._attempt = 0
         self._runs = 0
         self._tally: Tally | None = None
@@ -182,7 +182,7 @@ class ControlPlane(Ending):
         """This rank's progress at this moment, for ``monitor.Judge``."""
         at, tally = self.progress.position, self._tally
         run, done = (0, 0) if tally is None else (tally.number, tally.done)
-        work = self._work.count()
+        work = self._activity.count()
         return Heartbeat(at.steps, work, self.answers, at.stage, at.chunk, self._saved, run, done)
 
     # -- counting samples --------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from dualeval.process.identity import Process
 
-# A window of time counts as work above one of these. Waiting loops take hundredths of a core; reading from a
+# A span of time counts as work above one of these. Waiting loops take hundredths of a core; reading from a
 # slow disk may take no more, but moves bytes.
-_WINDOW_S = 0.25
+_SPAN_S = 0.25
 _LEAST_CORES = 0.1
 _LEAST_BYTES_A_S = 65_536
 _SHOW_EVERY_S = 0.5
@@ -134,8 +134,8 @@ class Heartbeat(NamedTuple):
         return Position(self.steps, self.stage, self.chunk)
 
 
-class Work:
-    """Counts windows of time in which this process really worked; create it on the main thread."""
+class Activity:
+    """Counts spans of time in which this process really worked; create it on the main thread."""
 
     # The process worked if its Python threads, without the engine's helpers, took a tenth of a core, or if
     # the main thread read or wrote. Native threads of libraries do not count: those of Horovod and MPI poll
@@ -150,11 +150,11 @@ class Work:
         self._bytes = self._bytes_moved()
 
     def count(self) -> int:
-        """Number of these windows so far; any thread may ask."""
+        """Number of these spans so far; any thread may ask."""
         with self._lock:
             now = time.monotonic()
             seconds = now - self._since
-            if seconds >= _WINDOW_S:
+            if seconds >= _SPAN_S:
                 before, self._cpu_s = self._cpu_s, self._seconds_by_thread()
                 cpu_s = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
                 bytes_before, self._bytes = self._bytes, self._bytes_moved()

@@ -88,11 +88,11 @@ def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, m
             )
 
 
-def check_kinds_of_parts(
-    folder: object, parts: Iterable[Machine], here: Machine, start_over: str, *, mix: bool
+def check_kinds_in_folder(
+    folder: object, machines: Iterable[Machine], here: Machine, start_over: str, *, mix: bool
 ) -> None:
     """Check that the work in a folder was computed on this kind of machine."""
-    for machine in parts:
+    for machine in machines:
         differing = differences(kind_of(machine), kind_of(here))
         if differing and not mix:
             shown = "; ".join(f"{name}: {there} there, {now} now" for name, there, now in differing)
@@ -102,10 +102,10 @@ def check_kinds_of_parts(
             )
 
 
-def chunks_by_machine(parts: Iterable[tuple[Machine, int]]) -> list[dict[str, Any]]:
+def chunks_by_machine(counts: Iterable[tuple[Machine, int]]) -> list[dict[str, Any]]:
     """Add up the chunks of equal machines."""
     counted: list[dict[str, Any]] = []
-    for machine, chunks in parts:
+    for machine, chunks in counts:
         if not chunks:
             continue
         for known in counted:

@@ -73,12 +73,12 @@ def _source(name: str) -> _Source:
     mark = space.get("__spec__") or loaded
     known = _sources.get(name)
     if known is None or known.mark is not mark:
-        place = (space.get("__file__"), space.get("__path__") or ()) if loaded else _found(name)
+        place = (space.get("__file__"), space.get("__path__") or ()) if loaded else _place_of(name)
         known = _sources[name] = _Source(name, mark, *place)
     return known
 
 
-def _found(name: str) -> tuple[str | None, Iterable[str]]:
+def _place_of(name: str) -> tuple[str | None, Iterable[str]]:
     """The file and the folders of a module that is not loaded, found without importing it."""
     parent = name.rpartition(".")[0]
     folders = _source(parent).folders if parent else None
@@ -140,18 +140,18 @@ def names_in(code: CodeType) -> set[str]:
 
 def source_fingerprints(used: Iterable[str], code: Mapping[str, list[bytes]]) -> dict[str, dict[str, str]]:
     """Hashes of the user's modules that are used, and of libraries; ``code`` adds digests by module."""
-    parts = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
+    modules = defaultdict[str, list[bytes]](list, {_OWN_PACKAGE: [_own_digest()]})
     libraries = defaultdict[str, list[bytes]](list)
     for name, text in _reached(used).items():
-        parts[module_name(name)] = [text.encode("utf-8", "surrogateescape")]
+        modules[module_name(name)] = [text.encode("utf-8", "surrogateescape")]
     for name in sorted({*used, *code}):
         source = _source(name)
         # Sorted: a model may hold its modules in another order.
         digests = sorted(code.get(name, ()))
         if name.partition(".")[0] == _OWN_PACKAGE:
-            parts[_OWN_PACKAGE] += digests
+            modules[_OWN_PACKAGE] += digests
         elif source.library is None:
-            parts[module_name(name)] += digests
+            modules[module_name(name)] += digests
         else:
             libraries[source.library] += [
                 name.encode(),
@@ -159,7 +159,7 @@ def source_fingerprints(used: Iterable[str], code: Mapping[str, list[bytes]]) ->
                 *digests,
             ]
     return {
-        "source": {name: _hash(digests) for name, digests in parts.items() if digests},
+        "source": {name: _hash(digests) for name, digests in modules.items() if digests},
         "libraries": {
             name: f"{version} {_hash(libraries[library])}".strip()
             for library in libraries
@@ -215,8 +215,8 @@ def _imports(name: str) -> Iterator[str]:
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts) + 1) if all(parts))
+    words = name.split(".")
+    return (".".join(words[:count]) for count in range(1, len(words) + 1) if all(words))
 
 
 def _held(name: str) -> Iterator[str]:

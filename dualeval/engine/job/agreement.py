@@ -227,8 +227,8 @@ def _weights_hint(differing: Sequence[tuple[str, Any, Any]]) -> str:
 
 def _check_ids(dataset: Dataset, samples: int, hashes: npt.NDArray[np.uint64], backend: Backend) -> None:
     """Refuse, on rank 0, an id that several samples have, by the hashes of all ranks. A collective."""
-    ordered, parts = np.sort(hashes), -(-samples // _AT_ONCE)
-    ends = np.searchsorted(ordered, np.array([(part << 64) // parts for part in range(1, parts)], np.uint64))
+    ordered, rounds = np.sort(hashes), -(-samples // _AT_ONCE)
+    ends = np.searchsorted(ordered, np.array([(one << 64) // rounds for one in range(1, rounds)], np.uint64))
     twice: dict[str, int] = {}
     for rank_hashes in np.split(ordered.view(np.int64), ends):
         of_ranks = backend.gather(torch.from_numpy(rank_hashes))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dualeval.columns.ragged import Column, Text, kind_text, parts_of
 from dualeval.engine.control.progress import Stage
-from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.folder.row_windows import EVALUATED
 from dualeval.engine.job.run_state import Run
 from dualeval.engine.samples.samples import HuggingFaceSamples
 from dualeval.engine.values.measured import kept_columns
@@ -96,11 +96,11 @@ class Evaluation:
     def warnings(self) -> list[str]:
         """Warnings for the result."""
         kept = _kept_of(getattr(self.dataset, "whole", self.dataset))
-        parts = () if kept is None else kept.train_beside_test()
+        splits = () if kept is None else kept.train_beside_test()
         sentences = [
             f"the column {name} of the data has {rows}, and all parts are evaluated: --by {name} gives "
             "metrics of each; for one part alone give --data a table of its rows"
-            for name, rows in parts
+            for name, rows in splits
             if name not in columns_of_groups(self.run.options.by)
         ]
         return sentences if self.measures else [_NO_METRICS, *sentences]

@@ -27,7 +27,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import is_sharded
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Pending
-from dualeval.engine.folder.recorder import Work
+from dualeval.engine.folder.recorder import HandedBatch
 from dualeval.engine.job.evaluation import Evaluation, plan_of
 from dualeval.engine.job.reading import compute_alone, unreadable
 from dualeval.engine.job.run_state import Run
@@ -63,8 +63,8 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
         lasting, widest = Lasting(evaluation.model), Widest()
         with compute_of(evaluation, looked.threads) as compute:
             under_way = UnderWay(evaluation, loop, compute, widest)
-            for work, data in loop.read():
-                under_way.start(work, compute.start, data)
+            for handed, data in loop.read():
+                under_way.start(handed, compute.start, data)
                 under_way.count(all_but=compute.ahead)
             under_way.count()
     loop.times[TimedStage.COMPUTE] = under_way.compute_s
@@ -100,33 +100,33 @@ class UnderWay:
         self._waits = compute.ahead > 0
         # While a GPU computes, this thread sleeps; on a CPU the watch sees the threads compute.
         self._stage = Stage.FORWARD if evaluation.run.device.type == "cpu" else Stage.DEVICE
-        self._batches: deque[tuple[Work, Pending | None]] = deque()
+        self._batches: deque[tuple[HandedBatch, Pending | None]] = deque()
         self._widest = widest
         # Seconds spent on starting batches and waiting for them.
         self.compute_s = 0.0
 
-    def start(self, work: Work | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
+    def start(self, handed: HandedBatch | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
         """Start a batch; ``data`` is None if none of its samples could be read."""
         start = perf_counter()
-        if work is not None and data is not None and self._widest is not None:
-            self._widest.see(work.samples, data)
+        if handed is not None and data is not None and self._widest is not None:
+            self._widest.see(handed.samples, data)
         pending = None if data is None else begin(data)
-        if work is not None:
-            self._batches.append((work, pending))
+        if handed is not None:
+            self._batches.append((handed, pending))
         self.compute_s += perf_counter() - start
 
     def count(self, *, all_but: int = 0) -> None:
         """Wait for the oldest batches and count them, until ``all_but`` are left."""
         while len(self._batches) > all_but:
             start = perf_counter()
-            work, pending = self._batches.popleft()
+            handed, pending = self._batches.popleft()
             if self._waits:
-                self._progress.step(self._stage, work.chunk)
+                self._progress.step(self._stage, handed.chunk)
             columns = None if pending is None else pending()
             self.compute_s += perf_counter() - start
-            if self._widest is not None and work.samples is self._widest.samples and not work.failed:
+            if self._widest is not None and handed.samples is self._widest.samples and not handed.failed:
                 self._widest.columns = columns
-            self._loop.count(work, columns)
+            self._loop.count(handed, columns)
 
 
 def evaluate_alone(

@@ -28,17 +28,17 @@ class _Folded(nn.Identity):
     def __init__(self, convolution: nn.Module, names: str) -> None:
         super().__init__()
         # Methods, so that a copy of the model gets its own.
-        self._compute, self._names, self._given = convolution.forward, names, None
+        self._compute, self._names, self._output = convolution.forward, names, None
         vars(convolution)["forward"] = self._convolve
 
     def _convolve(self, images: Tensor) -> Any:
-        self._check(self._given is None)
-        self._given = self._compute(images)
-        return self._given
+        self._check(self._output is None)
+        self._output = self._compute(images)
+        return self._output
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check(self._given is input)
-        self._given = None
+        self._check(self._output is input)
+        self._output = None
         return input
 
     def _check(self, fits: bool) -> None:

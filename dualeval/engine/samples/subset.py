@@ -280,13 +280,13 @@ def postprocessed(
     if method is Task.postprocess or not isinstance(dataset, DrawnSamples):
         whole: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
         return whole
-    parts: list[Mapping[str, Any]] = []
+    pieces: list[Mapping[str, Any]] = []
     for places, indices in dataset.runs(samples):
         piece = {name: column[places] for name, column in columns.items()}
         made = host_columns(task.postprocess(piece, indices), indices)
-        _check_part(made, parts[0] if parts else made, indices)
-        parts.append(made)
-    return {name: concatenated([part[name] for part in parts]) for name in parts[0]}
+        _check_part(made, pieces[0] if pieces else made, indices)
+        pieces.append(made)
+    return {name: concatenated([each[name] for each in pieces]) for name in pieces[0]}
 
 
 def _check_part(made: Any, first: Mapping[str, Any], indices: range) -> None:

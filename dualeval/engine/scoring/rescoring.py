@@ -16,8 +16,8 @@ import torch
 
 from dualeval.columns.ragged import Rows, to_column
 from dualeval.engine.folder.finished import finished_run
+from dualeval.engine.folder.row_windows import MappedColumns, copied
 from dualeval.engine.folder.stored_rows import RowSource, StoredRows
-from dualeval.engine.folder.windows import MappedColumns, copied
 from dualeval.engine.identity.job import metric_fingerprint
 from dualeval.engine.samples.ids import digest_of
 from dualeval.engine.samples.subset import whole_set_intervals
@@ -240,8 +240,8 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
             again = earlier
         for key in _changed(folder, metrics, measured):
             if (stated := result.metrics.get(key)) != again.metrics[key]:
-                now = _shown(again.metrics[key])
-                notes.append(f"{key}: {_shown(stated)} in {RESULT}, now {now}: its formula has changed")
+                now = _json_of(again.metrics[key])
+                notes.append(f"{key}: {_json_of(stated)} in {RESULT}, now {now}: its formula has changed")
                 again.metrics[key] = stated
                 again.nonfinite.pop(key, None)
                 again.nonfinite.update({name: of for name, of in result.nonfinite.items() if name == key})
@@ -353,14 +353,14 @@ def _metrics_check(result: Result, again: Result) -> Check:
 def _differences(name: str, stated: Any, again: Any, source: str = "the rows") -> tuple[str, ...]:
     """Differences of two nests of JSON values, as sentences: the value in result.json, and the one found."""
     sentences = [
-        f"{place}: {_shown(one)} in {RESULT}, {_shown(other)} from {source}"
+        f"{place}: {_json_of(one)} in {RESULT}, {_json_of(other)} from {source}"
         for place, one, other in differences(stated, again, name)
     ]
     more = len(sentences) - _NAMED_AT_MOST
     return (*sentences[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))
 
 
-def _shown(value: Any) -> str:
+def _json_of(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"{len(value)} values"
     text = json.dumps(value)

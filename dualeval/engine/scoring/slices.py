@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from dualeval.columns.ragged import RaggedRows, Rows, to_column
+from dualeval.engine.folder.row_windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.folder.stored_rows import RowSource
-from dualeval.engine.folder.windows import WINDOW_ROWS, MappedColumns, copied
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.scoring.rescoring import check_column_of_clusters
 from dualeval.engine.values.measured import check_cluster, clustered_fields, columns_of, plain, update
@@ -49,12 +49,12 @@ class Groups:
     places: npt.NDArray[np.int64]
     # Each group's value by column, and its name.
     values: Sequence[Mapping[str, Any]]
-    labels: Sequence[str]
+    names: Sequence[str]
 
     def members(self) -> list[npt.NDArray[np.int64]]:
         """The samples of each group, in their order."""
         order = np.argsort(self.places, kind="stable")
-        ends = np.cumsum(np.bincount(self.places, minlength=len(self.labels)))[:-1]
+        ends = np.cumsum(np.bincount(self.places, minlength=len(self.names)))[:-1]
         return np.split(order, ends)
 
 
@@ -71,9 +71,9 @@ def groups_of(by: str, keys: Mapping[str, Keys], bins: Sequence[float] = ()) -> 
     cut = _cut(names, keys) if bins else ()
     groups = (_of_column(name, keys[name], bins if name in cut else ()) for name in names)
     crossed = reduce(_crossed, groups)
-    if len(crossed.labels) > _MOST_GROUPS:
+    if len(crossed.names) > _MOST_GROUPS:
         raise UsageError(
-            f"--by {by}: there are {len(crossed.labels):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
+            f"--by {by}: there are {len(crossed.names):,} groups, expected {_MOST_GROUPS:,} at most. Name a "
             "column with fewer values."
         )
     return crossed
@@ -121,13 +121,13 @@ def _of_column(name: str, keys: Keys, edges: Sequence[float]) -> Groups:
         if not edges:
             edges = _quartiles(keys[is_there], distinct)
         places = np.searchsorted(edges, keys, side="right")
-        labels = values = _between(edges)
+        names = values = _between(edges)
     else:
         places = np.searchsorted(distinct, keys)
         values = distinct.tolist()
-        labels = [str(value).lower() if keys.dtype.kind == "b" else _shown(value) for value in values]
-    places = np.where(is_there, places, len(labels))
-    return _present(name, places, [*values, None], [*labels, _MISSING])
+        names = [str(value).lower() if keys.dtype.kind == "b" else _number_text(value) for value in values]
+    places = np.where(is_there, places, len(names))
+    return _present(name, places, [*values, None], [*names, _MISSING])
 
 
 def _quartiles(keys: npt.NDArray[Any], distinct: npt.NDArray[Any]) -> list[float]:
@@ -143,7 +143,7 @@ def _quartiles(keys: npt.NDArray[Any], distinct: npt.NDArray[Any]) -> list[float
 
 
 def _between(edges: Sequence[float]) -> list[str]:
-    ends = [_shown(edge) for edge in edges]
+    ends = [_number_text(edge) for edge in edges]
     inner = [f"{low} to <{high}" for low, high in pairwise(ends)]
     return [f"<{ends[0]}", *inner, f"{ends[-1]} or more"]
 
@@ -157,7 +157,7 @@ def is_of(value: Any, group: Any) -> bool:
     return ends is not None and float(ends[1] or -math.inf) <= value < float(ends[2] or math.inf)
 
 
-def _shown(value: float) -> str:
+def _number_text(value: float) -> str:
     if isinstance(value, int):
         return str(value)
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
@@ -170,28 +170,28 @@ def _of_texts(name: str, texts: Sequence[str | None]) -> Groups:
     return Groups(
         places=np.array([places[text] for text in texts], np.int64),
         values=[{name: value} for value in values],
-        labels=[_MISSING if value is None else value or _EMPTY for value in values],
+        names=[_MISSING if value is None else value or _EMPTY for value in values],
     )
 
 
-def _present(name: str, places: Any, values: Sequence[Any], labels: Sequence[str]) -> Groups:
+def _present(name: str, places: Any, values: Sequence[Any], names: Sequence[str]) -> Groups:
     """Groups of one column, without empty ones."""
     present, numbers = np.unique(places, return_inverse=True)
     return Groups(
         places=numbers.reshape(-1),
         values=[{name: values[place]} for place in present],
-        labels=[labels[place] for place in present],
+        names=[names[place] for place in present],
     )
 
 
 def _crossed(one: Groups, other: Groups) -> Groups:
-    count = len(other.labels)
+    count = len(other.names)
     present, numbers = np.unique(one.places * count + other.places, return_inverse=True)
     pairs = [divmod(int(place), count) for place in present]
     return Groups(
         places=numbers.reshape(-1),
         values=[{**one.values[first], **other.values[second]} for first, second in pairs],
-        labels=[f"{one.labels[first]} * {other.labels[second]}" for first, second in pairs],
+        names=[f"{one.names[first]} * {other.names[second]}" for first, second in pairs],
     )
 
 
@@ -267,7 +267,7 @@ class Slicing:
         slices = {}
         for by in dict.fromkeys(self.by):
             groups = groups_of(by, keys, self.bins)
-            members = zip(groups.values, groups.labels, groups.members(), strict=True)
+            members = zip(groups.values, groups.names, groups.members(), strict=True)
             slices[by] = [self._group(columns, value, label, places) for value, label, places in members]
         unsliced = [metric.name for metric in self.metrics if metric not in self._sliced]
         without = ", ".join(name for name in unsliced if name in result.metrics)

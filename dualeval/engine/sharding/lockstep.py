@@ -23,7 +23,7 @@ from dualeval.engine.control.progress import Stage
 from dualeval.engine.device.divided import check_sharded
 from dualeval.engine.device.numerics import NumericSettings
 from dualeval.engine.device.transfer import Pending
-from dualeval.engine.folder.recorder import Work
+from dualeval.engine.folder.recorder import HandedBatch
 from dualeval.engine.identity.model import ModelIdentity
 from dualeval.engine.job.evaluation import Evaluation
 from dualeval.engine.loop.forward import UnderWay, compute_of, evaluate_alone, of_first
@@ -144,11 +144,11 @@ class _Rounds:
         stand_in = self._look(rounds)
         batches = self._loop.read(until_stopped=False)
         for _ in range(rounds):
-            work, data, problem = self._prepare(batches)
+            handed, data, problem = self._prepare(batches)
             if self._agree_to_stop(problem):
                 break
-            self._progress.step(Stage.FORWARD, None if work is None else work.chunk)
-            self.under_way.start(work, self._start, (data, stand_in))
+            self._progress.step(Stage.FORWARD, None if handed is None else handed.chunk)
+            self.under_way.start(handed, self._start, (data, stand_in))
             del data
         self.under_way.count()
 
@@ -188,16 +188,18 @@ class _Rounds:
 
         return None if data is None else failed
 
-    def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
+    def _prepare(
+        self, batches: Iterator[tuple[HandedBatch, Any]]
+    ) -> tuple[HandedBatch | None, Any, Exception | None]:
         """Record computed batches and read the next one; or return the error of this rank."""
         try:
             self.under_way.count(all_but=self._compute.ahead)
-            work, data = next(batches, (None, None))
+            handed, data = next(batches, (None, None))
         except (PeerError, Stopped, BackendError):
             raise
         except Exception as problem:  # noqa: BLE001 - raised when the other ranks know that this one leaves
             return None, None, problem
-        return work, data, None
+        return handed, data, None
 
     def _agree_to_stop(self, problem: Exception | None) -> bool:
         """Whether all ranks stop here; a collective."""

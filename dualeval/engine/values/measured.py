@@ -224,15 +224,15 @@ def rough_warnings(rough: Mapping[str, str]) -> list[str]:
     return [f"the interval of {keys} is rough: {why}" for why, keys in named.items()]
 
 
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: value for part in parts for key, value in part.items()}
+def _merged(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for each in mappings for key, value in each.items()}
 
 
 def measure(
-    parts: Iterable[tuple[Metric, Tensor]], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
+    ledger: Iterable[tuple[Metric, Tensor]], row_metrics: Sequence[RowMetric], columns: Mapping[str, Rows]
 ) -> list[Measured]:
     """What all samples give: by metrics with their slots of the ledger, then by row metrics."""
-    measured = [plain(metric.name, metric.compute(slots)) for metric, slots in parts]
+    measured = [plain(metric.name, metric.compute(slots)) for metric, slots in ledger]
     measured += [plain(metric.name, metric.compute(columns_of(metric, columns))) for metric in row_metrics]
     check_keys(measured)
     return measured

@@ -110,7 +110,7 @@ class RowsOfChunks(ABC):
 
 def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]:
     """Plain values that describe the columns, and the arrays that hold them in their order on the disk."""
-    described, arrays = [], []
+    entries, arrays = [], []
     for name, column in columns.items():
         rows = to_rows(column)
         values = _little(values_of(rows))
@@ -118,15 +118,15 @@ def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]
         if isinstance(rows, RaggedRows):
             entry |= {"form": form_of(rows), "values": len(values)}
             arrays.append(_little(rows.offsets))
-        described.append(entry)
+        entries.append(entry)
         arrays.append(values)
-    return described, arrays
+    return entries, arrays
 
 
-def place_columns(described: Iterable[Mapping[str, Any]], rows: int, offset: int) -> dict[str, StoredColumn]:
+def place_columns(entries: Iterable[Mapping[str, Any]], rows: int, offset: int) -> dict[str, StoredColumn]:
     """Where columns are stored that follow each other from byte ``offset``."""
     columns = {}
-    for entry in described:
+    for entry in entries:
         form = entry.get("form", PLAIN)
         column = columns[entry["name"]] = StoredColumn(
             form=form,
@@ -244,7 +244,7 @@ def _rows_of(
 ) -> Rows:
     """One column of consecutive chunks."""
     numbers = where[chunks.start : chunks.stop, 0]
-    parts: dict[int, Rows] = {}
+    rows: dict[int, Rows] = {}
     for number in sorted(set(numbers.tolist())):
         if name not in files[number].columns:
             continue
@@ -253,10 +253,10 @@ def _rows_of(
         places = [(int(where[c, 1]), int(where[c, 1]) + len(plan.chunk_samples(c))) for c in held]
         low = min(start for start, _ in places)
         block = files[number].read_rows(name, low, max(stop for _, stop in places))
-        parts |= {c: block[start - low : stop - low] for c, (start, stop) in zip(held, places, strict=True)}
-    sizes = ((c, len(plan.chunk_samples(c))) for c in chunks if c not in parts)
-    parts |= {c: column.empty(size) for c, size in sizes}
-    return concatenated_rows([parts[c] for c in chunks])
+        rows |= {c: block[start - low : stop - low] for c, (start, stop) in zip(held, places, strict=True)}
+    sizes = ((c, len(plan.chunk_samples(c))) for c in chunks if c not in rows)
+    rows |= {c: column.empty(size) for c, size in sizes}
+    return concatenated_rows([rows[c] for c in chunks])
 
 
 def _places(files: Sequence[RowsOfChunks], plan: EvalPlan) -> npt.NDArray[np.int64]:
