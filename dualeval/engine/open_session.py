@@ -141,7 +141,7 @@ class OpenSession:
             Stopped: a signal, or ``stop``, has ended the run.
         """
         self._check_usable()
-        self._conclusion.progress = progress
+        self._conclusion.done = progress
         self._watch.more_follows = not last
         self._watch.begin()
         self.control.progress.step(Stage.SETUP)
@@ -221,7 +221,7 @@ class OpenSession:
             Stopped: a signal, or ``stop``, has ended the session.
         """
         self._check_usable()
-        self._conclusion.progress = progress
+        self._conclusion.done = progress
         self._idle()
         if self.world.is_main:
             # It meets the others as soon as there is something: nobody is late.

@@ -61,7 +61,7 @@ class Conclusion:
         self._leave_within_s = limit_for(control.size, _LEAVE_AFTER_FAILURE_S)
         self._concluding = threading.Lock()
         # How many of several attempts are done; printed if the run is stopped.
-        self.progress = ""
+        self.done = ""
         # Of a command: nobody catches its errors.
         self.is_command = False
         # Concludes the run if the main thread does not; holds what is to be saved.
@@ -186,7 +186,7 @@ class Conclusion:
             return outcome.exit_code
         end: DualevalError = stop
         path = None if folder is None else folder.path
-        has_begun = bool(self.progress) or self.watch.has_begun
+        has_begun = bool(self.done) or self.watch.has_begun
         if outcome.exit_code == EXIT_DONE:
             line = f"dualeval: {stop} came while the result was being written: {path}"
         elif outcome.exit_code == EXIT_FAILED:
@@ -197,7 +197,7 @@ class Conclusion:
             line = f"dualeval: stopped by {stop}. {NOTHING_STARTED}"
         else:
             where = "Type" if path is None else f"What is finished is saved in {path}: type"
-            done = self.progress if has_begun else "No batch was started."
+            done = self.done if has_begun else "No batch was started."
             line = f"dualeval: stopped by {stop}. {f'{done} ' if done else ''}{where} {how_to_resume(path)}."
         if outcome.writes:
             self._write_down(end)

@@ -80,9 +80,9 @@ class ModelHasher(Hasher):
         if not issubclass(type(value), nn.Module):
             return None
         parts = [_own_tensors(value), list(value._modules.values())]
-        return self.combined("module", [self.said_by(value), *parts])
+        return self.combined("module", [self.digests_by_value(value), *parts])
 
-    def said_by(self, module: nn.Module) -> dict[str, bytes]:
+    def digests_by_value(self, module: nn.Module) -> dict[str, bytes]:
         """The digests of a module without its parts: class, names of parts, hooks, each value."""
         children = [(name, child is None) for name, child in module._modules.items()]
         absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
@@ -162,7 +162,7 @@ def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, st
     for name, module in model.named_modules():
         # The class of a copied trace is not that of the trace.
         kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module).__qualname__
-        for attribute, digest in sorted(hasher.said_by(module).items()):
+        for attribute, digest in sorted(hasher.digests_by_value(module).items()):
             group = f"{kind.rpartition('.')[2]}.{attribute}"
             group = group if group in groups or len(groups) < _MOST_NAMED else "others"
             groups.setdefault(group, hashlib.sha256()).update(f"{name}.{attribute}\0".encode() + digest)

@@ -297,10 +297,10 @@ def set_evaluation_mode(model: nn.Module) -> list[str]:
     done = [name for name in before if name not in after]
     notes = []
     if done:
-        notes.append(f"the model was in training mode, and was set to evaluation mode ({_modules(done)})")
+        notes.append(f"the model was in training mode, and was set to evaluation mode ({_named(done)})")
     if after:
         notes.append(
-            f"the model stays in training mode after model.eval() in {_modules(after)}: its own train() "
+            f"the model stays in training mode after model.eval() in {_named(after)}: its own train() "
             "method does that. Its dropout and batch norm work as in training"
         )
     return notes
@@ -312,7 +312,7 @@ def training_note(model: nn.Module) -> list[str]:
     if not names:
         return []
     return [
-        f"the model is in training mode ({_modules(names)}), so dropout and batch norms work as in training: "
+        f"the model is in training mode ({_named(names)}), so dropout and batch norms work as in training: "
         "call model.eval() before the loop"
     ]
 
@@ -322,7 +322,7 @@ def _in_training(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if getattr(module, "training", False)]
 
 
-def _modules(names: list[str]) -> str:
+def _named(names: list[str]) -> str:
     shown = listed((name or "the model itself" for name in names), _LISTED_AT_MOST)
     return f"{counted(len(names), 'module')}: {shown}"
 

@@ -248,7 +248,7 @@ def own_storages(batch: Any) -> Any:
     with all of its storage. Shapes and strides stay, so that a model computes the same bits.
     """
 
-    def own(tensor: Tensor) -> Tensor:
+    def small(tensor: Tensor) -> Tensor:
         # A copy of the numbers would lose a gradient, or a view's conjugation or negation.
         if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -259,7 +259,7 @@ def own_storages(batch: Any) -> Any:
             return tensor
         return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
-    return map_batch(own, batch)
+    return map_batch(small, batch)
 
 
 def _with_own_code(refusal: DualevalError, error: BaseException | None = None) -> DualevalError:
